@@ -1,0 +1,1 @@
+"""Kernel benchmarks, run from a clone: `python -m scripts.bench`."""

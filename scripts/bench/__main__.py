@@ -1,0 +1,47 @@
+"""Kernel benchmarks: `python -m scripts.bench losses [--quick] [--no-record] [--only TEXT]`.
+
+Each case is a module `scripts/bench/<case>.py` with `run(quick: bool, only: str) -> list[Row]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in (ROOT, ROOT / "kernels"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+NOT_CASES = {"__init__", "__main__", "harness"}
+
+
+def main() -> int:
+    cases = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_CASES)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__)
+    parser.add_argument("cases", nargs="+", choices=cases, help="what to measure")
+    parser.add_argument("--quick", action="store_true", help="the main shapes only")
+    parser.add_argument("--only", default="", help="only shapes or kernels whose name contains this")
+    parser.add_argument("--no-record", action="store_true", help="print, do not append to the results file")
+    parser.add_argument("--results", type=Path, default=None, help="folder of the results file")
+    args = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("benchmarks need a CUDA device", file=sys.stderr)
+        return 2
+    from scripts.bench import harness
+
+    for name in args.cases:
+        rows = importlib.import_module(f"scripts.bench.{name}").run(quick=args.quick, only=args.only)
+        print(harness.table(rows), flush=True)
+        if not args.no_record:
+            print(f"\nrecorded in {harness.record(rows, args.results)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""What tests share: error measures, the slack they are judged by, and realistic inputs.
+
+A result of ours is right when its error against fp64 is at most `SLACK` times the error that PyTorch's own eager
+computation makes in the same dtype, plus `FLOOR[dtype]`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+SLACK = 1.5
+FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """`||actual - expected|| / ||expected||` in fp64; infinite if either holds a NaN, absolute if expected is 0."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}"
+    same_infinity = torch.isinf(expected) & (actual == expected)
+    actual, expected = actual.masked_fill(same_infinity, 0), expected.masked_fill(same_infinity, 0)
+    difference = torch.linalg.vector_norm(actual - expected)
+    norm = torch.linalg.vector_norm(expected)
+    error = (difference / norm if norm > 0 else difference).item()
+    return error if error == error else float("inf")
+
+
+def assert_as_good_as_torch(
+    ours: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, name: str = "result"
+) -> None:
+    """Hold `ours` against fp64 `exact`, allowing what torch `eager` in `dtype` misses by, times the slack."""
+    error, allowed = relative_error(ours, exact), SLACK * relative_error(eager, exact) + FLOOR[dtype]
+    assert error <= allowed, f"{name}: error {error:.3e} exceeds {allowed:.3e} ({dtype})"
+
+
+def realistic_logits(
+    rows: int, vocab: int, *, seed: int = 0, std: float = 4.0, correlation: float = 0.9, device: object = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Correlated student and teacher logits, fp64 [rows, vocab], standard deviation `std`."""
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    noise = torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    student = correlation * teacher + (1 - correlation**2) ** 0.5 * noise
+    return (student * std).to(device), (teacher * std).to(device)
+
+
+def realistic_heads(
+    rows: int,
+    vocab: int,
+    student_hidden: int,
+    teacher_hidden: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    std: float = 4.0,
+    correlation: float = 0.9,
+    device: object = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states and head weights whose two models' logits correlate and have standard deviation about `std`.
+
+    Returns student hidden [rows, student_hidden], student weight [vocab, student_hidden], teacher hidden
+    [rows, teacher_hidden], teacher weight [vocab, teacher_hidden], drawn on the device, rounded to `dtype`.
+    """
+    generator = torch.Generator(device=device).manual_seed(seed)
+    shared = min(student_hidden, teacher_hidden)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device)
+
+    x_teacher, w_teacher = draw(rows, teacher_hidden), draw(vocab, teacher_hidden)
+    x_student, w_student = draw(rows, student_hidden), draw(vocab, student_hidden)
+    mix = correlation**0.5
+    rest = (1 - mix**2) ** 0.5
+    # the shared coordinates carry the correlated part; the teacher's other coordinates are its own
+    x_student[:, :shared] = mix * x_teacher[:, :shared] + rest * x_student[:, :shared]
+    w_student[:, :shared] = mix * w_teacher[:, :shared] + rest * w_student[:, :shared]
+    w_teacher[:, shared:] *= 0.3
+    w_student = w_student * (std / (x_student @ w_student[: min(vocab, 4096)].T).std())
+    w_teacher = w_teacher * (std / (x_teacher @ w_teacher[: min(vocab, 4096)].T).std())
+    return x_student.to(dtype), w_student.to(dtype), x_teacher.to(dtype), w_teacher.to(dtype)
