@@ -1,0 +1,180 @@
+"""The user's mistakes in a recipe, one clear line each: which field, what was expected, what came.
+
+`Section` is the base of every part of a recipe, strict about its fields; `explain` turns what pydantic found into lines.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+SUM_OF_TERMS = (
+    "the loss is the plain weighted sum of loss.terms, nothing is traded off behind it: "
+    "set each term's weight, as in terms: [{type: forward_kl, weight: 0.5}, {type: cross_entropy, weight: 0.5}]"
+)
+# names people know from elsewhere, by section; "" is the top of the recipe
+EXPLAINED = {
+    ("", "teachers"): "reserved for several teachers; a recipe has one today, under teacher:",
+    **{
+        ("loss", name): SUM_OF_TERMS
+        for name in ("alpha", "lambda", "kd_ratio", "kd_weight", "kl_weight", "ce_weight", "ce_ratio", "hard_weight")
+    },
+}
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text (put it in quotes)",
+    "list_type": "a list",
+    "dict_type": "a section of key: value lines",
+    "model_type": "a section of key: value lines",
+    "model_attributes_type": "a section of key: value lines",
+    "finite_number": "a finite number",
+    "string_too_short": "text that is not empty",
+    "invalid_key": "text as a key",
+}
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; `faults` holds one line for each mistake."""
+
+    def __init__(self, faults: Iterable[str]):
+        self.faults = [" ".join(fault.split()) for fault in faults]
+        super().__init__("\n".join(self.faults))
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown fields, wrong types, NaN and infinity are refused; the values cannot be changed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+def show(value: Any) -> str:
+    """A value as an error line quotes it, cut where it is long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict | list):
+        return ("a section" if isinstance(value, dict) else "a list") + f" of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a number of more than 30 digits"
+    quoted = repr(value)
+    return quoted if len(quoted) <= 80 else quoted[:76] + "..."
+
+
+def refuse(expected: str, value: Any) -> str:
+    """`expected ..., came ...`."""
+    return f"expected {expected}, came {show(value)}"
+
+
+def did_you_mean(word: Any, known: Iterable[str]) -> str:
+    """A suffix that offers the nearest of `known`, or lists them all."""
+    known = list(known)
+    near = get_close_matches(str(word).lower(), known, n=1, cutoff=0.7)
+    return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """One line for each fault that pydantic found in data for `model`."""
+    lines = [_line(fault, model) for fault in error.errors(include_url=False)]
+    return list(dict.fromkeys(lines))
+
+
+def _line(fault: Any, model: type[BaseModel]) -> str:
+    path, section = _locate(fault["loc"], model)
+    where, came, kind, context = ".".join(path), fault["input"], fault["type"], fault.get("ctx", {})
+    head = f"{where}: " if where else ""
+    if kind == "extra_forbidden":
+        known = EXPLAINED.get((".".join(path[:-1]), path[-1]))
+        return f"{head}{known}" if known else f"{head}unknown field; {did_you_mean(path[-1], section)}"
+    if kind == "missing":
+        return f"{head}required, and missing"
+    if kind == "union_tag_not_found":
+        return f"{head}type is missing; known: {_plain_list(_tags(model, path))}"
+    if kind == "union_tag_invalid":
+        tags = _tags(model, path)
+        tag = context.get("tag")
+        return f"{head}unknown type {show(tag)}; {did_you_mean(tag, tags)}"
+    if kind == "literal_error":
+        options = _literals(model, path)
+        hint = did_you_mean(came, options)
+        return f"{head}expected one of {_plain_list(options)}, came {show(came)}" + (
+            f"; {hint}" if hint.startswith("did") else ""
+        )
+    if kind == "value_error":
+        return f"{head}{context['error']}"
+    bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
+    bounds["less_than_equal"] = "at most"
+    if kind in bounds:
+        limit = next(context[key] for key in ("gt", "ge", "lt", "le") if key in context)
+        return head + refuse(f"a number {bounds[kind]} {limit:g}", came)
+    if kind == "string_pattern_mismatch":
+        return head + refuse("letters, digits, '.', '_' and '-' (at most 100, first a letter or digit)", came)
+    if kind == "too_short":
+        return head + refuse(f"at least {context['min_length']} of them", came)
+    if kind in EXPECTED:
+        return head + refuse(EXPECTED[kind], came)
+    return f"{head}{fault['msg']}, came {show(came)}"
+
+
+def _plain_list(options: Iterable[str]) -> str:
+    return ", ".join(options)
+
+
+def _annotation_parts(annotation: Any) -> list[Any]:
+    """A field's annotation taken apart: the alternatives of a union, the items of a list, inside Annotated."""
+    if hasattr(annotation, "__metadata__"):
+        return _annotation_parts(annotation.__origin__)
+    if isinstance(annotation, types.UnionType) or get_origin(annotation) is list:
+        return [part for inner in get_args(annotation) for part in _annotation_parts(inner)]
+    return [annotation]
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    return [p for p in _annotation_parts(annotation) if isinstance(p, type) and issubclass(p, BaseModel)]
+
+
+def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
+    """The values that the field at `path` may take."""
+    sections = [model]
+    for name in path[:-1]:
+        if not name.isdigit():
+            sections = [
+                s for m in sections if name in m.model_fields for s in _sections(m.model_fields[name].annotation)
+            ]
+    fields = [section.model_fields[path[-1]] for section in sections if path[-1] in section.model_fields]
+    return [str(v) for f in fields for p in _annotation_parts(f.annotation) for v in get_args(p)]
+
+
+def _tags(model: type[BaseModel], path: list[str]) -> list[str]:
+    return _literals(model, [*path, "type"])
+
+
+def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[str]]:
+    """The path as the user wrote it, and the fields known where it ends.
+
+    pydantic puts names into a path that the user never wrote (which member of a union, `[key]`); a part that is
+    neither an index nor a field is dropped unless it comes last.
+    """
+    path: list[str] = []
+    sections: list[type[BaseModel]] = [model]
+    for position, part in enumerate(loc):
+        fields = {name: field for section in sections for name, field in section.model_fields.items()}
+        tags = {t for s in sections if "type" in s.model_fields for t in get_args(s.model_fields["type"].annotation)}
+        if isinstance(part, int):
+            path.append(str(part))
+        elif part in fields and position < len(loc) - 1:
+            path.append(part)
+            sections = _sections(fields[part].annotation)
+        elif part in tags:
+            sections = [s for s in sections if part in get_args(s.model_fields["type"].annotation)]
+        elif position == len(loc) - 1 or not sections:
+            path.append(str(part))
+    return path, list(dict.fromkeys(name for section in sections for name in section.model_fields))

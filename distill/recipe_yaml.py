@@ -1,0 +1,179 @@
+"""YAML as recipes use it: data only, plain scalars, no key twice, no aliases; and overrides on the parsed tree.
+
+Scalars follow YAML 1.2: `true` and `false` are the only booleans (`no` is text), `1e-4` is a number, dates are text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import yaml
+
+from distill.faults import RecipeError, show
+
+MAX_CHARACTERS = 1 << 20
+_RESOLVERS = [
+    ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"^[-+]?(?:0|[1-9][0-9_]*)$", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"^[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
+        list("-+0123456789."),
+    ),
+]
+# naming one of these in an override takes back the other, which the file may have set
+ALTERNATIVES = [
+    ("train.steps", "train.epochs"),
+    ("student.model", "student.from_teacher"),
+    ("student.from_teacher.layers", "student.from_teacher.keep"),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads recipes: no aliases (they can blow up a small file), no key twice."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "anchors and aliases (& and *) are not supported", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value:
+            name = (key.tag, str(key.value))
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value} comes twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads, lists indented under their key."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        return super().increase_indent(flow, False)
+
+
+for _tag, _pattern, _first in _RESOLVERS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(_pattern), _first)
+
+
+def _read(text: str, origin: str) -> Any:
+    """One YAML document as plain data; every fault in it is a `RecipeError`."""
+    if len(text) > MAX_CHARACTERS:
+        raise RecipeError([f"{origin}: {len(text)} characters are too many for a recipe (at most {MAX_CHARACTERS})"])
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+        _check_plain(tree)
+        return tree
+    except RecursionError:
+        raise RecipeError([f"{origin}: nested too deeply"]) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise RecipeError([f"{origin}: not valid YAML{place}: {error.problem or error.context}"]) from None
+    except yaml.YAMLError as error:
+        raise RecipeError([f"{origin}: not valid YAML: {str(error).splitlines()[0]}"]) from None
+    except (ValueError, TypeError, KeyError, OverflowError) as error:  # what an explicit tag such as !!int x leads to
+        raise RecipeError([f"{origin}: not valid YAML: {error}"]) from None
+
+
+def _check_plain(value: Any) -> None:
+    """Refuse what YAML tags can make and a recipe cannot hold: dates, bytes, sets, keys that are no text."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"keys must be text, came {show(key)}")
+            _check_plain(key)
+            _check_plain(item)
+    elif isinstance(value, list):
+        for item in value:
+            _check_plain(item)
+    elif isinstance(value, str):
+        value.encode("utf-8")
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise ValueError(f"expected text, numbers, true, false, null, lists and sections, came {type(value).__name__}")
+
+
+def parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    """The recipe's tree.
+
+    Raises:
+        RecipeError: not YAML, or not a mapping; names line and column.
+    """
+    tree = _read(text, origin)
+    if not isinstance(tree, dict):
+        raise RecipeError(
+            [f"{origin}: expected sections such as teacher:, student:, data: and train:, came {show(tree)}"]
+        )
+    return tree
+
+
+def to_yaml(tree: Any) -> str:
+    """YAML that `parse_yaml` reads back as the same tree, in the given order."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def apply_overrides(
+    tree: dict[str, Any], overrides: Sequence[str], list_defaults: Mapping[tuple[str, ...], list[Any]]
+) -> None:
+    """Set `key.sub=value` in the tree, in place and in order.
+
+    The value is YAML (`loss.terms=[{type: tvd}]`, `train.warmup=0.1`, nothing for null); a part of the key that is a
+    number counts a list's items from 0 (`loss.terms.0.weight=0.5`), and where the file has no such list, those of
+    `list_defaults`. Of two fields that exclude each other (`ALTERNATIVES`) the one that is named last stays.
+
+    Raises:
+        RecipeError: no `=`, an empty key, a value that is not YAML, or a key that leads into a plain value.
+    """
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        path = tuple(key.strip().split("."))
+        if not equals or not all(path):
+            raise RecipeError([f"{show(override)}: expected an override key.sub=value such as train.steps=100"])
+        value = _read(text, f"override {key}")
+        for pair in ALTERNATIVES:
+            for chosen, other in (pair, pair[::-1]):
+                if (value is not None and key.strip() == chosen) or key.strip().startswith(chosen + "."):
+                    _drop(tree, other.split("."))
+        _set(tree, path, value, list_defaults)
+
+
+def _drop(tree: Any, path: list[str]) -> None:
+    for part in path[:-1]:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    if isinstance(tree, dict):
+        tree.pop(path[-1], None)
+
+
+def _set(tree: dict[str, Any], path: tuple[str, ...], value: Any, list_defaults: Mapping[Any, list[Any]]) -> None:
+    node: Any = tree
+    for depth, part in enumerate(path):
+        here, last = ".".join(path[:depth]), depth == len(path) - 1
+        if isinstance(node, list):
+            if not part.isdecimal() or int(part) >= len(node):
+                raise RecipeError([f"{'.'.join(path)}: {here} is a list of {len(node)}, numbered from 0; came {part}"])
+            index: Any = int(part)
+        elif isinstance(node, dict):
+            index = part
+            if not last and node.get(part) is None:
+                node[part] = [dict(item) for item in list_defaults.get(path[: depth + 1], [])] or {}
+        else:
+            raise RecipeError([f"{'.'.join(path)}: {here} is {show(node)}, not a section"])
+        if last:
+            node[index] = value
+        else:
+            node = node[index]
