@@ -1,0 +1,131 @@
+"""Fill README.md's tables and its loss plot from the benchmark rows: `python -m scripts.readme [--check]`.
+
+A table stands between two comments, the first of which says what it shows:
+
+    <!-- rows: case=losses shape="8192 x 128256 ..." columns=ms,floor_ratio,peak_mib,error -->
+    <!-- end rows -->
+
+Of each candidate the newest row counts. Nothing in such a block is typed by hand; `--check` fails where a block
+differs from what the rows give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "bench" / "results"
+END = "<!-- end rows -->"
+
+HEADINGS = {
+    "shape": "shape",
+    "candidate": "",
+    "ms": "ms",
+    "floor_ratio": "x floor",
+    "peak_mib": "peak MiB",
+    "error": "relative error",
+    "tb_per_s": "TB/s",
+    "tflop_per_s": "TFLOP/s",
+    "host_us": "host us",
+    "note": "note",
+}
+
+
+def newest_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """The newest row of each (GPU, case, shape, candidate), in order of first appearance."""
+    kept: dict[tuple[str, ...], dict[str, Any]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            kept[(row["gpu"], row["case"], row["shape"], row["candidate"])] = row
+    return list(kept.values())
+
+
+def cell(row: dict[str, Any], column: str) -> str:
+    """One table cell; empty where the row has no such figure."""
+    value = row.get(column)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if column == "error":
+        return " / ".join(f"{error:.1e}" for error in value.values())
+    if column == "peak_mib":
+        return f"{value:,.0f}"
+    if column in ("floor_ratio", "tb_per_s"):
+        return f"{value:.2f}"
+    if column in ("tflop_per_s", "host_us"):
+        return f"{value:.0f}"
+    return (
+        f"{value:.3f}" if isinstance(value, float) and value < 1 else f"{value:.1f}" if column == "ms" else str(value)
+    )
+
+
+def markdown(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """The rows as a Markdown table; one candidate or shape a line."""
+    leading = ["candidate"] if len({row["shape"] for row in rows}) == 1 else ["shape", "candidate"]
+    columns = leading + columns
+    lines = ["| " + " | ".join(HEADINGS[column] for column in columns) + " |"]
+    lines.append("|" + "|".join("---" if column in leading else "---:" for column in columns) + "|")
+    for row in rows:
+        cells = [cell(row, column) for column in columns]
+        if row["candidate"].startswith("ours"):
+            cells = [f"**{text}**" if text else "" for text in cells]
+        lines.append("| " + " | ".join(cells) + " |")
+    newest = max(rows, key=lambda row: row["date"])
+    made = f"{newest['gpu']}, torch {newest['torch']}, triton {newest['triton']}, driver {newest['driver']}"
+    return "\n".join([*lines, "", f"<sub>{made}, commit {newest['commit']}, {newest['date']}</sub>"])
+
+
+def block(settings: str, rows: list[dict[str, Any]]) -> str:
+    """The table that a `rows:` comment asks for.
+
+    Raises:
+        ValueError: no row answers to the comment.
+    """
+    wanted = dict(part.split("=", 1) for part in shlex.split(settings))
+    columns = wanted.pop("columns").split(",")
+    candidates = [name.strip() for name in wanted.pop("candidates", "").split(";") if name.strip()]
+    chosen = [row for row in rows if all(str(row.get(key)) == value for key, value in wanted.items())]
+    if candidates:
+        chosen = [row for name in candidates for row in chosen if row["candidate"] == name]
+    if not chosen:
+        raise ValueError(f"README.md: no benchmark row for {settings!r}")
+    return markdown(chosen, columns)
+
+
+def fill(text: str, rows: list[dict[str, Any]]) -> str:
+    """`text` with every `rows:` block filled from `rows`."""
+    lines, inside = [], False
+    for line in text.splitlines():
+        if line == END:
+            inside = False
+        if not inside:
+            lines.append(line)
+        if line.startswith("<!-- rows: "):
+            inside = True
+            lines += [block(line.removeprefix("<!-- rows: ").removesuffix("-->").strip(), rows)]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if README.md is not what the rows give")
+    args = parser.parse_args()
+    path = ROOT / "README.md"
+    text = path.read_text()
+    filled = fill(text, newest_rows())
+    if args.check:
+        if filled != text:
+            print("README.md: tables differ from the benchmark rows; run python -m scripts.readme", file=sys.stderr)
+        return int(filled != text)
+    path.write_text(filled)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
