@@ -1,6 +1,6 @@
 """The user's mistakes in a recipe, one clear line each: which field, what was expected, what came.
 
-`Section` is the base of every part of a recipe, strict about its fields; `explain` turns what pydantic found into lines.
+`Section` is the base of every part of a recipe, strict about its fields; `explain` puts what pydantic found into lines.
 """
 
 from __future__ import annotations

@@ -290,10 +290,10 @@ class Train(Section):
     save_every: Count | None = None
     eval_every: Count | None = None
     log_every: Count = 10
-    report_to: Annotated[list[Text], BeforeValidator(_no_reports)] = []
+    report_to: Annotated[list[Text], BeforeValidator(_no_reports)] = Field(default_factory=list)
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    arguments: dict[str, JsonValue] = {}
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -312,6 +312,13 @@ class Parallel(Section):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
 
 
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a Python function that reverses a string.",
+    "Explain in one sentence why the sky is blue.",
+)
+
+
 class Generate(Section):
     """The samples that close a run: teacher, student before and student after, greedy.
 
@@ -320,11 +327,7 @@ class Generate(Section):
         max_new_tokens: length of an answer.
     """
 
-    prompts: list[Text] = [
-        "What is the capital of France?",
-        "Write a Python function that reverses a string.",
-        "Explain in one sentence why the sky is blue.",
-    ]
+    prompts: list[Text] = Field(default_factory=lambda: list(PROMPTS))
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 48
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -36,8 +36,6 @@ ALTERNATIVES = [
 class _Loader(yaml.SafeLoader):
     """Reads recipes: no aliases (they can blow up a small file), no key twice."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
@@ -57,8 +55,6 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads, lists indented under their key."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
@@ -66,8 +62,9 @@ class _Dumper(yaml.SafeDumper):
         return super().increase_indent(flow, False)
 
 
-for _tag, _pattern, _first in _RESOLVERS:
-    for _class in (_Loader, _Dumper):
+for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}
+    for _tag, _pattern, _first in _RESOLVERS:
         _class.add_implicit_resolver(_tag, re.compile(_pattern), _first)
 
 
