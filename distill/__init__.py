@@ -1,3 +1,27 @@
-"""Distil a large language model into a small one."""
+"""Distil a large language model into a small one.
+
+    from distill import DistillationTrainer, FusedKLLoss
+
+The names of `distill_kernels` and the trainer are imported when they are first used, since they bring in torch.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+_HERE = {"DistillationTrainer": "distill.trainer", "Recipe": "distill.recipe", "load": "distill.recipe"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HERE:
+        return getattr(import_module(_HERE[name]), name)
+    if not name.startswith("_"):
+        kernels = import_module("distill_kernels")
+        if name in kernels.__all__:
+            return getattr(kernels, name)
+    raise AttributeError(f"module 'distill' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HERE, *import_module("distill_kernels").__all__})

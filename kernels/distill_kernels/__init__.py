@@ -3,4 +3,23 @@
 Needs torch; triton only where a CUDA tensor is used. Knows nothing of models, recipes or trainers.
 """
 
-__all__: list[str] = []
+from distill_kernels.losses.modules import (
+    FusedCrossEntropyLoss,
+    FusedDistillationLoss,
+    FusedJSDLoss,
+    FusedKLLoss,
+    FusedSkewKLLoss,
+    FusedTVDLoss,
+)
+from distill_kernels.losses.terms import LossTerm, TokenStats
+
+__all__ = [
+    "FusedCrossEntropyLoss",
+    "FusedDistillationLoss",
+    "FusedJSDLoss",
+    "FusedKLLoss",
+    "FusedSkewKLLoss",
+    "FusedTVDLoss",
+    "LossTerm",
+    "TokenStats",
+]

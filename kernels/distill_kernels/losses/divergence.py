@@ -1,0 +1,187 @@
+"""Divergences between two next-token distributions, row by row: values, gradients and statistics.
+
+With `a = z_s / T`, `b = z_t / T`, `p_s = softmax(a)`, `p_t = softmax(b)`, every divergence here is a sum over the
+vocabulary of a term `f(p_s, p_t) >= 0`. Let `g = p_s * df/dp_s`; then the gradient for the student's logits is
+
+    dD/dz_s = (g - p_s * sum(g)) / T
+
+| divergence | f | g |
+|---|---|---|
+| forward KL | p_t log(p_t/p_s) - p_t + p_s | p_s - p_t |
+| reverse KL | p_s log(p_s/p_t) - p_s + p_t | p_s log(p_s/p_t) |
+| JSD(beta), m = beta p_t + (1-beta) p_s | beta p_t log(p_t/m) + (1-beta) p_s log(p_s/m) | (1-beta) p_s log(p_s/m) |
+| skewed forward KL, m = alpha p_t + (1-alpha) p_s | p_t log(p_t/m) - p_t + m | (1-alpha) p_s (1 - p_t/m) |
+| skewed reverse KL, m = alpha p_s + (1-alpha) p_t | p_s log(p_s/m) - p_s + m | p_s (log(p_s/m) + alpha (1 - p_s/m)) |
+| total variation | |p_t - p_s| / 2 | p_s sign(p_s - p_t) / 2 |
+
+The added `p_s - p_t` sums to zero: it keeps each term nonnegative and makes small divergences exact to second order in
+the rounding of the normalisers. A term with `p = 0` in front of its logarithm is 0; where `p_t > 0` meets `p_s = 0`
+the forward KL is inf.
+
+The hard-label term is `CE + z_loss * lse^2` at T = 1, with `CE = -(1-eps) log p[label] - eps mean_v(log p[v])`.
+
+Sources: Hinton et al. 2015 (T^2), Gu et al. 2024 (MiniLLM, reverse KL), Agarwal et al. 2024 (GKD, generalised JSD),
+Ko et al. 2024 (DistiLLM, skewed KL), Wen et al. 2023 (f-DISTILL, total variation).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.losses import terms
+from distill_kernels.losses.terms import Objective, TokenStats
+
+
+class RowResult(NamedTuple):
+    """What the rows of one chunk give.
+
+    Attributes:
+        loss: row losses times `row_scale`, [n].
+        gradient: gradient of `loss.sum()` for the student's raw logits, [n, V], or None.
+        stats: `TokenStats` of [n] tensors, or None.
+    """
+
+    loss: torch.Tensor
+    gradient: torch.Tensor | None
+    stats: TokenStats | None
+
+
+def transform_logits(raw: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+    """`cap * tanh(scale * raw / cap)`, or `scale * raw` where the cap is 0."""
+    if softcap:
+        return torch.tanh(raw * (scale / softcap)) * softcap
+    return raw * scale if scale != 1.0 else raw
+
+
+def _log_ratio_product(p: torch.Tensor, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """`p * (log p - log q)` with 0 where p is 0."""
+    return torch.where(p > 0, p * (log_p - log_q), 0.0)
+
+
+def reference_terms(
+    kind: int, parameter: float, log_s: torch.Tensor, log_t: torch.Tensor, p_s: torch.Tensor, p_t: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table above: `f` and `g` of one divergence, elementwise, from log-probabilities and probabilities."""
+    if kind == terms.FORWARD_KL:
+        difference = p_s - p_t
+        return _log_ratio_product(p_t, log_t, log_s) + difference, difference
+    if kind == terms.REVERSE_KL:
+        g = _log_ratio_product(p_s, log_s, log_t)
+        return g - p_s + p_t, g
+    if kind == terms.TVD:
+        difference = p_s - p_t
+        return difference.abs() * 0.5, p_s * difference.sign() * 0.5
+    share = parameter
+    if kind == terms.SKEW_REVERSE_KL:
+        m = share * p_s + (1 - share) * p_t
+        log_ratio = _log_ratio_product(p_s, log_s, m.log())
+        ratio = torch.where(m > 0, p_s / m, 1.0)
+        return log_ratio - p_s + m, log_ratio + share * p_s * (1 - ratio)
+    m = share * p_t + (1 - share) * p_s
+    log_m = m.log()
+    if kind == terms.SKEW_FORWARD_KL:
+        ratio = torch.where(m > 0, p_t / m, 1.0)
+        return _log_ratio_product(p_t, log_t, log_m) - p_t + m, (1 - share) * p_s * (1 - ratio)
+    assert kind == terms.JSD, kind
+    g = (1 - share) * _log_ratio_product(p_s, log_s, log_m)
+    return share * _log_ratio_product(p_t, log_t, log_m) + g, g
+
+
+def reference_rows(
+    student_raw: torch.Tensor,
+    teacher_raw: torch.Tensor | None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    with_gradient: bool = True,
+    with_stats: bool = False,
+) -> RowResult:
+    """Loss, gradient and statistics of rows whose logits exist; the specification, and what CPU tensors get.
+
+    Args:
+        student_raw: student logits before scale, soft cap and temperature, [n, V], fp32 or fp64. May be overwritten.
+        teacher_raw: the teacher's, [n, V], or None where the objective has no divergence.
+        objective: the loss.
+        labels: int64 [n] of vocabulary indices, or None. Rows of scale 0 may hold anything.
+        row_scale: [n], what each row's loss is multiplied by; 0 skips the row.
+        with_gradient: make the gradient for `student_raw`.
+        with_stats: make the statistics.
+    """
+    o = objective
+    n, vocab = student_raw.shape
+    z = transform_logits(student_raw, o.student_scale, o.student_softcap)
+    z_teacher = None if teacher_raw is None else transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap)
+    kept = row_scale != 0
+    targets = None if labels is None else torch.where(kept, labels, 0)
+    loss = z.new_zeros(n)
+    gradient = None
+    log_p1 = None  # the student at T = 1
+    if o.kinds:
+        assert z_teacher is not None
+        log_s = torch.log_softmax(z / o.temperature, -1) if o.temperature != 1.0 else torch.log_softmax(z, -1)
+        log_t = torch.log_softmax(z_teacher / o.temperature if o.temperature != 1.0 else z_teacher, -1)
+        log_p1 = log_s if o.temperature == 1.0 else None
+        p_s, p_t = log_s.exp(), log_t.exp()
+        for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
+            f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
+            loss += weight * f.sum(-1).clamp_min(0)
+            if with_gradient:
+                if kind != terms.FORWARD_KL:  # whose g sums to 0
+                    g = g - p_s * g.sum(-1, keepdim=True)
+                g = g.mul_(weight / o.temperature)
+                gradient = g if gradient is None else gradient.add_(g)
+    if o.hard_weight:
+        assert targets is not None
+        log_p1 = torch.log_softmax(z, -1) if log_p1 is None else log_p1
+        at_label = log_p1.gather(-1, targets[:, None]).squeeze(-1)
+        hard = -(1 - o.label_smoothing) * at_label
+        if o.label_smoothing:
+            hard = hard - o.label_smoothing * log_p1.mean(-1)
+        lse = None
+        if o.z_loss:
+            lse = torch.logsumexp(z, -1)
+            hard = hard + o.z_loss * lse.square()
+        loss += o.hard_weight * hard
+        if with_gradient:
+            factor = o.hard_weight * (1 + 2 * o.z_loss * lse[:, None] if lse is not None else 1.0)
+            g = log_p1.exp().mul_(factor)
+            if o.label_smoothing:
+                g.sub_(o.hard_weight * o.label_smoothing / vocab)
+            g.scatter_add_(-1, targets[:, None], g.new_full((n, 1), -o.hard_weight * (1 - o.label_smoothing)))
+            gradient = g if gradient is None else gradient.add_(g)
+    loss = torch.where(kept, loss * row_scale, 0.0)
+    if gradient is not None:
+        gradient.mul_(row_scale[:, None])
+        if o.student_softcap:
+            gradient.mul_((z / o.student_softcap).square_().neg_().add_(1.0))
+        if o.student_scale != 1.0:
+            gradient.mul_(o.student_scale)
+        gradient.masked_fill_(~kept[:, None], 0.0)
+    stats = reference_stats(z, z_teacher, o, targets, kept) if with_stats else None
+    return RowResult(loss, gradient, stats)
+
+
+def reference_stats(
+    z: torch.Tensor, z_teacher: torch.Tensor | None, o: Objective, targets: torch.Tensor | None, kept: torch.Tensor
+) -> TokenStats:
+    """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `kept` is False."""
+    zeros = z.new_zeros(z.shape[0])
+    log_s = torch.log_softmax(z, -1)
+    p_s = log_s.exp()
+    student_label = zeros if targets is None else log_s.gather(-1, targets[:, None]).squeeze(-1)
+    student_entropy = -torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1)
+    divergence = teacher_entropy = agreement = teacher_label = zeros
+    if z_teacher is not None:
+        log_t = torch.log_softmax(z_teacher, -1)
+        p_t = log_t.exp()
+        for kind, weight, parameter in zip(o.kinds, o.divergence_weights, o.parameters, strict=True):
+            f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
+            divergence = divergence + weight * f.sum(-1).clamp_min(0)
+        teacher_entropy = -torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1)
+        agreement = (z.argmax(-1) == z_teacher.argmax(-1)).to(z.dtype)
+        teacher_label = zeros if targets is None else log_t.gather(-1, targets[:, None]).squeeze(-1)
+    figures = (divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label)
+    return TokenStats(*(torch.where(kept, figure, 0.0).float() for figure in figures))

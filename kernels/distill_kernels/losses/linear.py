@@ -1,0 +1,255 @@
+"""Hidden states and head weights to loss and gradients: what goes in, what comes out, and the PyTorch path.
+
+Per chunk of rows: logits `z = x W^T (+ bias) (+ scale (x A^T) B^T)` of both models, the rows' losses and the gradient
+`G` for the student's logits (divergence.py), then `dx = G W` and `dW += G^T x`. Logits of the whole batch never exist,
+and gradients are made in the forward pass, to be multiplied by the upstream gradient in backward.
+
+Symbols: `N` tokens, `V` vocabulary, `H` hidden size (`Hs` of the student, `Ht` of the teacher), `r` rank of a LoRA.
+
+CPU tensors take the PyTorch path of this file (fp32 arithmetic, fp64 for fp64 inputs), CUDA tensors that of fused.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.losses.divergence import reference_rows
+from distill_kernels.losses.terms import Objective, TokenStats
+
+REFERENCE_CHUNK_ELEMENTS = 8 << 20  # logits of one chunk and model on the CPU: 32 MiB in fp32
+
+
+class Head(NamedTuple):
+    """One model's hidden states and language-model head.
+
+    Attributes:
+        hidden: [N, H].
+        weight: [Vp, H], Vp >= V: columns from V on are padding.
+        bias: [Vp] or None.
+        lora_a: [r, H] or None: the head's weight is `weight + lora_scale * lora_b @ lora_a`.
+        lora_b: [Vp, r] or None.
+        lora_scale: a number.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    lora_a: torch.Tensor | None = None
+    lora_b: torch.Tensor | None = None
+    lora_scale: float = 1.0
+
+    def cut(self, vocab: int, dtype: torch.dtype) -> Head:
+        """The first `vocab` columns of the head, in `dtype` (views where the dtype fits already)."""
+        return Head(
+            self.hidden,
+            self.weight[:vocab].to(dtype),
+            None if self.bias is None else self.bias[:vocab].to(dtype),
+            None if self.lora_a is None else self.lora_a.to(dtype),
+            None if self.lora_b is None else self.lora_b[:vocab].to(dtype),
+            self.lora_scale,
+        )
+
+
+class Batch(NamedTuple):
+    """What belongs to the tokens.
+
+    Attributes:
+        labels: int64 [N] or None; row i of the hidden states predicts labels[i].
+        row_scale: [N] fp32 (fp64 for fp64 inputs); a row's loss is multiplied by it, 0 skips the row.
+        rows: int64 [M], the rows worth computing, or None for all of them.
+    """
+
+    labels: torch.Tensor | None
+    row_scale: torch.Tensor
+    rows: torch.Tensor | None
+
+
+class Wanted(NamedTuple):
+    """Which results to make: gradients for the student's tensors, and statistics."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+    lora_a: bool = False
+    lora_b: bool = False
+    stats: bool = False
+
+    @property
+    def gradient(self) -> bool:
+        """True where any gradient is wanted."""
+        return any(self[:5])
+
+
+class Outcome(NamedTuple):
+    """Row losses [N] (scaled; 0 on skipped rows), the wanted statistics, and the wanted gradients."""
+
+    loss: torch.Tensor
+    stats: TokenStats | None
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+
+
+def row_scales(
+    student_hidden: torch.Tensor,
+    labels: torch.Tensor | None,
+    token_weights: torch.Tensor | None,
+    num_items: torch.Tensor | int | None,
+    rows: torch.Tensor | None,
+    *,
+    ignore_index: int,
+    reduction: str,
+) -> torch.Tensor:
+    """What every row's loss is multiplied by, [N]: 0 where ignored, its token weight, over the number of items.
+
+    For reduction "mean" the number of items is `num_items`, or else the number of rows that count: those of `rows`
+    whose label is not `ignore_index` (their token weights do not change it). No host sync.
+    """
+    n = student_hidden.shape[0]
+    dtype = torch.float64 if student_hidden.dtype == torch.float64 else torch.float32
+    if labels is None:
+        valid = student_hidden.new_ones(n, dtype=torch.bool)
+    else:
+        valid = labels != ignore_index
+    if rows is not None:
+        valid = valid & torch.zeros_like(valid).index_fill_(0, rows, True)
+    scale = valid.to(dtype)
+    if token_weights is not None:
+        scale = torch.where(valid, token_weights.to(dtype), 0.0)
+    if reduction == "mean":
+        scale = scale / (valid.sum().clamp_min(1) if num_items is None else num_items)
+    return scale
+
+
+def find_rows(row_scale: torch.Tensor) -> torch.Tensor | None:
+    """Indices of the rows that count, or None where all do. One host sync on CUDA."""
+    rows = row_scale.nonzero().squeeze(-1)
+    return None if rows.numel() == row_scale.numel() else rows
+
+
+def linear_divergence(
+    student: Head,
+    teacher: Head | None,
+    batch: Batch,
+    objective: Objective,
+    wanted: Wanted,
+    *,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace: int | None = None,
+) -> Outcome:
+    """The loss of every row and the wanted gradients of their sum.
+
+    Args:
+        student: the student's head. Its tensors' gradients come back in their own dtypes.
+        teacher: the teacher's head, or None where the objective has no divergence.
+        batch: labels, row scales and the rows to compute.
+        objective: the loss.
+        wanted: which gradients, and whether statistics.
+        vocab: columns that count.
+        dtype: of the products' operands.
+        workspace: bytes for the logits' buffers, or None to choose.
+    """
+    return reference_linear_divergence(
+        student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace
+    )
+
+
+def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
+    """Raw logits [n, V] of `hidden` [n, H], all in one dtype."""
+    logits = torch.mm(hidden, head.weight.t())
+    if head.bias is not None:
+        logits += head.bias
+    if head.lora_a is not None and head.lora_b is not None:
+        logits.addmm_(hidden @ head.lora_a.t(), head.lora_b.t(), alpha=head.lora_scale)
+    return logits
+
+
+def reference_linear_divergence(
+    student: Head,
+    teacher: Head | None,
+    batch: Batch,
+    objective: Objective,
+    wanted: Wanted,
+    *,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace: int | None = None,
+) -> Outcome:
+    """`linear_divergence` in plain PyTorch, chunk by chunk: the specification of the fused path, and the CPU's path.
+
+    Products and row arithmetic run in fp32 (fp64 where `dtype` is fp64), whatever the inputs' dtype. `workspace`
+    bounds the bytes of one chunk's logits.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    narrow = student  # whose dtypes the gradients take
+    student = student.cut(vocab, wide)
+    teacher = None if teacher is None else teacher.cut(vocab, wide)
+    hidden, n = narrow.hidden, narrow.hidden.shape[0]
+    elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * wide.itemsize)
+    chunk = min(max(elements // vocab, 1), max(n, 1))
+
+    loss = batch.row_scale.new_zeros(n)
+    stats = TokenStats(*(hidden.new_zeros(n, dtype=torch.float32) for _ in TokenStats._fields))
+    d_hidden = hidden.new_zeros(hidden.shape) if wanted.hidden else None
+
+    def zeros_like(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
+        return torch.zeros_like(tensor, dtype=wide) if wanted and tensor is not None else None
+
+    d_weight, d_bias = zeros_like(narrow.weight, wanted.weight), zeros_like(narrow.bias, wanted.bias)
+    d_a, d_b = zeros_like(narrow.lora_a, wanted.lora_a), zeros_like(narrow.lora_b, wanted.lora_b)
+
+    count = n if batch.rows is None else batch.rows.numel()
+    for start in range(0, count, chunk):
+        stop = min(start + chunk, count)
+        here = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
+        x = hidden[here].to(wide)
+        result = reference_rows(
+            project(student, x),
+            None if teacher is None else project(teacher, teacher.hidden[here].to(wide)),
+            objective,
+            labels=None if batch.labels is None else batch.labels[here],
+            row_scale=batch.row_scale[here],
+            with_gradient=wanted.gradient,
+            with_stats=wanted.stats,
+        )
+        loss[here] = result.loss
+        if result.stats is not None:
+            for all_rows, these_rows in zip(stats, result.stats, strict=True):
+                all_rows[here] = these_rows
+        g = result.gradient
+        if g is None:
+            continue
+        if d_weight is not None:
+            d_weight[:vocab].addmm_(g.t(), x)
+        if d_bias is not None:
+            d_bias[:vocab] += g.sum(0)
+        g_low = None
+        if student.lora_a is not None and student.lora_b is not None:
+            g_low = (g @ student.lora_b).mul_(student.lora_scale)
+            if d_a is not None:
+                d_a.addmm_(g_low.t(), x)
+            if d_b is not None:
+                d_b[:vocab].addmm_(g.t(), x @ student.lora_a.t(), alpha=student.lora_scale)
+        if d_hidden is not None:
+            d_x = g @ student.weight
+            if g_low is not None and student.lora_a is not None:
+                d_x.addmm_(g_low, student.lora_a)
+            d_hidden[here] = d_x.to(d_hidden.dtype)
+
+    def narrowed(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+        return None if gradient is None or like is None else gradient.to(like.dtype)
+
+    return Outcome(
+        loss,
+        stats if wanted.stats else None,
+        d_hidden,
+        narrowed(d_weight, narrow.weight),
+        narrowed(d_bias, narrow.bias),
+        narrowed(d_a, narrow.lora_a),
+        narrowed(d_b, narrow.lora_b),
+    )

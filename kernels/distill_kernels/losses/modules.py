@@ -1,0 +1,293 @@
+"""Fused linear distillation losses: from hidden states and head weights to the loss, without full logits.
+
+All modules take the same tensors (see `FusedDistillationLoss.forward`); only the student's get gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from distill_kernels.losses.operator import fused_loss
+from distill_kernels.losses.terms import LossTerm, TokenStats, make_objective
+
+Lora = tuple[torch.Tensor, torch.Tensor, float]
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class FusedDistillationLoss(nn.Module):
+    """Any weighted sum of divergences at one temperature, plus hard labels, made in one pass over the logits.
+
+    The loss of a token is `sum_i weight_i * T^2 * D_i + weight_ce * (CE + z_loss * lse^2)`; divergences are those of
+    `softmax(z / T)`, cross-entropy is at T = 1. See `divergence.py` for definitions and sources.
+
+    Args:
+        terms: `LossTerm(type, weight, beta, alpha)`, several of one type allowed.
+        temperature: T > 0.
+        scale_by_temperature_squared: multiply divergences by T^2 (Hinton et al., 2015).
+        label_smoothing: share of the hard target that is spread over the vocabulary, [0, 1].
+        z_loss: weight of the squared log-normaliser beside the cross-entropy (PaLM, Chowdhery et al., 2022).
+        ignore_index: label of tokens that do not count.
+        reduction: "mean" over `num_items` or the tokens that count, "sum", or "none" (per token; its gradient
+            cannot be made in the forward pass, so backward computes everything again).
+        student_logit_scale, teacher_logit_scale: factor on the logits (Granite, Cohere).
+        student_softcap, teacher_softcap: `cap * tanh(z / cap)` after the factor (Gemma), or None.
+        max_workspace_mib: bound for the logits' buffers in MiB; None chooses by device and shapes.
+        skip_ignored_rows: with labels or token weights but without `valid_rows`, find the rows that count by one
+            host sync and compute only those. False computes all rows and never syncs.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[LossTerm],
+        temperature: float = 1.0,
+        scale_by_temperature_squared: bool = True,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        student_logit_scale: float = 1.0,
+        student_softcap: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        max_workspace_mib: float | None = None,
+        skip_ignored_rows: bool = True,
+    ) -> None:
+        super().__init__()
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        if max_workspace_mib is not None and not max_workspace_mib > 0:
+            raise ValueError(f"max_workspace_mib: expected None or a number above 0, got {max_workspace_mib!r}")
+        self.terms = tuple(LossTerm(*term) for term in terms)
+        self.objective = make_objective(
+            self.terms,
+            temperature=temperature,
+            scale_by_temperature_squared=scale_by_temperature_squared,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            student_logit_scale=student_logit_scale,
+            student_softcap=student_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_softcap=teacher_softcap,
+        )
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.workspace = None if max_workspace_mib is None else int(max_workspace_mib * 2**20)
+        self.skip_ignored_rows = skip_ignored_rows
+
+    def forward(
+        self,
+        student_hidden: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_hidden: torch.Tensor | None = None,
+        teacher_weight: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        student_bias: torch.Tensor | None = None,
+        teacher_bias: torch.Tensor | None = None,
+        student_lora: Lora | None = None,
+        token_weights: torch.Tensor | None = None,
+        num_items: torch.Tensor | int | None = None,
+        valid_rows: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        return_stats: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
+        """The loss, and its gradient for the student's tensors if autograd asks for it.
+
+        Args:
+            student_hidden: [N, Hs] or [..., Hs], fp32, bf16, fp16 (or fp64 on the CPU); gets a gradient.
+            student_weight: [Vs, Hs], same dtype (any floating dtype under autocast); gets a gradient.
+            teacher_hidden: [N, Ht] with the same leading dimensions; not needed for pure cross-entropy.
+            teacher_weight: [Vt, Ht].
+            labels: integers, [N] or [...], already shifted: row i of the hidden states predicts labels[i]. Rows with
+                `ignore_index` do not count. None: every row counts (cross-entropy needs labels).
+            student_bias: [Vs]; gets a gradient.
+            teacher_bias: [Vt].
+            student_lora: `(A [r, Hs], B [Vs, r], scale)`: the head is `weight + scale * B A`; A and B get gradients.
+            token_weights: [N] or [...], what each token's loss is multiplied by. Not differentiable.
+            num_items: what the mean divides by (int64 tensor on the device, or int): tokens of the whole step.
+            valid_rows: int64 [M], flat indices of the rows to compute, each once; spares the host sync.
+            vocab_size: columns that both vocabularies share; the rest is padding: no probability, no gradient.
+            return_stats: return `(loss, TokenStats)`.
+
+        Returns:
+            fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
+
+        Raises:
+            ValueError: naming the argument whose shape, dtype or device does not fit.
+        """
+        return fused_loss(
+            self.objective,
+            student_hidden,
+            student_weight,
+            teacher_hidden,
+            teacher_weight,
+            labels,
+            student_bias,
+            teacher_bias,
+            student_lora,
+            token_weights,
+            num_items,
+            valid_rows,
+            vocab_size,
+            return_stats,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            workspace=self.workspace,
+            skip_ignored_rows=self.skip_ignored_rows,
+        )
+
+    def extra_repr(self) -> str:
+        """Terms and temperature, for `print(module)`."""
+        parts = [f"{term.weight:g} * {term.type}" for term in self.terms]
+        return f"{' + '.join(parts)}, temperature={self.objective.temperature:g}, reduction={self.reduction!r}"
+
+
+class _OneDivergence(FusedDistillationLoss):
+    """One divergence and the hard-label term."""
+
+    def __init__(
+        self,
+        divergence: LossTerm,
+        temperature: float,
+        scale_by_temperature_squared: bool,
+        ce_weight: float,
+        settings: dict[str, object],
+    ) -> None:
+        terms = [divergence, LossTerm("cross_entropy", ce_weight)]
+        super().__init__(terms, temperature, scale_by_temperature_squared, **settings)  # type: ignore[arg-type]
+
+
+class FusedKLLoss(_OneDivergence):
+    """Forward or reverse KL divergence from the heads, plus hard labels.
+
+    Args:
+        direction: "forward", KL(p_t || p_s), or "reverse", KL(p_s || p_t).
+        temperature: T > 0.
+        scale_by_temperature_squared: multiply the divergence by T^2.
+        divergence_weight: what the divergence is multiplied by.
+        ce_weight: weight of the hard-label term; above 0, labels are needed.
+        settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
+            teacher_logit_scale, teacher_softcap, max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
+    """
+
+    def __init__(
+        self,
+        direction: str = "forward",
+        temperature: float = 1.0,
+        scale_by_temperature_squared: bool = True,
+        divergence_weight: float = 1.0,
+        ce_weight: float = 0.0,
+        **settings: object,
+    ) -> None:
+        term = LossTerm(f"{_checked_direction(direction)}_kl", divergence_weight)
+        super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
+
+
+class FusedJSDLoss(_OneDivergence):
+    """Generalised Jensen-Shannon divergence (GKD): beta KL(p_t || m) + (1-beta) KL(p_s || m), m = beta p_t + ...
+
+    Args:
+        beta: the teacher's share of the mixture; 0 is defined as forward KL, 1 as reverse KL.
+        settings: as in `FusedKLLoss`.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        scale_by_temperature_squared: bool = True,
+        divergence_weight: float = 1.0,
+        ce_weight: float = 0.0,
+        **settings: object,
+    ) -> None:
+        term = LossTerm("jsd", divergence_weight, beta=beta)
+        super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
+
+
+class FusedSkewKLLoss(_OneDivergence):
+    """Skewed KL (DistiLLM): KL(p_t || alpha p_t + (1-alpha) p_s), or with both exchanged for "reverse".
+
+    Args:
+        alpha: the skew, in [0, 1).
+        direction: "forward" or "reverse".
+        settings: as in `FusedKLLoss`.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.1,
+        direction: str = "forward",
+        temperature: float = 1.0,
+        scale_by_temperature_squared: bool = True,
+        divergence_weight: float = 1.0,
+        ce_weight: float = 0.0,
+        **settings: object,
+    ) -> None:
+        term = LossTerm(f"skew_{_checked_direction(direction)}_kl", divergence_weight, alpha=alpha)
+        super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
+
+
+class FusedTVDLoss(_OneDivergence):
+    """Total variation distance, half the sum of |p_t - p_s|; `settings` as in `FusedKLLoss`."""
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        scale_by_temperature_squared: bool = True,
+        divergence_weight: float = 1.0,
+        ce_weight: float = 0.0,
+        **settings: object,
+    ) -> None:
+        super().__init__(
+            LossTerm("tvd", divergence_weight), temperature, scale_by_temperature_squared, ce_weight, settings
+        )
+
+
+class FusedCrossEntropyLoss(FusedDistillationLoss):
+    """Hard-label cross-entropy from the head, without a teacher.
+
+    Args:
+        settings: label_smoothing, z_loss, ignore_index, reduction, student_logit_scale, student_softcap,
+            max_workspace_mib, skip_ignored_rows: see `FusedDistillationLoss`.
+    """
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__([LossTerm("cross_entropy", 1.0)], **settings)  # type: ignore[arg-type]
+
+    def forward(  # type: ignore[override]
+        self,
+        student_hidden: torch.Tensor,
+        student_weight: torch.Tensor,
+        labels: torch.Tensor,
+        student_bias: torch.Tensor | None = None,
+        student_lora: Lora | None = None,
+        token_weights: torch.Tensor | None = None,
+        num_items: torch.Tensor | int | None = None,
+        valid_rows: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+        return_stats: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
+        """As `FusedDistillationLoss.forward`, without the teacher's arguments."""
+        return super().forward(
+            student_hidden,
+            student_weight,
+            labels=labels,
+            student_bias=student_bias,
+            student_lora=student_lora,
+            token_weights=token_weights,
+            num_items=num_items,
+            valid_rows=valid_rows,
+            vocab_size=vocab_size,
+            return_stats=return_stats,
+        )
+
+
+def _checked_direction(direction: str) -> str:
+    if direction not in ("forward", "reverse"):
+        raise ValueError(f"direction: expected forward or reverse, got {direction!r}")
+    return direction

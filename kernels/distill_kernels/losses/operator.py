@@ -1,0 +1,261 @@
+"""The fused loss as autograd sees it: arguments checked, gradients made in the forward pass, scaled in backward.
+
+Eager calls go through an `autograd.Function`, which hands out the gradients made in the forward pass without copying
+them. Compiled calls (`torch.compile(fullgraph=True)`) go through the operator `distill::linear_divergence`, which runs
+the same computation. Row scales and the reduction around it are plain PyTorch in both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distill_kernels.losses.linear import (
+    Batch,
+    Head,
+    Outcome,
+    Wanted,
+    find_rows,
+    linear_divergence,
+    row_scales,
+)
+from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.terms import Objective, TokenStats
+
+SECOND_BACKWARD = (
+    "the fused loss was already differentiated: its gradients are made once, in the forward pass; call the loss again"
+)
+
+
+@torch.library.custom_op("distill::linear_divergence", mutates_args=())
+def linear_divergence_op(
+    student_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    student_bias: torch.Tensor | None,
+    lora_a: torch.Tensor | None,
+    lora_b: torch.Tensor | None,
+    teacher_hidden: torch.Tensor | None,
+    teacher_weight: torch.Tensor | None,
+    teacher_bias: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    valid_rows: torch.Tensor | None,
+    objective: str,
+    lora_scale: float,
+    vocab: int,
+    dtype: torch.dtype,
+    workspace: int | None,
+    skip_rows: bool,
+    per_row: bool,
+    wanted: list[bool],
+) -> list[torch.Tensor]:
+    """Loss ([] or, `per_row`, [N]), statistics [7, N], gradients of the five student tensors; empty where unwanted."""
+    rows = find_rows(row_scale) if skip_rows and valid_rows is None else valid_rows
+    teacher = None
+    if teacher_hidden is not None and teacher_weight is not None:
+        teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
+    outcome = linear_divergence(
+        Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale),
+        teacher,
+        Batch(labels, row_scale, rows),
+        Objective.decode(objective),
+        Wanted(*wanted),
+        vocab=vocab,
+        dtype=dtype,
+        workspace=workspace,
+    )
+    empty = row_scale.new_empty(0)
+    stats = empty if outcome.stats is None else torch.stack(outcome.stats)
+    loss = outcome.loss if per_row else outcome.loss.sum()
+    inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
+    gradients = _gradients(outcome)
+    return [
+        loss,
+        stats,
+        *(
+            gradient if gradient is not None else empty.new_empty(0, dtype=(row_scale if like is None else like).dtype)
+            for gradient, like in zip(gradients, inputs, strict=True)
+        ),
+    ]
+
+
+def _gradients(outcome: Outcome) -> tuple[torch.Tensor | None, ...]:
+    return outcome.hidden, outcome.weight, outcome.bias, outcome.lora_a, outcome.lora_b
+
+
+@linear_divergence_op.register_fake
+def _(
+    student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias,
+    labels, row_scale, valid_rows, objective, lora_scale, vocab, dtype, workspace, skip_rows, per_row, wanted,
+):  # fmt: skip
+    n = student_hidden.shape[0]
+    inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
+    return [
+        row_scale.new_empty(n) if per_row else row_scale.new_empty(()),
+        row_scale.new_empty((len(TokenStats._fields), n), dtype=torch.float32) if wanted[5] else row_scale.new_empty(0),
+        *(
+            torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if want and like is not None
+            else row_scale.new_empty(0, dtype=(row_scale if like is None else like).dtype)
+            for want, like in zip(wanted[:5], inputs, strict=True)
+        ),
+    ]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    ctx.settings = inputs[11:18]
+    ctx.per_row = inputs[17]
+    ctx.wanted = inputs[18]
+    ctx.save_for_backward(*(inputs[:11] if ctx.per_row else output[2:]))
+
+
+def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
+    if ctx.per_row:
+        tensors = list(ctx.saved_tensors)
+        tensors[9] = tensors[9] * upstream[0]
+        wanted = [*ctx.needs_input_grad[:5], False]
+        settings = list(ctx.settings)
+        settings[6] = False
+        made = linear_divergence_op(*tensors, *settings, wanted)[2:]
+        gradients = [gradient if want else None for gradient, want in zip(made, wanted, strict=False)]
+    else:
+        gradients = [
+            saved * upstream[0].to(saved.dtype) if want else None
+            for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=False)
+        ]
+    return (*gradients, *[None] * 14)
+
+
+linear_divergence_op.register_autograd(_op_backward, setup_context=_save_for_backward)
+
+
+class _FusedLoss(torch.autograd.Function):
+    """The same for eager calls: gradients are kept out of autograd's sight, scaled in place and handed out once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> Any:
+        teacher, batch, objective, wanted, settings, per_row, lora_scale = call
+        student = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
+        now = Wanted(stats=wanted.stats) if per_row else wanted
+        outcome = linear_divergence(student, teacher, batch, objective, now, **settings)
+        if per_row:
+            ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
+            ctx.again = (teacher, batch, objective, wanted, settings, lora_scale)
+        else:
+            ctx.gradients = list(_gradients(outcome))
+        loss = outcome.loss if per_row else outcome.loss.sum()
+        stats = None if outcome.stats is None else torch.stack(outcome.stats)
+        if stats is not None:
+            ctx.mark_non_differentiable(stats)
+        return loss, stats
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
+        if hasattr(ctx, "again"):
+            teacher, batch, objective, wanted, settings, lora_scale = ctx.again
+            scale, down = _power_of_two(batch.row_scale * upstream, settings["dtype"])
+            student = Head(*ctx.saved_tensors)._replace(lora_scale=lora_scale)
+            outcome = linear_divergence(
+                student, teacher, batch._replace(row_scale=scale), objective, wanted._replace(stats=False), **settings
+            )
+            gradients = list(_gradients(outcome))
+            if down is not None:
+                gradients = [None if g is None else scale_gradient_(g, down) for g in gradients]
+            return (*gradients, None)
+        if ctx.gradients is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        gradients, ctx.gradients = ctx.gradients, None
+        for index in range(5):  # leave no second reference, so that autograd takes the tensor instead of a copy
+            if gradients[index] is not None:
+                scale_gradient_(gradients[index], upstream)
+        return (*gradients, None)
+
+
+def _power_of_two(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """For fp16, whose small numbers vanish: `row_scale` raised by a power of two to about 1, and the way back."""
+    if dtype != torch.float16:
+        return row_scale, None
+    exponent = torch.log2(row_scale.abs().max().clamp_min(torch.finfo(torch.float32).tiny)).ceil()
+    return row_scale * torch.exp2(-exponent), torch.exp2(exponent)
+
+
+def fused_loss(
+    objective: Objective,
+    student_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    teacher_hidden: torch.Tensor | None,
+    teacher_weight: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    student_bias: torch.Tensor | None,
+    teacher_bias: torch.Tensor | None,
+    student_lora: tuple[torch.Tensor, torch.Tensor, float] | None,
+    token_weights: torch.Tensor | None,
+    num_items: torch.Tensor | int | None,
+    valid_rows: torch.Tensor | None,
+    vocab_size: int | None,
+    return_stats: bool,
+    *,
+    ignore_index: int,
+    reduction: str,
+    workspace: int | None,
+    skip_ignored_rows: bool,
+) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
+    """What every module calls; arguments as in `FusedDistillationLoss`."""
+    from distill_kernels.losses.arguments import check_arguments
+
+    lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
+    if not objective.needs_teacher and not return_stats:
+        teacher_hidden = teacher_weight = teacher_bias = None
+    vocab, dtype = check_arguments(
+        objective, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
+        lora_a, lora_b, token_weights, valid_rows, vocab_size,
+    )  # fmt: skip
+    shape = student_hidden.shape[:-1]
+    student_hidden = student_hidden.flatten(0, -2)
+    teacher_hidden = None if teacher_hidden is None else teacher_hidden.flatten(0, -2)
+    labels = None if labels is None else labels.flatten()
+    scale = row_scales(
+        student_hidden,
+        labels,
+        None if token_weights is None else token_weights.detach().flatten(),
+        num_items,
+        valid_rows,
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+    per_row = reduction == "none"
+    down = None
+    if not per_row:
+        scale, down = _power_of_two(scale, dtype)
+    skip = skip_ignored_rows and valid_rows is None and (labels is not None or token_weights is not None)
+    lora_scale = float(lora_scale)
+    students = (student_hidden, student_weight, student_bias, lora_a, lora_b)
+    grad = torch.is_grad_enabled()
+    flags = [grad and tensor is not None and tensor.requires_grad for tensor in students]
+    wanted = Wanted(*flags)._replace(stats=return_stats)
+    if torch.compiler.is_compiling():
+        loss, stats, *_ = linear_divergence_op(
+            *students, teacher_hidden, teacher_weight, teacher_bias, labels, scale, valid_rows, objective.encode(),
+            lora_scale, vocab, dtype, workspace, skip, per_row,
+            list(Wanted(stats=return_stats)) if per_row else list(wanted),
+        )  # fmt: skip
+    else:
+        rows = find_rows(scale) if skip else valid_rows
+        teacher = None
+        if teacher_hidden is not None and teacher_weight is not None:
+            teacher = Head(
+                teacher_hidden.detach(),
+                teacher_weight.detach(),
+                None if teacher_bias is None else teacher_bias.detach(),
+            )
+        settings = {"vocab": vocab, "dtype": dtype, "workspace": workspace}
+        loss, stats = _FusedLoss.apply(
+            *students, (teacher, Batch(labels, scale, rows), objective, wanted, settings, per_row, lora_scale)
+        )
+    if down is not None:
+        loss = loss * down
+    if per_row:
+        loss = loss.view(shape)
+    return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss

@@ -1,0 +1,191 @@
+"""What a distillation loss is made of: weighted terms, checked once and reduced to the numbers that kernels need."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+# A divergence's number in the kernels. A new divergence is one line here and one branch in divergence.py.
+FORWARD_KL, REVERSE_KL, JSD, SKEW_FORWARD_KL, SKEW_REVERSE_KL, TVD = range(6)
+DIVERGENCES = {
+    "forward_kl": FORWARD_KL,
+    "reverse_kl": REVERSE_KL,
+    "jsd": JSD,
+    "skew_forward_kl": SKEW_FORWARD_KL,
+    "skew_reverse_kl": SKEW_REVERSE_KL,
+    "tvd": TVD,
+}
+
+
+class LossTerm(NamedTuple):
+    """One weighted term of a loss.
+
+    Attributes:
+        type: forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd or cross_entropy.
+        weight: what the term is multiplied by, >= 0. A term of weight 0 is not computed.
+        beta: the teacher's share of the mixture, for jsd only, in [0, 1]; 0.5 if not given.
+        alpha: the skew, for skew_forward_kl and skew_reverse_kl only, in [0, 1); 0.1 if not given.
+    """
+
+    type: str
+    weight: float
+    beta: float | None = None
+    alpha: float | None = None
+
+
+class TokenStats(NamedTuple):
+    """Figures for every token, fp32 [N], at temperature 1, natural logarithms; zero on rows that were skipped.
+
+    Attributes:
+        divergence: the weighted sum of the loss's divergence terms (at temperature 1, without the factor T^2).
+        cross_entropy: -log p_student[label], without smoothing; 0 without labels.
+        student_entropy: entropy of the student's distribution.
+        teacher_entropy: entropy of the teacher's distribution; 0 without a teacher.
+        agreement: 1 where both put the highest probability on the same token, else 0.
+        student_label_logprob: log p_student[label]; 0 without labels.
+        teacher_label_logprob: log p_teacher[label]; 0 without labels or teacher.
+    """
+
+    divergence: torch.Tensor
+    cross_entropy: torch.Tensor
+    student_entropy: torch.Tensor
+    teacher_entropy: torch.Tensor
+    agreement: torch.Tensor
+    student_label_logprob: torch.Tensor
+    teacher_label_logprob: torch.Tensor
+
+
+class Objective(NamedTuple):
+    """A loss in the form that row kernels take: static, hashable, checked.
+
+    The loss of a row is `sum_i weights[i] * D_i(kinds[i], parameters[i]) + hard_weight * (CE + z_loss * lse^2)`;
+    `weights` hold the factor T^2 already. A soft cap of 0 means none.
+    """
+
+    kinds: tuple[int, ...]
+    weights: tuple[float, ...]
+    parameters: tuple[float, ...]
+    divergence_weights: tuple[float, ...]
+    hard_weight: float = 0.0
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    student_scale: float = 1.0
+    student_softcap: float = 0.0
+    teacher_scale: float = 1.0
+    teacher_softcap: float = 0.0
+
+    @property
+    def needs_teacher(self) -> bool:
+        """True where a divergence is part of the loss."""
+        return bool(self.kinds)
+
+    def encode(self) -> str:
+        """As text, for operators whose arguments must be plain."""
+        return json.dumps(self)
+
+    @staticmethod
+    def decode(text: str) -> Objective:
+        """The inverse of `encode`."""
+        kinds, weights, parameters, divergence_weights, *rest = json.loads(text)
+        return Objective(tuple(kinds), tuple(weights), tuple(parameters), tuple(divergence_weights), *rest)
+
+
+def _check_range(name: str, value: float, low: float, high: float = math.inf, *, open_high: bool = False) -> float:
+    """`value` as a float within [low, high] (or [low, high)), or a ValueError that names it."""
+    number = float(value)
+    inside = low <= number < high if open_high else low <= number <= high
+    if not inside or math.isinf(number):
+        bracket = ")" if open_high or math.isinf(high) else "]"
+        raise ValueError(f"{name}: expected a number in [{low:g}, {high:g}{bracket}, got {value!r}")
+    return number
+
+
+def _divergence(term: LossTerm) -> tuple[int, float]:
+    """A term's kind and parameter, with a mixture at the end of its range reduced to the plain divergence."""
+    if term.type == "jsd":
+        beta = _check_range("jsd.beta", 0.5 if term.beta is None else term.beta, 0.0, 1.0)
+        if beta == 0.0:
+            return FORWARD_KL, 0.0
+        return (REVERSE_KL, 0.0) if beta == 1.0 else (JSD, beta)
+    if term.type in ("skew_forward_kl", "skew_reverse_kl"):
+        alpha = _check_range(f"{term.type}.alpha", 0.1 if term.alpha is None else term.alpha, 0.0, 1.0, open_high=True)
+        if alpha == 0.0:
+            return (FORWARD_KL if term.type == "skew_forward_kl" else REVERSE_KL), 0.0
+        return DIVERGENCES[term.type], alpha
+    return DIVERGENCES[term.type], 0.0
+
+
+def make_objective(
+    terms: Sequence[LossTerm],
+    *,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = True,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    student_logit_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+) -> Objective:
+    """Check `terms` and their settings and reduce them to an `Objective`.
+
+    Terms of weight 0 are left out, equal divergences are added up, and the factor T^2 is multiplied in.
+
+    Raises:
+        ValueError: naming the field, for an unknown type, a number out of range, a parameter that the type does not
+            take, or terms of which none has a weight above 0.
+    """
+    temperature = _check_range("temperature", temperature, 0.0)
+    if temperature == 0.0:
+        raise ValueError("temperature: expected a number above 0, got 0")
+    known = [*DIVERGENCES, "cross_entropy"]
+    weights: dict[tuple[int, float], float] = {}
+    hard_weight = 0.0
+    for index, term in enumerate(terms):
+        if term.type not in known:
+            raise ValueError(f"terms[{index}].type: expected one of {', '.join(known)}, got {term.type!r}")
+        weight = _check_range(f"terms[{index}].weight", term.weight, 0.0)
+        if term.beta is not None and term.type != "jsd":
+            raise ValueError(f"terms[{index}].beta: only jsd takes beta, got {term.beta!r} for {term.type}")
+        if term.alpha is not None and not term.type.startswith("skew_"):
+            raise ValueError(f"terms[{index}].alpha: only skewed KL takes alpha, got {term.alpha!r} for {term.type}")
+        if term.type == "cross_entropy":
+            hard_weight += weight
+            continue
+        kind = _divergence(term)
+        if weight > 0.0:
+            weights[kind] = weights.get(kind, 0.0) + weight
+    if not weights and hard_weight == 0.0:
+        raise ValueError(f"terms: expected at least one term of weight above 0, got {list(terms)!r}")
+    label_smoothing = _check_range("label_smoothing", label_smoothing, 0.0, 1.0)
+    z_loss = _check_range("z_loss", z_loss, 0.0)
+    if hard_weight == 0.0 and (label_smoothing or z_loss):
+        raise ValueError(
+            "label_smoothing, z_loss: expected a cross_entropy weight above 0, whose part they are, got weight 0"
+        )
+    for name, scale in (("student_logit_scale", student_logit_scale), ("teacher_logit_scale", teacher_logit_scale)):
+        if not (math.isfinite(scale) and scale > 0):
+            raise ValueError(f"{name}: expected a finite number above 0, got {scale!r}")
+    for name, cap in (("student_softcap", student_softcap), ("teacher_softcap", teacher_softcap)):
+        if cap is not None and not (math.isfinite(cap) and cap > 0):
+            raise ValueError(f"{name}: expected None or a finite number above 0, got {cap!r}")
+    factor = temperature**2 if scale_by_temperature_squared else 1.0
+    return Objective(
+        kinds=tuple(kind for kind, _ in weights),
+        weights=tuple(weight * factor for weight in weights.values()),
+        parameters=tuple(parameter for _, parameter in weights),
+        divergence_weights=tuple(weights.values()),
+        hard_weight=hard_weight,
+        temperature=temperature,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        student_scale=float(student_logit_scale),
+        student_softcap=float(student_softcap or 0.0),
+        teacher_scale=float(teacher_logit_scale),
+        teacher_softcap=float(teacher_softcap or 0.0),
+    )
