@@ -48,6 +48,10 @@ class SkewTerm(Section):
 Term = Annotated[PlainTerm | JSDTerm | SkewTerm, Field(discriminator="type")]
 
 
+def _forward_kl_alone() -> list[Term]:
+    return [PlainTerm(type="forward_kl", weight=1.0), PlainTerm(type="cross_entropy", weight=0.0)]
+
+
 class Loss(Section):
     """The objective.
 
@@ -63,9 +67,7 @@ class Loss(Section):
     scale_by_temperature_squared: bool = True
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: NotNegative = 0.0
-    terms: Annotated[list[Term], Field(min_length=1)] = Field(
-        default_factory=lambda: [PlainTerm(type="forward_kl", weight=1.0), PlainTerm(type="cross_entropy", weight=0.0)]
-    )
+    terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
 
     @model_validator(mode="after")
     def _learns_something(self) -> Self:

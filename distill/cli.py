@@ -1,0 +1,205 @@
+"""The command `distill`: run and validate recipes, list and copy those that ship.
+
+Exit codes: 0 done; 1 something broke (with its traceback); 2 the user's input (one line a fault, no traceback); 130 for
+Ctrl-C. Nothing heavy is imported before a run starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill import __version__, console
+from distill.folders import run_folder
+from distill.recipe import Recipe, dump, load
+from distill.shipped import copy_recipe, find_architecture, find_recipe, shipped_architectures, shipped_recipes
+
+UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
+
+app = typer.Typer(
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Train a small language model to match a large one.
+
+    \b
+    distill recipes                            what ships
+    distill recipes copy chat-8b-to-1b         a recipe of your own to edit
+    distill validate chat-8b-to-1b.yaml        is it right? prints every setting
+    distill run chat-8b-to-1b.yaml             teach
+    distill run quickstart train.steps=20      a shipped recipe, one setting changed
+    """,
+)
+recipes_app = typer.Typer(
+    invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
+)
+app.add_typer(recipes_app, name="recipes")
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    """Shell completion: shipped names, and recipe files below the folder typed so far."""
+    names = [recipe.name for recipe in shipped_recipes()]
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    files = [str(path) + ("/" if path.is_dir() else "") for path in folder.glob("*")] if folder.is_dir() else []
+    files = [name for name in files if name.endswith((".yaml", ".yml", "/"))]
+    return [name for name in [*names, *files] if name.startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe file, or the name of one that ships.", autocompletion=_complete_recipe
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the recipe's; the value is YAML."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        console.say(f"distill {__version__}")
+    elif context.invoked_subcommand is None:
+        console.say(context.get_help())
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Write to runs/NAME, not runs/<recipe> (or -2, -3, ...).")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the last checkpoint of --name, else of the recipe's last run."),
+    ] = False,
+) -> None:
+    """Run a recipe: load teacher and student, train, evaluate, save the student.
+
+    \b
+    distill run recipes/quickstart.yaml
+    distill run quickstart train.steps=20 loss.terms.0.type=reverse_kl
+    distill run chat-8b-to-1b.yaml data.source=chats.jsonl --name support-bot
+    distill run chat-8b-to-1b.yaml --name support-bot --resume
+    torchrun --nproc-per-node 8 -m distill run chat-8b-to-1b.yaml
+
+    Without a hub, any shipped recipe runs on random weights and random tokens:
+
+    \b
+    distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
+    """
+    path, resolved = _load(recipe, overrides)
+    folder = run_folder(resolved.name, name=name, resume=resume)
+    from distill.run import run as run_recipe
+
+    try:
+        run_recipe(resolved, recipe_path=path, name=name, resume=resume)
+    except KeyboardInterrupt:
+        _say_how_to_resume(folder, recipe, overrides or [])
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Check a recipe and print it with every setting filled in; loads no model.
+
+    \b
+    distill validate chat-8b-to-1b.yaml
+    distill validate quickstart train.steps=20 --json
+    """
+    _, resolved = _load(recipe, overrides)
+    if as_json:
+        console.show_source(json.dumps(resolved.model_dump(mode="json"), indent=2, ensure_ascii=False), "json")
+    else:
+        console.show_source(dump(resolved), "yaml")
+
+
+@recipes_app.callback()
+def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
+    """List the recipes that ship, or copy one."""
+    if context.invoked_subcommand is not None:
+        return
+    recipes = shipped_recipes()
+    if as_json:
+        listing = {
+            "recipes": [{"name": recipe.name, "title": recipe.title, "path": str(recipe.path)} for recipe in recipes],
+            "architectures": shipped_architectures(),
+        }
+        console.show_source(json.dumps(listing, indent=2, ensure_ascii=False), "json")
+        return
+    console.show_table(["recipe", "what it does"], [[recipe.name, recipe.title] for recipe in recipes])
+    console.say(f"\nshapes for dry runs (config:)  {', '.join(shipped_architectures())}")
+    console.say("distill recipes copy NAME [FILE] gives you one to edit; distill run NAME runs it as it is")
+
+
+@recipes_app.command("copy")
+def copy(
+    name: Annotated[str, typer.Argument(help="A recipe that ships.", autocompletion=_complete_recipe)],
+    destination: Annotated[Path | None, typer.Argument(help="A file or folder; else the working directory.")] = None,
+) -> None:
+    """Copy a shipped recipe, to edit it; overwrites nothing.
+
+    \b
+    distill recipes copy chat-8b-to-1b
+    distill recipes copy chat-8b-to-1b support-bot.yaml
+    """
+    target = copy_recipe(name, destination)
+    console.say(f"wrote {target}; run it with: distill run {shlex.quote(str(target))}")
+
+
+def _load(argument: str, overrides: Sequence[str] | None) -> tuple[Path, Recipe]:
+    """The recipe's file and its resolved content; a `config:` that is read must exist."""
+    path = find_recipe(argument)
+    recipe = load(path, overrides or ())
+    for field, spec in (("teacher.config", recipe.teacher), ("student.config", recipe.student)):
+        if spec.init == "random" and spec.config is not None:
+            find_architecture(spec.config, field)
+    return path, recipe
+
+
+def _say_how_to_resume(folder: Path, recipe: str, overrides: Sequence[str]) -> None:
+    if any(folder.rglob("checkpoint-*")):
+        command = shlex.join(["distill", "run", recipe, *overrides, "--name", folder.name, "--resume"])
+        console.complain(f"interrupted; continue with: {command}")
+    else:
+        console.complain("interrupted before the first checkpoint (train.save_every), so there is nothing to resume")
+
+
+def run_command(arguments: Sequence[str] | None = None) -> int:
+    """Run `distill` with these arguments (`sys.argv` otherwise) and return its exit code.
+
+    A `ValueError` is the user's input: its message is printed, one line a fault, and the code is 2. With
+    DISTILL_TRACEBACK=1 in the environment it is raised instead. Any other exception passes through.
+    """
+    try:
+        code = app(args=arguments, prog_name="distill", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except UsageError as error:
+        command = error.ctx.command_path if error.ctx else "distill"
+        console.complain(f"{error.format_message()} ({command} --help says more)")
+        return 2
+    except ValueError as error:
+        if os.environ.get("DISTILL_TRACEBACK") == "1":
+            raise
+        console.complain(str(error))
+        return 2
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run_command())

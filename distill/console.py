@@ -1,0 +1,65 @@
+"""What the commands print: colours and tables in a terminal, plain text in a file or pipe, one line for an error."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+
+def show_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False
+) -> None:
+    """Print a table; where standard output is no terminal, as aligned columns, cut nowhere.
+
+    Args:
+        columns: headings.
+        rows: cells, as many as headings in each row.
+        title: a line above.
+        numbers: align all columns but the first to the right.
+    """
+    console = Console()
+    if console.is_terminal:
+        table = Table(title=escape(title) or None, title_justify="left", header_style="bold", box=None, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(escape(column), justify="right" if numbers and index else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(escape(cell) for cell in row))
+        console.print(table)
+        return
+    widths = [max(len(cells[index]) for cells in [columns, *rows]) for index in range(len(columns))]
+    if title:
+        print(title)
+    for cells in [columns, *rows]:
+        aligned = [
+            cell.rjust(width) if numbers and index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        print("  ".join(aligned).rstrip())
+
+
+def show_source(text: str, language: str) -> None:
+    """Print YAML or JSON, coloured in a terminal and untouched elsewhere."""
+    console = Console()
+    if console.is_terminal and not console.no_color:
+        console.print(Syntax(text, language, background_color="default", word_wrap=True))
+    else:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def say(line: str) -> None:
+    """Print a line as it is."""
+    print(line, flush=True)
+
+
+def complain(message: str) -> None:
+    """One line a fault on standard error, with the rank in a run of several processes."""
+    rank = os.environ.get("RANK", "0")
+    prefix = "distill: " if rank == "0" else f"distill (rank {rank}): "
+    for line in message.splitlines() or [""]:
+        print(prefix + line, file=sys.stderr, flush=True)
