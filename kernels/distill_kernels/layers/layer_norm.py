@@ -1,0 +1,249 @@
+"""LayerNorm over the last dimension, affine or not.
+
+    n = (x - mean) r,  r = 1 / sqrt(var + eps),  y = n * w + b
+
+    dn = dy * w,  dx = r (dn - mean(dn) - n mean(dn * n)),  dw = sum over rows of dy * n,  db = sum over rows of dy
+
+Ba, Kiros and Hinton, 2016 (arXiv:1607.06450). All arithmetic is fp32, as in torch. For N rows of H elements of b bytes,
+forward moves 2 N H b, backward 3 N H b, plus 8 N for mean and r and the partial sums of dw and db.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.layers.op import KernelOp, check_dtype
+from distill_kernels.layers.rows import as_rows, backward_rows, forward_rows
+
+MAX_HIDDEN = 16_384
+
+
+def reference_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+) -> torch.Tensor:
+    """The specification, in plain PyTorch; fp64 stays fp64."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight.to(wide.dtype)
+    if bias is not None:
+        y = y + bias.to(wide.dtype)
+    return y.to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, n_rows, eps,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
+    mask = (rows < n_rows) & (cols < H)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 1, keep_dims=True) / H  # [ROWS, 1]
+    centred = tl.where(cols < H, x - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / H + eps)
+    y = centred * rstd
+    if HAS_WEIGHT:
+        y *= tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows * H + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(mean_ptr + rows, mean, mask=rows < n_rows)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_SUMS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
+    weight = tl.full([1, BLOCK_H], 1.0, tl.float32)
+    if HAS_WEIGHT:
+        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    dweight = tl.zeros([ROWS, BLOCK_H], tl.float32)
+    dbias = tl.zeros([ROWS, BLOCK_H], tl.float32)
+    step = tl.num_programs(0) * ROWS
+    for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)  # [ROWS, 1]
+        mask = (rows < n_rows) & (cols < H)
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        normed = (x - mean) * rstd  # lanes beyond H hold numbers that dy = 0 takes out of every sum
+        if NEED_SUMS:
+            dweight += dy * normed
+            dbias += dy
+        dnormed = dy * weight
+        along = tl.sum(dnormed * normed, 1, keep_dims=True) / H
+        dx = (dnormed - tl.sum(dnormed, 1, keep_dims=True) / H - normed * along) * rstd
+        tl.store(dx_ptr + rows * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_SUMS:
+        partial_ptr += tl.program_id(0).to(tl.int64) * 2 * H  # [programs, 2, H]
+        tl.store(partial_ptr + cols, tl.sum(dweight, 0, keep_dims=True), mask=cols < H)
+        tl.store(partial_ptr + H + cols, tl.sum(dbias, 0, keep_dims=True), mask=cols < H)
+
+
+def _launch_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # returns y, mean and 1/std
+    hidden = x.shape[-1]
+    n_rows = x.numel() // hidden
+    x, x_stride = as_rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    if n_rows:
+        config = forward_rows(hidden)
+        _forward_kernel[(cdiv(n_rows, config.rows),)](
+            x, weight, bias, y, mean, rstd, x_stride, n_rows, eps,
+            H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None, num_warps=config.warps,
+        )  # fmt: skip
+    return y, mean, rstd
+
+
+def _fake_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = x.numel() // x.shape[-1]
+    mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    return x.new_empty(x.shape), mean, rstd
+
+
+def _launch_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    need_sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
+    hidden = x.shape[-1]
+    n_rows = rstd.shape[0]
+    dy, dy_stride = as_rows(dy)
+    x, x_stride = as_rows(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not n_rows:
+        return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
+    config = backward_rows(hidden)
+    programs = min(cdiv(n_rows, config.rows), device_facts(x.device).multiprocessors * config.programs)
+    partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device) if need_sums else rstd
+    _backward_kernel[(programs,)](
+        dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows,
+        H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
+        NEED_SUMS=need_sums, STAGES=config.stages, num_warps=config.warps,
+    )  # fmt: skip
+    return dx, column_sums(partials, torch.float32).view(2, hidden) if need_sums else rstd.new_empty(0)
+
+
+def _fake_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    need_sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), rstd.new_empty((2, x.shape[-1]) if need_sums else 0)
+
+
+_backward_op = KernelOp("layer_norm_backward", _launch_backward, _fake_backward)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, bias, _ = inputs
+    _, mean, rstd = output
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, *_):
+    if dy is None:
+        return None, None, None, None
+    x, weight, mean, rstd = ctx.saved_tensors
+    _, need_dweight, need_dbias, _ = ctx.needs_input_grad
+    dx, sums = _backward_op(dy, x, weight, mean, rstd, need_dweight or need_dbias)
+    dweight = sums[0].to(weight.dtype) if need_dweight else None
+    return dx, dweight, sums[1].to(ctx.bias_dtype) if need_dbias else None, None
+
+
+_forward_op = KernelOp(
+    "layer_norm_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+) -> torch.Tensor:
+    """Layer normalisation of the last dimension, as `torch.nn.functional.layer_norm`.
+
+    Args:
+        x: [..., H], fp32, bf16 or fp16, H up to 16,384; rows may be strided.
+        weight: [H], or None for no scale.
+        bias: [H], or None for no shift.
+        eps: Added to the variance.
+
+    Returns:
+        [..., H] in x's dtype.
+
+    Raises:
+        ValueError: On a shape that does not fit, or a dtype that the kernels do not compute in.
+    """
+    if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_HIDDEN:
+        raise ValueError(f"x: expected a last dimension of 1 to {MAX_HIDDEN}, got shape {tuple(x.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != x.shape[-1:]:
+            raise ValueError(
+                f"{name}: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(tensor.shape)}"
+            )
+    if not runs_on_triton(x):
+        return reference_layer_norm(x, weight, bias, eps)
+    check_dtype("x", x)
+    return _forward_op(x, weight, bias, eps)[0]
+
+
+class LayerNorm(torch.nn.Module):
+    """`layer_norm` with its weight (ones) and bias (zeros); state as in `torch.nn.LayerNorm`.
+
+    Args:
+        hidden_size: H.
+        eps: Added to the variance.
+        elementwise_affine: Whether there is a weight (and bias).
+        bias: Whether there is a bias beside the weight.
+        device: Where the parameters lie.
+        dtype: The parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        has_bias = elementwise_affine and bias
+        weight = torch.ones(hidden_size, device=device, dtype=dtype) if elementwise_affine else None
+        self.weight = None if weight is None else torch.nn.Parameter(weight)
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype)) if has_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] to [..., H]."""
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, affine={self.weight is not None}"

@@ -1,0 +1,90 @@
+"""One kernel, three ways in: a plain launch, an autograd function, and an op that PyTorch's tracers see.
+
+A `torch.library.custom_op` is what `torch.compile`, fake tensors and dispatch modes need, and costs 10 to 13
+microseconds of host time a call, more than many layers run for. `KernelOp` registers it, and sends an eager call on
+plain tensors straight to the launcher, or through an autograd function where a gradient is asked for. All three run
+the same launcher, `setup_context` and `backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class KernelOp:
+    """A kernel launcher registered as `distill::<name>`, with the dispatcher skipped where nothing needs it.
+
+    Calls are positional. Double backward is not supported and raises.
+
+    Args:
+        name: The op's name; it appears as `torch.ops.distill.<name>`.
+        launch: The launcher, annotated as `torch.library.custom_op` asks; no output may alias an input.
+        fake: The same signature; returns empty outputs of the right shapes, dtypes and strides.
+        setup_context: `(ctx, inputs, output)`, as `torch.library.register_autograd` takes it.
+        backward: `(ctx, *grads)`; None for an op that no gradient passes through.
+        mutates: Names of the arguments that the launcher writes to; such an op has no backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[..., Any],
+        fake: Callable[..., Any],
+        *,
+        setup_context: Callable[..., None] | None = None,
+        backward: Callable[..., Any] | None = None,
+        mutates: tuple[str, ...] = (),
+    ) -> None:
+        self.launch = launch
+        self.function: type[torch.autograd.Function] | None = None
+        definition = torch.library.custom_op(f"distill::{name}", launch, mutates_args=mutates)
+        definition.register_fake(fake)
+        if backward is not None:
+            assert setup_context is not None
+            definition.register_autograd(backward, setup_context=setup_context)
+            self.function = _eager_function(name, launch, setup_context, backward)
+        self.traced = getattr(torch.ops.distill, name).default
+
+    def __call__(self, *args: Any) -> Any:
+        """Launch on plain tensors; go through the dispatcher for subclasses, dispatch modes and traces."""
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            return self.traced(*args)
+        gradient = False
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if type(arg) not in _PLAIN:
+                    return self.traced(*args)
+                gradient = gradient or arg.requires_grad
+        if gradient and self.function is not None and torch.is_grad_enabled():
+            return self.function.apply(*args)
+        return self.launch(*args)
+
+
+def _eager_function(
+    name: str, launch: Callable[..., Any], setup_context: Callable[..., None], backward: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    def forward(ctx: Any, *args: Any) -> Any:
+        output = launch(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    return type(f"Eager_{name}", (torch.autograd.Function,), methods)
+
+
+def check_dtype(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what the kernels do not compute in: anything but fp32, bf16 and fp16.
+
+    Raises:
+        ValueError: If `tensor` has another dtype.
+    """
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{name}: expected dtype float32, bfloat16 or float16, got {tensor.dtype}")

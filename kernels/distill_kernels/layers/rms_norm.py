@@ -1,0 +1,329 @@
+"""RMSNorm, alone or fused with the residual addition before it.
+
+    s = x + residual                                  (only in add_rms_norm)
+    r = 1 / sqrt(mean(s^2) + eps),  n = s r
+    llama:  y = w * cast(n)         the cast to the input's dtype comes before the weight
+    gemma:  y = cast(n * (1 + w))   the weight is applied in fp32
+
+    dn = dy * w,  ds = r (dn - n mean(dn * n)) + d(sum output),  dw = sum over rows of dy * n
+
+Zhang and Sennrich, 2019 (arXiv:1910.07467); the casting orders are those of transformers' LlamaRMSNorm and
+Gemma3RMSNorm. For N rows of H elements of b bytes, forward moves 2 N H b (fused with the addition: 4 N H b), backward
+3 N H b (5 N H b where the sum has a gradient of its own), plus H-sized weights, 4 N for r and the partial sums of dw.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.layers.op import KernelOp, check_dtype
+from distill_kernels.layers.rows import as_rows, backward_rows, forward_rows
+
+Form = Literal["llama", "gemma"]
+MAX_HIDDEN = 16_384
+_FORMS = ("llama", "gemma")
+
+
+def reference_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, form: Form = "llama"
+) -> torch.Tensor:
+    """The specification, in plain PyTorch; fp64 stays fp64."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if form == "gemma":
+        return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def reference_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, form: Form = "llama"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification: the norm of the sum, and the sum."""
+    total = x + residual
+    return reference_rms_norm(total, weight, eps, form), total
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, x_stride, residual_stride, n_rows, eps,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
+    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
+    mask = (rows < n_rows) & (cols < H)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    narrow = x_ptr.dtype.element_ty
+    if HAS_RESIDUAL:
+        narrow = sum_ptr.dtype.element_ty
+        x += tl.load(residual_ptr + rows * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(narrow)
+        tl.store(sum_ptr + rows * H + cols, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + eps)  # [ROWS, 1]
+    y = x * rstd
+    if FORM == "llama":
+        y = y.to(narrow).to(tl.float32) * tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    elif FORM == "gemma":
+        y *= 1.0 + tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+    tl.store(y_ptr + rows * H + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _backward_kernel(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, dsum_stride, x_stride, n_rows,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_DSUM: tl.constexpr,
+    NEED_DWEIGHT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
+    if FORM == "none":
+        weight = tl.full([1, BLOCK_H], 1.0, tl.float32)
+    else:
+        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        if FORM == "gemma":
+            weight += 1.0
+    dweight = tl.zeros([ROWS, BLOCK_H], tl.float32)
+    step = tl.num_programs(0) * ROWS
+    for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)  # [ROWS, 1]
+        mask = (rows < n_rows) & (cols < H)
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        normed = x * rstd
+        if NEED_DWEIGHT:
+            dweight += dy * normed
+        dnormed = dy * weight
+        dx = (dnormed - normed * (tl.sum(dnormed * normed, 1, keep_dims=True) / H)) * rstd
+        if HAS_DSUM:
+            dx += tl.load(dsum_ptr + rows * dsum_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + rows * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DWEIGHT:
+        total = tl.sum(dweight, 0, keep_dims=True)
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * H + cols, total, mask=cols < H)
+
+
+def _launch_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # returns y, the sum (empty without a residual) and 1/rms
+    hidden = x.shape[-1]
+    n_rows = x.numel() // hidden
+    x, x_stride = as_rows(x)
+    narrow = x.dtype
+    if residual is None:
+        total, residual_stride = x.new_empty(0), 0
+    else:
+        residual, residual_stride = as_rows(residual)
+        narrow = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.empty(x.shape, dtype=narrow, device=x.device)
+    wide = narrow if weight is None or form == "gemma" else torch.promote_types(narrow, weight.dtype)
+    y = torch.empty(x.shape, dtype=wide, device=x.device)
+    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    if n_rows:
+        config = forward_rows(hidden)
+        _forward_kernel[(cdiv(n_rows, config.rows),)](
+            x, residual, weight, y, total, rstd, x_stride, residual_stride, n_rows, eps,
+            H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
+            HAS_RESIDUAL=residual is not None, num_warps=config.warps,
+        )  # fmt: skip
+    return y, total, rstd
+
+
+def _fake_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    narrow = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    wide = narrow if weight is None or form == "gemma" else torch.promote_types(narrow, weight.dtype)
+    rows = x.numel() // x.shape[-1]
+    total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=narrow)
+    return x.new_empty(x.shape, dtype=wide), total, x.new_empty(rows, dtype=torch.float32)
+
+
+def _launch_backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    form: str,
+    need_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx in x's dtype, and dweight (empty where not needed)
+    hidden = x.shape[-1]
+    n_rows = rstd.shape[0]
+    dy, dy_stride = as_rows(dy)
+    x, x_stride = as_rows(x)
+    dsum_stride = 0
+    if dsum is not None:
+        dsum, dsum_stride = as_rows(dsum)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if weight is None or not need_dweight:
+        need_dweight = False
+    elif not n_rows:
+        return dx, torch.zeros_like(weight)
+    config = backward_rows(hidden)
+    programs = min(cdiv(n_rows, config.rows), device_facts(x.device).multiprocessors * config.programs)
+    partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
+    if n_rows:
+        _backward_kernel[(programs,)](
+            dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows,
+            H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
+            HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight, STAGES=config.stages, num_warps=config.warps,
+        )  # fmt: skip
+    return dx, column_sums(partials, weight.dtype) if need_dweight and weight is not None else rstd.new_empty(0)
+
+
+def _fake_backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    form: str,
+    need_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dweight = torch.empty_like(weight) if weight is not None and need_dweight else rstd.new_empty(0)
+    return x.new_empty(x.shape), dweight
+
+
+_backward_op = KernelOp("rms_norm_backward", _launch_backward, _fake_backward)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, residual, weight, _, form = inputs
+    _, total, rstd = output
+    ctx.save_for_backward(x if residual is None else total, weight, rstd)
+    ctx.form, ctx.dtypes = form, (x.dtype, None if residual is None else residual.dtype)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, dsum, _):
+    x, weight, rstd = ctx.saved_tensors
+    dtype, residual_dtype = ctx.dtypes
+    if residual_dtype is None:
+        dsum = None  # the sum was empty
+    if dy is None:
+        if dsum is None:
+            return None, None, None, None, None
+        dx, dweight = dsum, None  # only the sum was used
+    else:
+        dx, dweight = _backward_op(dy, dsum, x, weight, rstd, ctx.form, ctx.needs_input_grad[2])
+    if not ctx.needs_input_grad[2]:
+        dweight = None
+    dresidual = None if residual_dtype is None else dx.to(residual_dtype)
+    return dx.to(dtype), dresidual, dweight, None, None
+
+
+_forward_op = KernelOp(
+    "rms_norm_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+)
+
+
+def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, form: str) -> None:
+    if form not in _FORMS:
+        raise ValueError(f"form: expected 'llama' or 'gemma', got {form!r}")
+    if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_HIDDEN:
+        raise ValueError(f"x: expected a last dimension of 1 to {MAX_HIDDEN}, got shape {tuple(x.shape)}")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(weight.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual: expected x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, form: Form = "llama"
+) -> torch.Tensor:
+    """Root-mean-square normalisation of the last dimension.
+
+    Args:
+        x: [..., H], fp32, bf16 or fp16, H up to 16,384; rows may be strided.
+        weight: [H], or None for no scale.
+        eps: Added to the mean square.
+        form: "llama" casts the normalised x to its dtype before multiplying by `weight`; "gemma" multiplies by
+            `1 + weight` in fp32 and casts last.
+
+    Returns:
+        [..., H]; in x's dtype for "gemma", in the promoted dtype of x and weight for "llama".
+
+    Raises:
+        ValueError: On an unknown form, a shape that does not fit, or a dtype that the kernels do not compute in.
+    """
+    _check(x, None, weight, form)
+    if not runs_on_triton(x):
+        return reference_rms_norm(x, weight, eps, form)
+    check_dtype("x", x)
+    return _forward_op(x, None, weight, eps, form)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    form: Form = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm(x + residual)`, and the sum, in one pass: the sum is rounded to its dtype before the norm.
+
+    Args:
+        x: [..., H], fp32, bf16 or fp16, H up to 16,384.
+        residual: [..., H], the same shape.
+        weight: [H] or None.
+        eps: Added to the mean square.
+        form: As in `rms_norm`.
+
+    Returns:
+        The normalised sum, and the sum `x + residual` in their promoted dtype.
+
+    Raises:
+        ValueError: As `rms_norm`; also if the shapes of x and residual differ.
+    """
+    _check(x, residual, weight, form)
+    if not runs_on_triton(x):
+        return reference_add_rms_norm(x, residual, weight, eps, form)
+    check_dtype("x", x)
+    normed, total, _ = _forward_op(x, residual, weight, eps, form)
+    return normed, total
+
+
+class RMSNorm(torch.nn.Module):
+    """`rms_norm` with a weight, initialised so that it does not scale (ones for "llama", zeros for "gemma").
+
+    Args:
+        hidden_size: H.
+        eps: Added to the mean square.
+        form: "llama" or "gemma".
+        device: Where the weight lies.
+        dtype: The weight's dtype.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        form: Form = "llama",
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.form = eps, form
+        initial = torch.zeros if form == "gemma" else torch.ones
+        self.weight = torch.nn.Parameter(initial(hidden_size, device=device, dtype=dtype))
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """[..., H] to [..., H]; with a residual, the norm of the sum and the sum."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps, self.form)
+        return add_rms_norm(x, residual, self.weight, self.eps, self.form)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, form={self.form!r}"

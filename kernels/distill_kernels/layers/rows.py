@@ -1,0 +1,58 @@
+"""How a tensor becomes rows, and how rows are dealt to programs by the kernels that reduce over each row."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.launch import next_power_of_2
+
+
+class RowConfig(NamedTuple):
+    """Rows a program takes at a time, its warps; for looping kernels, programs per multiprocessor, loads in flight."""
+
+    rows: int
+    warps: int
+    programs: int = 0
+    stages: int = 1
+
+
+@functools.cache
+def forward_rows(columns: int) -> RowConfig:
+    """One pass over a row: about 16 elements a thread; small rows share a program."""
+    block = next_power_of_2(columns)
+    return RowConfig(rows=max(1, 1024 // block), warps=min(max(block // 512, 2), 16))
+
+
+@functools.cache
+def backward_rows(columns: int) -> RowConfig:
+    """Rows in turn, with a sum over rows kept: programs that fill each multiprocessor once."""
+    block = next_power_of_2(columns)
+    warps = min(max(block // 512, 4), 16)
+    return RowConfig(rows=max(1, 1024 // block), warps=warps, programs=max(16 // warps, 1), stages=2)
+
+
+def as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`tensor` as equally spaced rows of its last dimension: itself and the elements from row to row.
+
+    Slices of a wider matrix are taken as they are; other layouts (transposed, or rows at several distances) are
+    copied, as `reshape` would.
+    """
+    columns = tensor.shape[-1]
+    if tensor.is_contiguous():
+        return tensor, columns
+    if tensor.stride(-1) == 1 or columns == 1:
+        distance, expected = None, 0
+        for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
+            if size == 1:
+                continue
+            if distance is None:
+                distance, expected = stride, stride
+            if stride != expected:
+                break
+            expected *= size
+        else:
+            return tensor, columns if distance is None else distance
+    return tensor.contiguous(), columns

@@ -1,0 +1,109 @@
+"""LayerNorm against fp64 and torch.nn.functional.layer_norm."""
+
+import pytest
+import torch
+from distill_kernels.layers import layer_norm as module
+from distill_kernels.layers.layer_norm import LayerNorm, layer_norm, reference_layer_norm
+from distill_kernels.layers.rows import RowConfig
+from layer_checks import DTYPES, check_compiles, check_layer, draw, outputs_and_gradients
+
+
+def torch_layer_norm(x, weight=None, bias=None, eps=1e-5):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def make(device, rows, hidden, dtype, *, mean=0.0):
+    x = draw(rows, hidden, dtype=dtype, device=device, scale=2.0) + mean
+    weight = draw(hidden, dtype=dtype, device=device, seed=1) * 0.3 + 1
+    return x, weight, draw(hidden, dtype=dtype, device=device, seed=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, hidden", [(1, 2), (3, 7), (5, 64), (9, 130), (33, 576), (4, 1025), (2, 4096)])
+def test_layer_norm(kernel_device, rows, hidden, dtype):
+    check_layer(layer_norm, torch_layer_norm, make(kernel_device, rows, hidden, dtype), dtype)
+
+
+@pytest.mark.parametrize("has_weight, has_bias", [(False, False), (True, False), (False, True)])
+def test_parts_of_the_affine_map(kernel_device, has_weight, has_bias):
+    x, weight, bias = make(kernel_device, 11, 50, torch.float32)
+    inputs = (x, weight if has_weight else None, bias if has_bias else None)
+    check_layer(layer_norm, torch_layer_norm, inputs, torch.float32)
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, False), (False, False, True)])
+def test_frozen_parts(kernel_device, wanted):
+    inputs = make(kernel_device, 11, 50, torch.bfloat16)
+    check_layer(layer_norm, torch_layer_norm, inputs, torch.bfloat16, differentiate=wanted)
+
+
+def test_a_large_mean_does_not_cancel(kernel_device):
+    check_layer(layer_norm, torch_layer_norm, make(kernel_device, 7, 300, torch.float32, mean=30.0), torch.float32)
+
+
+@pytest.mark.parametrize("layout", ["slice", "transposed", "upstream"])
+def test_strides(kernel_device, layout):
+    base = draw(6, 4, 160, dtype=torch.float32, device=kernel_device)
+    x = {"slice": base[..., 40:104], "transposed": base.transpose(0, 1), "upstream": base}[layout]
+    _, weight, bias = make(kernel_device, 1, x.shape[-1], torch.float32)
+    part = (lambda y: y.transpose(0, 2)[3:9]) if layout == "upstream" else (lambda y: y)
+    check_layer(
+        lambda *a: part(layer_norm(*a)), lambda *a: part(torch_layer_norm(*a)), (x, weight, bias), torch.float32
+    )
+
+
+def test_reference_is_torchs(device):
+    inputs = make(device, 9, 33, torch.float64)
+    torch.testing.assert_close(reference_layer_norm(*inputs), torch_layer_norm(*inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
+    monkeypatch.setattr(module, "backward_rows", lambda hidden: RowConfig(2, 1, programs=1, stages=1))
+    inputs = make(kernel_device, 45, 33, torch.float32)
+    check_layer(layer_norm, torch_layer_norm, inputs, torch.float32)
+    first, second = (outputs_and_gradients(layer_norm, inputs, (True, True, True)) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
+
+
+def test_empty_rows(kernel_device):
+    x, weight, bias = make(kernel_device, 0, 16, torch.float32)
+    _, gradients = outputs_and_gradients(layer_norm, (x, weight, bias), (True, True, True))
+    assert gradients[0].shape == (0, 16) and not gradients[1].any() and not gradients[2].any()
+
+
+def test_op_and_compile(kernel_device):
+    inputs = [tensor.requires_grad_() for tensor in make(kernel_device, 5, 48, torch.float32)]
+    torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (*inputs, 1e-5))
+    torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (inputs[0], None, None, 1e-5))
+    check_compiles(layer_norm, inputs, (True, True, True))
+
+
+def test_module_loads_torchs_state(kernel_device):
+    theirs = torch.nn.LayerNorm(40, device=kernel_device)
+    torch.nn.init.normal_(theirs.weight)
+    ours = LayerNorm(40, device=kernel_device)
+    ours.load_state_dict(theirs.state_dict())
+    x = draw(3, 5, 40, dtype=torch.float32, device=kernel_device)
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert LayerNorm(8, bias=False).bias is None and not list(LayerNorm(8, elementwise_affine=False).parameters())
+
+
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda x: layer_norm(x, x.new_ones(3)), r"weight: expected shape \(8,\).*got \(3,\)"),
+        (lambda x: layer_norm(x, None, x.new_ones(9)), r"bias: expected shape \(8,\).*got \(9,\)"),
+        (lambda x: layer_norm(x.new_ones(1, 16385)), "x: expected a last dimension of 1 to 16384"),
+        (lambda x: layer_norm(x.double()), "x: expected dtype .* got torch.float64"),
+    ],
+)
+def test_mistakes_are_named(kernel_device, call, match):
+    with pytest.raises(ValueError, match=match):
+        call(torch.ones(2, 8, device=kernel_device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, hidden", [(8192, 2048), (1000, 4096), (257, 5120), (33, 16384), (65537, 128)])
+def test_real_shapes(device, rows, hidden, dtype):
+    check_layer(layer_norm, torch_layer_norm, make(device, rows, hidden, dtype), dtype)
