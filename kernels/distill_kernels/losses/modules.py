@@ -75,6 +75,7 @@ class FusedDistillationLoss(nn.Module):
             teacher_logit_scale=teacher_logit_scale,
             teacher_softcap=teacher_softcap,
         )
+        self._encoded = self.objective.encode()
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.workspace = None if max_workspace_mib is None else int(max_workspace_mib * 2**20)
@@ -139,6 +140,7 @@ class FusedDistillationLoss(nn.Module):
             reduction=self.reduction,
             workspace=self.workspace,
             skip_ignored_rows=self.skip_ignored_rows,
+            encoded=self._encoded,
         )
 
     def extra_repr(self) -> str:

@@ -201,8 +201,9 @@ def fused_loss(
     reduction: str,
     workspace: int | None,
     skip_ignored_rows: bool,
+    encoded: str,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
-    """What every module calls; arguments as in `FusedDistillationLoss`."""
+    """What every module calls; arguments as in `FusedDistillationLoss`, `encoded` is `objective.encode()`."""
     from distill_kernels.losses.arguments import check_arguments
 
     lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
@@ -237,7 +238,7 @@ def fused_loss(
     wanted = Wanted(*flags)._replace(stats=return_stats)
     if torch.compiler.is_compiling():
         loss, stats, *_ = linear_divergence_op(
-            *students, teacher_hidden, teacher_weight, teacher_bias, labels, scale, valid_rows, objective.encode(),
+            *students, teacher_hidden, teacher_weight, teacher_bias, labels, scale, valid_rows, encoded,
             lora_scale, vocab, dtype, workspace, skip, per_row,
             list(Wanted(stats=return_stats)) if per_row else list(wanted),
         )  # fmt: skip

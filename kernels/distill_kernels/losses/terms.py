@@ -86,7 +86,7 @@ class Objective(NamedTuple):
 
     def encode(self) -> str:
         """As text, for operators whose arguments must be plain."""
-        return json.dumps(self)
+        return json.dumps(tuple(self))
 
     @staticmethod
     def decode(text: str) -> Objective:
