@@ -1,0 +1,347 @@
+"""Where the rows come from: the built-in source, local files and folders, the hub.
+
+Every source gives plain dictionaries, one a row, and a digest of its content. A row that cannot be read comes as a
+`RowFault` in its place: one bad line never ends the reading of a file, and is counted. What is wrong with the source
+as a whole is a `ValueError` of one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+STDLIB = "python-stdlib"
+STDLIB_BYTES = 4_000_000
+STDLIB_LARGEST_FILE = 100_000  # larger ones are tables
+STDLIB_SKIPPED = {
+    "site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
+    "pydoc_data", "lib-dynload", "distutils",
+}  # fmt: skip
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
+BAD_BYTE = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
+SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
+
+
+class RowFault(ValueError):
+    """One row that cannot be used; `reason` is what is counted, `detail` what is shown of the first such row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+    def __reduce__(self) -> tuple[type[RowFault], tuple[str, str]]:
+        return RowFault, (self.reason, self.detail)
+
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows and what identifies them.
+
+    Attributes:
+        name: what a person calls it.
+        digest: hash of the content; two sources with one digest give the same rows.
+        rows: call it to read from the start.
+        columns: the columns, where the source declares them.
+        kind: `text` where the source can hold nothing but running text.
+    """
+
+    name: str
+    digest: str
+    rows: Callable[[], Iterator[Row | RowFault]]
+    columns: tuple[str, ...] | None = None
+    kind: str | None = None
+
+
+def open_source(source: str, *, field: str = "data.source", subset: str | None = None, split: str = "train") -> Source:
+    """Find what `source` names.
+
+    Args:
+        source: `python-stdlib`, a local file or folder, or a hub id.
+        field: the recipe's field that holds it, for error messages.
+        subset: the hub data set's configuration.
+        split: which split of a hub data set or of a folder whose files are named by split.
+
+    Raises:
+        ValueError: nothing of that name can be read, in one line that says what would work.
+    """
+    if source == STDLIB:
+        return _stdlib()
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _of_files(source, [path], field)
+    if path.is_dir():
+        if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+            return _hub_layout(source, split, field, lambda: _load_saved(path))
+        return _of_files(source, _files_of_folder(path, split, field), field)
+    looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
+    if looks_local:
+        raise ValueError(
+            f"{field}: expected a local file or folder, {STDLIB} or a hub id; {source!r} does not exist "
+            f"(looked in {Path.cwd()})"
+        )
+    return _hub_layout(source, split, field, lambda: _load_hub(source, subset, split, field))
+
+
+def _stdlib() -> Source:
+    """The installed Python's own library, code and docstrings: some 4 MB of real text, in an order fixed by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in STDLIB_SKIPPED and not name.startswith("config-")]
+        files += [Path(folder, name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
+    files.sort(key=lambda name: hashlib.sha256(name.encode()).digest())  # neighbours in the library are kept apart
+    texts, total, digest = [], 0, hashlib.sha256()
+    for name in files:
+        content = (root / name).read_bytes()
+        if not 200 <= len(content) <= STDLIB_LARGEST_FILE or total + len(content) > STDLIB_BYTES:
+            continue
+        try:
+            texts.append(content.decode("utf-8"))
+        except UnicodeDecodeError:  # a few files of the library are written in Latin-1
+            continue
+        total += len(content)
+        digest.update(content)
+    if not texts:
+        raise ValueError(f"data.source: {STDLIB} finds no source files in {root}; give a local file or folder instead")
+    return Source(STDLIB, digest.hexdigest(), lambda: ({"text": text} for text in texts), ("text",), "text")
+
+
+# local files
+
+
+def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
+    """The data files of a folder; where names tell splits apart (train.jsonl, test/a.txt), those of `split`."""
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and _kind(path) in SUFFIXES and not any(p.startswith(".") for p in path.parts[-2:])
+    )
+    if not files:
+        raise ValueError(f"{field}: the folder {folder} holds no data files ({', '.join(SUFFIXES)})")
+    splits = {path: _split_of(path.relative_to(folder)) for path in files}
+    named = sorted({name for name in splits.values() if name})
+    if not named:
+        return files
+    wanted = [path for path in files if splits[path] == split]
+    if not wanted:
+        raise ValueError(f"data.split: expected one of {', '.join(named)}, the splits in {folder}; came {split!r}")
+    return wanted
+
+
+def _split_of(path: Path) -> str | None:
+    for part in (*path.parts[:-1], path.name.split(".")[0]):
+        head = part.lower().replace("_", "-").split("-")[0]
+        if head in SPLIT_NAMES:
+            return head
+    return None
+
+
+def _kind(path: Path) -> str:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _of_files(name: str, files: list[Path], field: str) -> Source:
+    digest = hashlib.sha256()
+    for path in files:
+        if _kind(path) not in SUFFIXES:
+            raise ValueError(f"{field}: expected a file of {', '.join(SUFFIXES)}; came {str(path)!r}")
+        digest.update(f"{_kind(path)}\0".encode())
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ValueError(f"{field}: {path} cannot be read: {error.strerror or error}") from error
+    if any(_kind(path) in (".parquet", ".arrow") for path in files):
+        tables = [path for path in files if _kind(path) in (".parquet", ".arrow")]
+        if len(tables) < len(files) or len({_kind(path) for path in files}) > 1:
+            raise ValueError(f"{field}: {name} mixes parquet or arrow files with others; keep one kind in the folder")
+        return _hub_layout(name, "train", field, lambda: _load_tables(tables, field), digest.hexdigest())
+
+    def rows() -> Iterator[Row | RowFault]:
+        for path in files:
+            yield from READERS[_kind(path)](path)
+
+    only_text = all(_kind(path) == ".txt" for path in files)
+    return Source(name, digest.hexdigest(), rows, ("text",) if only_text else None, "text" if only_text else None)
+
+
+def _open(path: Path) -> TextIO:
+    """Open as UTF-8; bytes that are not become U+DC80 to U+DCFF, which `BAD_BYTE` finds."""
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _guarded(reader: Callable[[Path], Iterator[Row | RowFault]]) -> Callable[[Path], Iterator[Row | RowFault]]:
+    """A file that is cut short or breaks off while being read counts as one fault."""
+
+    def read(path: Path) -> Iterator[Row | RowFault]:
+        try:
+            yield from reader(path)
+        except (OSError, EOFError, csv.Error) as error:
+            yield RowFault("file breaks off", f"{path.name}: {error}")
+
+    return read
+
+
+def _read_lines(path: Path) -> Iterator[Row | RowFault]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _parsed(line, f"{path.name}, line {number}")
+
+
+def _parsed(line: str, where: str) -> Row | RowFault:
+    if BAD_BYTE.search(line):
+        return RowFault("invalid UTF-8", where)
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return RowFault("invalid JSON", f"{where}: {error}")
+    return row if isinstance(row, dict) else RowFault("not a JSON object", f"{where}: {type(row).__name__}")
+
+
+def _read_json(path: Path) -> Iterator[Row | RowFault]:
+    """A list of objects, an object that holds one such list, or one object a line."""
+    with _open(path) as file:
+        text = file.read()
+    try:
+        content = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        first = text.lstrip().split("\n", 1)[0].strip()
+        if first.startswith("{") and first.endswith("}"):
+            yield from _read_lines(path)
+            return
+        raise ValueError(f"data.source: {path} is not valid JSON: {error}") from error
+    if isinstance(content, dict):
+        lists = [value for value in content.values() if isinstance(value, list)]
+        content = lists[0] if len(lists) == 1 else [content]
+    if not isinstance(content, list):
+        raise ValueError(f"data.source: {path}: expected a list of objects; came {type(content).__name__}")
+    for number, row in enumerate(content, 1):
+        yield (
+            row if isinstance(row, dict) else RowFault("not a JSON object", f"{path.name}, item {number}: {row!r:.60}")
+        )
+
+
+def _read_csv(path: Path) -> Iterator[Row | RowFault]:
+    csv.field_size_limit(sys.maxsize)
+    with _open(path) as file:
+        reader = csv.DictReader(file, delimiter="\t" if _kind(path) == ".tsv" else ",", restkey="", strict=True)
+        for row in reader:
+            where = f"{path.name}, line {reader.line_num}"
+            if any(isinstance(value, str) and BAD_BYTE.search(value) for value in row.values()):
+                yield RowFault("invalid UTF-8", where)
+            elif isinstance(row.get(""), list):
+                yield RowFault("more values than columns", where)
+            else:
+                yield dict(row)
+
+
+def _read_text(path: Path) -> Iterator[Row | RowFault]:
+    """A text file is one running text, however its lines are broken."""
+    with _open(path) as file:
+        text = file.read()
+    bad = 0 if text.isascii() else len(BAD_BYTE.findall(text))
+    if bad * 100 > len(text):
+        yield RowFault("invalid UTF-8", f"{path.name}: {bad:,} bytes; convert the file to UTF-8")
+        return
+    yield {"text": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if bad else text}
+
+
+READERS = {
+    ".jsonl": _guarded(_read_lines),
+    ".ndjson": _guarded(_read_lines),
+    ".json": _guarded(_read_json),
+    ".csv": _guarded(_read_csv),
+    ".tsv": _guarded(_read_csv),
+    ".txt": _guarded(_read_text),
+}
+
+
+# through the datasets library
+
+
+def _hub_layout(name: str, split: str, field: str, load: Callable[[], Any], digest: str | None = None) -> Source:
+    dataset = load()
+    if hasattr(dataset, "keys"):  # a DatasetDict
+        if split not in dataset:
+            raise ValueError(f"data.split: expected one of {', '.join(dataset)}, the splits of {name}; came {split!r}")
+        dataset = dataset[split]
+    columns = tuple(dataset.column_names)
+
+    def rows() -> Iterator[Row | RowFault]:
+        yield from dataset
+
+    return Source(name, digest or str(dataset._fingerprint), rows, columns)
+
+
+def _load_saved(path: Path) -> Any:
+    import datasets
+
+    return datasets.load_from_disk(str(path))
+
+
+def _load_tables(files: list[Path], field: str) -> Any:
+    import datasets
+
+    kind = "parquet" if _kind(files[0]) == ".parquet" else "arrow"
+    with _silent():
+        try:
+            return datasets.load_dataset(kind, data_files=[str(path) for path in files], split="train")
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            cause = str(error.__cause__ or error).splitlines()[0]
+            raise ValueError(f"{field}: {files[0]} cannot be read as {kind}: {cause}") from error
+
+
+def _load_hub(name: str, subset: str | None, split: str, field: str) -> Any:
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    local = "to use data of your own, give the path of a json, jsonl, csv, parquet or txt file, or a folder of them"
+    with _silent():
+        try:
+            return datasets.load_dataset(name, subset, split=split)
+        except datasets.exceptions.DatasetNotFoundError as error:
+            raise ValueError(f"{field}: {_first_line(error)}; {local}") from error
+        except (ConnectionError, OfflineModeIsEnabled, HfHubHTTPError, TimeoutError) as error:
+            raise ValueError(
+                f"{field}: the hub cannot be reached for {name!r} ({_first_line(error)}); {local}"
+            ) from error
+        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+            hint = "data.subset or data.split" if "onfig" in str(error) or "split" in str(error) else field
+            raise ValueError(f"{hint}: {name!r} cannot be loaded: {_first_line(error)}; {local}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Keep the datasets library's progress bars out of the way."""
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,109 @@
+"""Tokenised data on disk, found again by content.
+
+The key is a hash of everything that decides the tokens: the rows' digest, the tokenizer, the template, the columns,
+the lengths. Files are written beside their final place and renamed when complete, so that a run that is killed leaves
+nothing that a later one could take for data; their sizes are checked before use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # raise it when the same data would be tokenised differently
+
+
+def cache_root() -> Path:
+    """Where tokenised data is kept: `$DISTILL_CACHE`, else `distill` in the user's cache folder."""
+    if os.environ.get("DISTILL_CACHE"):
+        return Path(os.environ["DISTILL_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distill"
+
+
+def key_of(*parts: Any) -> str:
+    """A folder name for what `parts` (of plain JSON types) describe."""
+    return hashlib.sha256(json.dumps([VERSION, *parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of all that decides how a tokenizer encodes; padding and truncation left from earlier calls play no part."""
+    import tokenizers
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("padding", None)
+        state.pop("truncation", None)
+    else:
+        state = sorted(tokenizer.get_vocab().items())
+    specials = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+    return key_of(type(tokenizer).__name__, state, specials, tokenizers.__version__)
+
+
+def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path, bool]:
+    """The folder that `build` fills, made now or found from before.
+
+    Args:
+        key: what it is found by.
+        build: writes files into an empty folder.
+        cache: look for it, and keep it; else it is made in a temporary folder that goes when the process ends.
+
+    Returns:
+        The folder, and whether it was found.
+    """
+    if not cache:
+        folder = Path(_temporary_folder(), key)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        build(folder)
+        return folder, False
+    final = cache_root() / key
+    if _complete(final):
+        return final, True
+    try:
+        cache_root().mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f"{key}.", dir=cache_root()))
+    except OSError as error:
+        raise ValueError(
+            f"data.cache: the folder {cache_root()} cannot be written ({error.strerror}); "
+            "set DISTILL_CACHE to another one, or data.cache: false"
+        ) from error
+    try:
+        build(building)
+        sizes = {path.name: path.stat().st_size for path in building.iterdir()}
+        (building / "complete.json").write_text(json.dumps(sizes))
+        if final.exists() and not _complete(final):
+            logger.warning("tokenised data in %s is damaged and is made again", final)
+            shutil.rmtree(final, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process was first, with the same content
+            building.rename(final)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return final, False
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / "complete.json").read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+_temporary: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def _temporary_folder() -> str:
+    if not _temporary:
+        _temporary.append(tempfile.TemporaryDirectory(prefix="distill-data-"))
+    return _temporary[0].name
