@@ -1,0 +1,251 @@
+"""FlashAttention: softmax(q k^T * scale) v without the [T, T] scores in memory, forward and gradient.
+
+For query i over its keys j (an interval, see `ranges.py`), with z_ij = scale * q_i . k_j, soft-capped to
+cap * tanh(z_ij / cap) where a cap is given:
+
+    lse_i = log sum_j exp z_ij        out_i = sum_j exp(z_ij - lse_i) v_j
+
+Keys are visited tile by tile with a running maximum and sum (Milakov & Gimelshein, 2018; Dao et al., 2022; Dao,
+2023); exponentials are taken to base 2 with the scale folded into one multiply-add. Tiles outside every interval
+are skipped; only tiles that cross an interval's end compare indices. Work 4 B H T_q T_k D operations (half of it if
+causal); bytes: q, k, v read, out and lse written. k and v tiles arrive by TMA through strided descriptors, so views
+of [B, T, H, D] projections cost no copies. The gradient is in `flash_backward.py`.
+
+Symbols: `B` batch, `H` query heads, `Hkv` key heads (H a multiple), `T` positions, `D` head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill_kernels.attention.flash_backward import backward_on_triton
+from distill_kernels.attention.operands import (
+    Masking,
+    Tiles,
+    aligned,
+    check_attention,
+    descriptor,
+    dot_precision,
+    forward_tiles,
+    head_block,
+    positions_first,
+    softcapped,
+)
+from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
+from distill_kernels.attention.reference import reference_attention, reference_attention_backward
+from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+
+
+@triton.jit
+def _attend(
+    acc, m_i, l_i, q, k_desc, v_desc, batch, head, start, end, low, high, score_scale, cap, cap_rate,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Fold key tiles [start, end) into the accumulator, running maximum and running sum (base 2)."""
+    for n in tl.range(start, end, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k = k_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if SOFTCAP:
+            s, _ = softcapped(s, cap_rate, cap)
+        if MASKED:
+            column = n + tl.arange(0, BLOCK_N)
+            keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+            s = tl.where(keep, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
+        p = tl.exp2(s * score_scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = v_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m_i = m_new
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _forward_kernel(
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, ranges_ptr, stride_ob, stride_oh, stride_om,
+    batches, heads, group, queries, keys, window, score_scale, cap, cap_rate,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # the last query tiles of a causal batch have the most keys: they start first
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    kv_head = head // group
+    m = tile * BLOCK_M
+    row = m + tl.arange(0, BLOCK_M)
+    start, inside, outside, end, low, high = key_tiles(
+        m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
+    )  # fmt: skip
+    q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+    m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if LEFT:
+        acc, m_i, l_i = _attend(
+            acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, start, inside, low, high, score_scale, cap, cap_rate,
+            BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
+        )  # fmt: skip
+    acc, m_i, l_i = _attend(
+        acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, inside, outside, low, high, score_scale, cap, cap_rate,
+        BLOCK_N, BLOCK_D, False, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    acc, m_i, l_i = _attend(
+        acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, outside, end, low, high, score_scale, cap, cap_rate,
+        BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
+    )  # fmt: skip
+
+    empty = l_i == 0
+    acc = acc / tl.where(empty, 1.0, l_i)[:, None]
+    lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
+    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * queries + row, lse, mask=row < queries)
+    column = tl.arange(0, BLOCK_D)
+    at = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    at = at + row[:, None].to(tl.int64) * stride_om + column[None, :]
+    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None] & (column < HEAD_DIM)[None, :])
+
+
+def forward_on_triton(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking, tile: Tiles | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out, [B, T, H, D] in memory, and lse fp32 [B, H, T]. `tile` is for measurements."""
+    batches, heads, queries, size = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    block_d = head_block(size)
+    tile = tile or forward_tiles(block_d, q.dtype, device_facts(q.device))
+    out, lse = positions_first(q), _new_lse(q)
+    ranges = lse
+    if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
+        ranges = packed_ranges(
+            masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
+        )
+    _forward_kernel[(cdiv(queries, tile.queries), batches * heads)](
+        descriptor(aligned(q, "q"), tile.queries, block_d), descriptor(aligned(k, "k"), tile.keys, block_d),
+        descriptor(aligned(v, "v"), tile.keys, block_d), out, lse, ranges, *out.stride()[:3],
+        batches, heads, heads // kv_heads, queries, keys, UNBOUNDED if masking.window is None else masking.window,
+        *masking.score_factors, HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
+        CAUSAL=masking.causal, LEFT=masking.packed or masking.window is not None, PACKED=masking.packed,
+        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out, lse
+
+
+def _new_lse(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("distill::flash_attention", mutates_args=())
+def _flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
+    if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
+        out, lse = reference_attention(q, k, v, masking)
+        return positions_first(q).copy_(out), lse
+    return forward_on_triton(q, k, v, masking)
+
+
+@_flash_attention.register_fake
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, deterministic):
+    return positions_first(q), _new_lse(q)
+
+
+@torch.library.custom_op("distill::flash_attention_backward", mutates_args=())
+def _flash_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
+    if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
+        grads = reference_attention_backward(dout, q, k, v, out, lse, masking)
+        return tuple(positions_first(grad).copy_(grad) for grad in grads)
+    return backward_on_triton(dout, q, k, v, out, lse, masking, deterministic)
+
+
+@_flash_attention_backward.register_fake
+def _(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, deterministic):
+    return positions_first(q), positions_first(k), positions_first(v)
+
+
+def _save_for_backward(ctx, inputs, output):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.scalars = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dout, dlse):
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    grads = _flash_attention_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.scalars)
+    return *grads, None, None, None, None, None, None, None
+
+
+_flash_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Exact attention with gradients for q, k and v, in memory linear in the number of positions.
+
+    Args:
+        q: [B, H, Tq, D], fp16, bf16 or fp32, D up to 256. Any strides; views of [B, T, H, D] tensors cost no copy
+            where strides are multiples of 16 bytes.
+        k, v: [B, Hkv, Tk, D], H a multiple of Hkv (grouped and multi-query heads are not repeated).
+        causal: query i sees keys up to i + Tk - Tq: the *last* query sees the last key, as in FlashAttention-2.
+        scale: factor of q.k, > 0; 1/sqrt(D) by default.
+        window: a query sees the `window` keys that end with its own (and, if not causal, as many on the other side).
+        softcap: scores become softcap * tanh(score / softcap).
+        cu_seqlens_q, cu_seqlens_k: cumulative document lengths, int [documents + 1] from 0, over the B * T
+            positions flattened; no document crosses a batch entry. k's default to q's. Trailing empty documents are
+            allowed (`cu_seqlens_from_position_ids` makes them); positions behind the last document give zeros.
+        max_seqlen_q, max_seqlen_k: taken for the sake of callers that have them; not needed.
+        deterministic: make every sum in a fixed order, so that gradients are equal from run to run.
+
+    Returns:
+        [B, H, Tq, D] in q's dtype, laid out as [B, Tq, H, D] in memory. A query that sees no key gives zeros.
+
+    Raises:
+        ValueError: shapes, dtypes or arguments that do not fit.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k))
+    out, _ = _flash_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, deterministic)
+    return out

@@ -1,0 +1,187 @@
+"""What the attention kernels are launched with: a mask's description, descriptors of strided tensors, tile sizes."""
+
+from __future__ import annotations
+
+import logging
+import typing
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.launch import DeviceFacts, next_power_of_2, tl, triton
+
+_log = logging.getLogger(__name__)
+
+
+class Masking(NamedTuple):
+    """How scores are scaled and which are kept; the arguments every attention function here takes."""
+
+    causal: bool
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def score_factors(self) -> tuple[float, float, float]:
+        """(factor to base-2 exponents, cap, rate inside the tanh) for the kernels; the last two idle without a cap."""
+        log2_e = 1.4426950408889634
+        if self.softcap is None:
+            return self.scale * log2_e, 1.0, 1.0
+        return log2_e, self.softcap, self.scale / self.softcap
+
+
+def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
+    """ValueError that names what does not fit."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name}: expected [batch, heads, positions, head size], got shape {tuple(tensor.shape)}")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(f"{name}: expected q's {q.dtype} on {q.device}, got {tensor.dtype} on {tensor.device}")
+    if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"k, v: expected both [{q.shape[0]}, kv heads, keys, {q.shape[3]}], got {tuple(k.shape)}, {tuple(v.shape)}"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q: heads must be a multiple of k's {k.shape[1]}, got {q.shape[1]}")
+    if q.shape[3] > 256:
+        raise ValueError(f"q: head size up to 256 is supported, got {q.shape[3]}")
+    if not q.is_floating_point() or (q.is_cuda and q.dtype == torch.float64):
+        raise ValueError(f"q: expected float16, bfloat16 or float32, got {q.dtype}")
+    if not masking.scale > 0:
+        raise ValueError(f"scale: expected a number > 0, got {masking.scale}")
+    if masking.window is not None and masking.window < 1:
+        raise ValueError(f"window: expected at least 1 key, got {masking.window}")
+    if masking.softcap is not None and not masking.softcap > 0:
+        raise ValueError(f"softcap: expected a number > 0, got {masking.softcap}")
+    if (masking.cu_seqlens_q is None) != (masking.cu_seqlens_k is None):
+        raise ValueError("cu_seqlens_k: given without cu_seqlens_q")
+    for name, lengths in (("cu_seqlens_q", masking.cu_seqlens_q), ("cu_seqlens_k", masking.cu_seqlens_k)):
+        if lengths is None:
+            continue
+        if lengths.dim() != 1 or lengths.numel() < 2 or lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: expected int [documents + 1], got {lengths.dtype} {tuple(lengths.shape)}")
+        if lengths.device != q.device:
+            raise ValueError(f"{name}: expected on {q.device}, got {lengths.device}")
+    if masking.packed and masking.cu_seqlens_q.numel() != masking.cu_seqlens_k.numel():  # type: ignore[union-attr]
+        raise ValueError("cu_seqlens_k: as many documents as cu_seqlens_q expected")
+
+
+class Tiles(NamedTuple):
+    """Rows of queries and of keys a program holds at a time, and how it is compiled."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def forward_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
+    """Tiles of the forward kernel, measured on sm_90; elsewhere what fits 100 KiB of shared memory."""
+    if facts.capability == (0, 0):  # interpreted: small enough that tests cross tile borders
+        return Tiles(32, 16, 4, 1)
+    if dtype == torch.float32:
+        return Tiles(64, 32, 4, 1) if block_d <= 128 else Tiles(32, 32, 4, 1)
+    if facts.capability < (9, 0):
+        return Tiles(128, 64, 4, 2) if block_d <= 64 else Tiles(64, 32, 4, 2)
+    if block_d <= 128:
+        return Tiles(128, 128, 8, 2)
+    return Tiles(128, 64, 8, 2)
+
+
+def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts, adds_dq: bool) -> Tiles:
+    """Tiles of the kernel that makes dk and dv."""
+    if facts.capability == (0, 0):
+        return Tiles(16, 32, 4, 1)
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 32, 4, 1)
+    if facts.capability < (9, 0):
+        return Tiles(32, 64, 4, 2) if block_d <= 128 else Tiles(16, 64, 4, 1)
+    if block_d <= 128:
+        return Tiles(64, 128, 8, 2)
+    return Tiles(32, 64, 8, 1)
+
+
+def query_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
+    """Tiles of the kernel that makes dq alone."""
+    if facts.capability == (0, 0):
+        return Tiles(32, 16, 4, 1)
+    if dtype == torch.float32:
+        return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(32, 16, 4, 1)
+    if facts.capability < (9, 0):
+        return Tiles(64, 32, 4, 2) if block_d <= 128 else Tiles(64, 16, 4, 1)
+    if block_d <= 64:
+        return Tiles(128, 128, 8, 2)
+    if block_d <= 128:
+        return Tiles(128, 64, 8, 2)
+    return Tiles(64, 64, 8, 1)
+
+
+def head_block(head_size: int) -> int:
+    """Columns of a tile: the head size, padded to what a matrix instruction takes."""
+    return max(16, next_power_of_2(head_size))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """fp32 operands are multiplied in fp32, not in tf32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def aligned(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`tensor` itself if the copy engine can read it, else a copy with rows padded to 16 bytes.
+
+    The engine needs a base and strides that are multiples of 16 bytes, and adjacent columns.
+    """
+    columns = 16 // tensor.element_size()
+    steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
+    if (
+        tensor.stride(-1) == 1
+        and all(step > 0 and step % columns == 0 for step in steps)
+        and tensor.data_ptr() % 16 == 0
+    ):
+        return tensor
+    _warn_of_copy(name, tuple(tensor.shape), tensor.stride())
+    padded = -(-tensor.shape[-1] // columns) * columns
+    copy = tensor.new_empty(*tensor.shape[:-1], padded)[..., : tensor.shape[-1]]
+    return copy.copy_(tensor)
+
+
+def positions_first(like: torch.Tensor) -> torch.Tensor:
+    """An uninitialised [B, H, T, D] tensor that is [B, T, H, D] in memory, as projections before and after want it."""
+    batch, heads, positions, size = like.shape
+    return like.new_empty(batch, positions, heads, size).transpose(1, 2)
+
+
+_copied: set[tuple[object, ...]] = set()
+
+
+def _warn_of_copy(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    key = (name, shape[1:], strides)
+    if key not in _copied:
+        _copied.add(key)
+        _log.info("attention copies %s %s: strides %s are not multiples of 16 bytes", name, shape, strides)
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> typing.Any:
+    """A TMA descriptor of [B, H, T, D] `tensor` for tiles of `rows` positions and `columns` of one head."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    batch, heads, positions, size = tensor.shape
+    strides = list(tensor.stride())
+    step = positions * heads * batch * 16
+    for dimension in range(3):
+        if tensor.shape[dimension] == 1:  # the stride of a single entry is arbitrary, but must be a legal one
+            strides[dimension] = step
+    return TensorDescriptor(tensor, [batch, heads, positions, size], strides, [1, 1, rows, columns])
+
+
+@triton.jit
+def softcapped(scores, rate, cap):
+    """cap * tanh(scores * rate), and the tanh. By exponentials: accurate to 1e-7, unlike the hardware's tanh."""
+    tanh = 1 - 2 / (1 + tl.exp2(scores * rate * 2.8853900817779268))
+    return cap * tanh, tanh

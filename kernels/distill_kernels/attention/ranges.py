@@ -1,0 +1,207 @@
+"""Which keys a query attends to, as one interval per query.
+
+Causality, a sliding window, packed documents and padding all restrict query `i` to an interval of keys
+`[low_i, high_i)`, and both ends grow with `i`. Seen from the other side, key `j` is attended by an interval of
+queries. The attention kernels know nothing else about masks: from the intervals of a tile's first and last row they
+get which tiles to skip, which need comparing element by element and which lie wholly inside.
+
+With `shift = T_k - T_q` of the document (the causal diagonal ends in its last query and last key, as in
+FlashAttention-2; torch's `is_causal` instead aligns the first ones) and window `w`:
+
+    keys of query i:    [max(first, i + shift - w + 1),  min(last, i + shift + 1 or i + shift + w))
+    queries of key j:   [max(first, j - shift or j - shift - w + 1),  min(last, j - shift + w))
+
+where `first` and `last` bound the document on the other side. Dense batches compute this in the kernel; packed ones
+read it from two int32 arrays that one small launch makes from the cumulative lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+
+UNBOUNDED = 1 << 30  # a window no sequence reaches
+
+
+def reference_ranges(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    rows: int,
+    causal: bool,
+    window: int | None,
+    *,
+    from_keys: bool = False,
+) -> torch.Tensor:
+    """Intervals int64 [2, rows] of flat positions on the other side; rows behind the last document get empty ones."""
+    own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
+    own, other = own.long(), other.long()
+    row = torch.arange(rows, device=own.device)
+    document = (torch.searchsorted(own, row, right=True) - 1).clamp(max=own.numel() - 2)
+    outside = row >= own[-1]
+    first, last = other[document], other[document + 1]
+    diagonal = row + last - own[document + 1]
+    low, high = _interval(diagonal, first, last, UNBOUNDED if window is None else window, causal, from_keys)
+    low = torch.where(outside, other[-1], low)
+    return torch.stack([low, torch.where(outside, other[-1], torch.maximum(low, high))])
+
+
+def reference_mask(
+    queries: int, keys: int, causal: bool, window: int | None, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """True where query i attends to key j in a dense batch, bool [queries, keys]."""
+    row = torch.arange(queries, device=device)
+    width = UNBOUNDED if window is None else window
+    low, high = _interval(row + keys - queries, 0 * row, 0 * row + keys, width, causal, False)
+    column = torch.arange(keys, device=device)
+    return (column >= low[:, None]) & (column < high[:, None])
+
+
+def _interval(
+    diagonal: torch.Tensor, first: torch.Tensor, last: torch.Tensor, window: int, causal: bool, from_keys: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    before, after = (diagonal - window + 1, diagonal + window)
+    if causal and from_keys:
+        before = diagonal
+    elif causal:
+        after = diagonal + 1
+    return torch.maximum(first, before), torch.minimum(last, after)
+
+
+@triton.jit
+def attended_interval(diagonal, first, last, window, CAUSAL: tl.constexpr, FROM_KEYS: tl.constexpr):
+    """The two formulas of the module docstring; `diagonal` is i + shift for queries, j - shift for keys."""
+    if CAUSAL and FROM_KEYS:
+        low = tl.maximum(first, diagonal)
+    else:
+        low = tl.maximum(first, diagonal - window + 1)
+    if CAUSAL and not FROM_KEYS:
+        high = tl.minimum(last, diagonal + 1)
+    else:
+        high = tl.minimum(last, diagonal + window)
+    return low, high
+
+
+@triton.jit
+def dense_or_packed_interval(
+    row,
+    batch,
+    ranges_ptr,
+    rows,
+    batches,
+    others,
+    shift,
+    window,
+    CAUSAL: tl.constexpr,
+    PACKED: tl.constexpr,
+    FROM_KEYS: tl.constexpr,
+):
+    """Interval of `row` (int32 scalar or block, below `rows`) on the other side, in positions of this batch entry."""
+    if PACKED:
+        at = ranges_ptr + batch.to(tl.int64) * rows + row
+        low = tl.load(at) - batch * others
+        high = tl.load(at + batches.to(tl.int64) * rows) - batch * others
+    else:
+        low, high = attended_interval(row + shift, row * 0, row * 0 + others, window, CAUSAL, FROM_KEYS)
+    return low, high
+
+
+@triton.jit
+def key_tiles(
+    m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The key tiles that the query tile at `m` visits, and each row's interval.
+
+    Tiles [start, inside) and [outside, end) cross an interval's end; [inside, outside) lie within every row's.
+    Without LEFT no interval has a beginning to cross.
+    """
+    last_row = tl.minimum(m + BLOCK_M, queries) - 1
+    shift = keys - queries
+    first_low, first_high = dense_or_packed_interval(
+        m, batch, ranges_ptr, queries, batches, keys, shift, window, CAUSAL, PACKED, False
+    )
+    last_low, last_high = dense_or_packed_interval(
+        last_row, batch, ranges_ptr, queries, batches, keys, shift, window, CAUSAL, PACKED, False
+    )
+    low, high = dense_or_packed_interval(
+        tl.minimum(row, last_row), batch, ranges_ptr, queries, batches, keys, shift, window, CAUSAL, PACKED, False
+    )
+    end = tl.maximum(last_high, 0)
+    if LEFT:
+        start = tl.maximum(first_low, 0) // BLOCK_N * BLOCK_N
+        inside = tl.minimum(tl.cdiv(tl.maximum(last_low, 0), BLOCK_N), tl.cdiv(end, BLOCK_N)) * BLOCK_N
+        inside = tl.maximum(inside, start)
+    else:
+        start = 0
+        inside = 0
+    outside = tl.maximum(inside, first_high // BLOCK_N * BLOCK_N)
+    return start, inside, outside, end, low, high
+
+
+@triton.jit
+def _ranges_kernel(
+    own_ptr, other_ptr, out_ptr, rows, documents, steps, window,
+    CAUSAL: tl.constexpr, FROM_KEYS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # the last document that starts at or before the row, by bisection; empty documents are stepped over
+    below = tl.zeros([BLOCK], tl.int32)
+    above = tl.zeros([BLOCK], tl.int32) + documents
+    for _ in range(steps):
+        middle = (below + above) // 2
+        starts = tl.load(own_ptr + middle) <= row
+        below = tl.where(starts, middle, below)
+        above = tl.where(starts, above, middle)
+    own_last = tl.load(own_ptr + below + 1).to(tl.int32)
+    first = tl.load(other_ptr + below).to(tl.int32)
+    last = tl.load(other_ptr + below + 1).to(tl.int32)
+    low, high = attended_interval(row + last - own_last, first, last, window, CAUSAL, FROM_KEYS)
+    outside = row >= tl.load(own_ptr + documents)
+    nothing = tl.load(other_ptr + documents).to(tl.int32)
+    low = tl.where(outside, nothing, low)
+    high = tl.where(outside, nothing, tl.maximum(low, high))
+    tl.store(out_ptr + row, low, mask=row < rows)
+    tl.store(out_ptr + rows + row, high, mask=row < rows)
+
+
+def packed_ranges(
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    rows: int,
+    causal: bool,
+    window: int | None,
+    *,
+    from_keys: bool = False,
+) -> torch.Tensor:
+    """`reference_ranges` as int32 in one launch, without waiting for the device."""
+    if not runs_on_triton(cu_seqlens_q):
+        return reference_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys=from_keys).int()
+    own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
+    out = torch.empty(2, rows, dtype=torch.int32, device=own.device)
+    documents, block = own.numel() - 1, 256
+    _ranges_kernel[(cdiv(rows, block),)](
+        own, other, out, rows, documents, documents.bit_length(), UNBOUNDED if window is None else window,
+        CAUSAL=causal, FROM_KEYS=from_keys, BLOCK=block,
+    )  # fmt: skip
+    return out
+
+
+def cu_seqlens_from_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
+    """Cumulative document lengths of a packed batch, without waiting for the device.
+
+    Args:
+        position_ids: [B, T] int, restarting at 0 with each document (padding counts as a document of its own).
+
+    Returns:
+        int32 [B*T + 1]: the flat start of each document and then B*T over and over. The length does not depend on
+        the data, so nothing is synchronised; the trailing documents are empty and cost nothing.
+    """
+    total = position_ids.numel()
+    starts = position_ids.reshape(-1) == 0
+    starts[0] = True
+    out = torch.full((total + 1,), total, dtype=torch.int32, device=position_ids.device)
+    flat = torch.arange(total, dtype=torch.int32, device=position_ids.device)
+    # rows that start no document all write to the last entry what it holds already
+    target = torch.where(starts, starts.cumsum(0) - 1, total)
+    return out.scatter_(0, target, torch.where(starts, flat, total))

@@ -1,0 +1,101 @@
+"""Attention in plain PyTorch: the definition, its gradient, and the tile-by-tile form that the kernels compute.
+
+`reference_attention` and its gradient are what CPU tensors get, and, in fp64, what the kernels are held against.
+Halves are computed in fp32. `blocked_attention` is the online softmax the kernels use, loop by loop, for reading.
+Shapes: q [B, H, Tq, D]; k, v [B, Hkv, Tk, D].
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.ranges import reference_mask, reference_ranges
+
+
+def kept_scores(masking: Masking, batch: int, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """True where a score is kept: bool, broadcastable to [B, H, Tq, Tk]."""
+    if masking.cu_seqlens_q is None or masking.cu_seqlens_k is None:
+        return reference_mask(queries, keys, masking.causal, masking.window, device)
+    low, high = reference_ranges(
+        masking.cu_seqlens_q, masking.cu_seqlens_k, batch * queries, masking.causal, masking.window
+    )
+    column = torch.arange(batch * keys, device=device).reshape(batch, 1, 1, keys)
+    low, high = low.reshape(batch, 1, queries, 1), high.reshape(batch, 1, queries, 1)
+    return (column >= low) & (column < high)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, masking: Masking) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masked scores [B, H, Tq, Tk] and the factor by which a soft cap dampens their gradient."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    scores = q @ k.transpose(-1, -2) * masking.scale
+    damping = torch.ones((), dtype=q.dtype, device=q.device)
+    if masking.softcap is not None:
+        tanh = torch.tanh(scores / masking.softcap)
+        scores, damping = masking.softcap * tanh, 1 - tanh * tanh
+    kept = kept_scores(masking, q.shape[0], q.shape[2], k.shape[2], q.device)
+    return scores.masked_fill(~kept, float("-inf")), damping
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def reference_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Out [B, H, Tq, D] in q's dtype and lse [B, H, Tq]; a query without keys gives zeros and -inf."""
+    dtype = _computed_in(q.dtype)
+    scores, _ = _scores(q.to(dtype), k.to(dtype), masking)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
+    values = v.to(dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return (weights @ values).to(q.dtype), lse
+
+
+def reference_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    masking: Masking,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv by the formulas of `flash_backward.py`."""
+    dtype = _computed_in(q.dtype)
+    group = q.shape[1] // k.shape[1]
+    scores, damping = _scores(q.to(dtype), k.to(dtype), masking)
+    p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0).to(dtype)[..., None])
+    upstream = dout.to(dtype)
+    dp = upstream @ v.to(dtype).repeat_interleave(group, dim=1).transpose(-1, -2)
+    delta = (upstream * out.to(dtype)).sum(-1, keepdim=True)
+    ds = p * (dp - delta) * damping * masking.scale
+    dq = ds @ k.to(dtype).repeat_interleave(group, dim=1)
+    dk = (ds.transpose(-1, -2) @ q.to(dtype)).unflatten(1, (-1, group)).sum(2)
+    dv = (p.transpose(-1, -2) @ upstream).unflatten(1, (-1, group)).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def blocked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking, block: int = 64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference_attention` with keys visited `block` at a time under a running maximum and sum."""
+    dtype = _computed_in(q.dtype)
+    group = q.shape[1] // k.shape[1]
+    scores, _ = _scores(q.to(dtype), k.to(dtype), masking)
+    values = v.to(dtype).repeat_interleave(group, dim=1)
+    maximum = torch.full(scores.shape[:-1], -1e30, dtype=dtype, device=q.device)
+    total = torch.zeros_like(maximum)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    for start in range(0, k.shape[2], block):
+        tile = scores[..., start : start + block]
+        new_maximum = torch.maximum(maximum, tile.amax(-1))
+        weights = torch.exp(tile - new_maximum[..., None])
+        rescale = torch.exp(maximum - new_maximum)
+        total = total * rescale + weights.sum(-1)
+        out = out * rescale[..., None] + weights @ values[:, :, start : start + block]
+        maximum = new_maximum
+    empty = total == 0
+    out = out / total.masked_fill(empty, 1)[..., None]
+    return out.to(q.dtype), torch.where(empty, float("-inf"), maximum + torch.log(total))
