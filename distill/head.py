@@ -175,7 +175,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
     model.eval()
     try:
         hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-        expected = model(input_ids=ids, use_cache=False).logits.float()
+        expected = model(input_ids=ids, use_cache=False).logits.double()
     finally:
         for module, training in modes:
             module.training = training
@@ -186,7 +186,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
     tolerance = 8 * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
     tried = []
     for shape in _candidates(config):
-        actual = product.float() * shape.scale
+        actual = product.double() * shape.scale
         if shape.softcap is not None:
             actual = shape.softcap * torch.tanh(actual / shape.softcap)
         difference = (actual - expected).abs().max()

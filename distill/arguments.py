@@ -1,0 +1,156 @@
+"""A recipe's `train:` and `parallel:` sections as transformers' TrainingArguments, and the arithmetic between them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import TrainingArguments
+
+from distill.recipe import Data, Recipe, Train
+
+COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision(NamedTuple):
+    """What the student computes in, what its weights are kept in, and what the teacher's are."""
+
+    compute: torch.dtype
+    student: torch.dtype
+    teacher: torch.dtype
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast, None where weights are in the compute dtype already."""
+        return None if self.compute == self.student else self.compute
+
+
+def resolve_device(train: Train) -> torch.device:
+    """`train.device` on this machine.
+
+    Raises:
+        ValueError: CUDA asked for and absent.
+    """
+    if train.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train.device: cuda was asked for, and torch sees no CUDA device here; use cpu or auto")
+    if train.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
+    """Fill in `auto`: bf16 on GPUs that have it, fp32 on the CPU.
+
+    A student that is trained in full keeps fp32 weights under autocast, since bf16 weights would round small updates
+    away; frozen weights (the teacher's, and a LoRA student's base) are kept in what is computed in.
+    """
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    asked = recipe.train.precision
+    compute = (torch.bfloat16 if bf16 else torch.float32) if asked == "auto" else COMPUTE[asked]
+    frozen = compute if recipe.student.lora is not None else torch.float32
+    student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
+    if student == torch.float16 and recipe.student.lora is None:
+        raise ValueError("student.dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
+    teacher = compute if recipe.teacher.dtype == "auto" else COMPUTE[recipe.teacher.dtype]
+    return Precision(compute, student, teacher)
+
+
+def world_size() -> int:
+    """Processes of this run, as torchrun and accelerate announce them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def accumulation_steps(train: Train, data: Data, world: int) -> int:
+    """Micro-batches of one optimizer step: `tokens_per_step` over `batch_size * max_length * world`.
+
+    Raises:
+        ValueError: where that is no whole number, naming the nearest values that are.
+    """
+    micro = train.batch_size * data.max_length * world
+    if train.tokens_per_step is None:
+        return 1
+    steps, rest = divmod(train.tokens_per_step, micro)
+    if rest or not steps:
+        near = f"{steps * micro} or {(steps + 1) * micro}" if steps else str(micro)
+        raise ValueError(
+            f"train.tokens_per_step: expected a multiple of train.batch_size x data.max_length x devices = "
+            f"{train.batch_size} x {data.max_length} x {world} = {micro}, such as {near}; came {train.tokens_per_step}"
+        )
+    return steps
+
+
+def total_steps(train: Train, rows: int, accumulation: int, world: int) -> int:
+    """Optimizer steps of the run; an epoch's last step may be smaller."""
+    if train.steps is not None:
+        return train.steps
+    assert train.epochs is not None
+    per_epoch = -(-rows // (train.batch_size * world * accumulation))
+    return max(int(-(-train.epochs * per_epoch // 1)), 1)
+
+
+def training_arguments(
+    recipe: Recipe, folder: Path, *, rows: int, device: torch.device, precision: Precision
+) -> TrainingArguments:
+    """TrainingArguments for this recipe.
+
+    Args:
+        folder: Where checkpoints go.
+        rows: Sequences in the training data.
+        device: From `resolve_device`.
+        precision: From `resolve_precision`.
+
+    Raises:
+        ValueError: naming the field that does not fit, `train.arguments` included.
+    """
+    train, world = recipe.train, world_size()
+    accumulation = accumulation_steps(train, recipe.data, world)
+    steps = total_steps(train, rows, accumulation, world)
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "per_device_train_batch_size": train.batch_size,
+        "per_device_eval_batch_size": train.batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": train.schedule,
+        "warmup_steps": train.warmup if train.warmup >= 1 else round(train.warmup * steps),
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm,
+        "optim": train.optimizer,
+        "bf16": precision.autocast == torch.bfloat16,
+        "fp16": precision.autocast == torch.float16,
+        "seed": train.seed,
+        "full_determinism": train.deterministic,
+        "save_strategy": "steps" if train.save_every else "no",
+        "save_steps": train.save_every or 0.1,
+        "save_total_limit": 2,
+        "eval_strategy": "steps" if train.eval_every else "no",
+        "eval_steps": train.eval_every,
+        "logging_steps": train.log_every,
+        "logging_first_step": True,
+        "report_to": train.report_to or "none",
+        "disable_tqdm": True,
+        "use_cpu": device.type == "cpu",
+        "dataloader_num_workers": recipe.data.workers,
+        "dataloader_pin_memory": device.type == "cuda",
+    }
+    if train.schedule == "warmup_stable_decay":
+        values["lr_scheduler_kwargs"] = {"num_decay_steps": max(steps // 5, 1)}
+    if train.gradient_checkpointing:
+        # transformers 5.23 renamed it
+        known = TrainingArguments.__dataclass_fields__
+        name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+        values |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
+    if recipe.parallel.strategy == "fsdp" and world > 1:
+        values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
+        raise ValueError(f"train.arguments.{clash[0]}: a field of the recipe sets it; leave it out")
+    unknown = sorted(set(train.arguments) - set(TrainingArguments.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")
+    try:
+        return TrainingArguments(**(values | train.arguments))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"train: transformers refused these arguments: {str(error).splitlines()[0]}") from error

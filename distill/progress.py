@@ -1,0 +1,146 @@
+"""What a person sees while a run trains, and what is kept of it: the progress bar and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+
+class MetricsFile(TrainerCallback):
+    """Writes `metrics.jsonl`: one JSON object per step that logged, evaluation figures of a step in the same object.
+
+    On resume, rows beyond the checkpoint's step and a last line cut short are dropped, so that no step appears twice.
+    Numbers that are not finite are written as null, since JSON has none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._last: dict[str, Any] = {}
+        self._offset = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the rows up to the step that training starts from."""
+        if not state.is_world_process_zero:
+            return
+        rows = [row for row in read_metrics(self.path) if row["step"] <= state.global_step]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, self.path)
+        self._last, self._offset = {}, len(text.encode())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Append a row, or add to the last one where it is of the same step."""
+        if not state.is_world_process_zero or not logs:
+            return
+        if "loss" not in logs and not any(key.startswith("eval_") for key in logs):
+            return
+        figures = {key: _number(value) for key, value in logs.items() if isinstance(value, int | float)}
+        same = self._last.get("step") == state.global_step
+        self._last = {**(self._last if same else {}), "step": state.global_step, **figures}
+        mode = "r+b" if self.path.exists() else "w+b"
+        with self.path.open(mode) as file:
+            if not same:
+                self._offset = file.seek(0, os.SEEK_END)
+            file.seek(self._offset)
+            file.write(json.dumps(self._last).encode() + b"\n")
+            file.truncate()
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file; a line cut short by a kill is left out, and so is a missing file."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+class ProgressReport(TrainerCallback):
+    """A progress bar with loss, KL, agreement, tokens/s and time left; a plain line per logging step elsewhere."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._bar: Progress | None = None
+        self._start, self._start_step = 0.0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Show the bar."""
+        self._start, self._start_step = time.perf_counter(), state.global_step
+        if not state.is_world_process_zero or not self.console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("left"),
+            console=self.console,
+        )
+        self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step, figures="")
+        self._bar.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Advance the bar."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Show the figures of a logging step."""
+        if not state.is_world_process_zero or not logs or "loss" not in logs:
+            return
+        figures = figures_line(logs)
+        if self._bar is not None:
+            self._bar.update(self._task, figures=figures)
+        else:
+            self.console.print(
+                f"step {state.global_step}/{state.max_steps}  {figures}  {self._time_left(state)} left",
+                highlight=False, markup=False, soft_wrap=True,
+            )  # fmt: skip
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the bar down."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Take the bar down, also after an error or Ctrl-C."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _time_left(self, state: Any) -> str:
+        done = state.global_step - self._start_step
+        seconds = (time.perf_counter() - self._start) / max(done, 1) * (state.max_steps - state.global_step)
+        return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def figures_line(logs: dict[str, Any]) -> str:
+    """Loss, divergence, agreement and speed of one logging step, in words."""
+    parts = [f"loss {logs['loss']:.4f}"]
+    parts += [f"{name} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
+    if "agreement" in logs:
+        parts.append(f"agreement {logs['agreement']:.1%}")
+    if "tokens_per_second" in logs:
+        parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in logs:
+        parts.append(f"MFU {logs['mfu']:.0%}")
+    return "  ".join(parts)

@@ -1,0 +1,311 @@
+"""The objective against full logits: every kind of head, LoRA, padding, packing, and what must be refused."""
+
+import copy
+
+import pytest
+import torch
+from distill_kernels import FusedJSDLoss, FusedKLLoss, LossTerm
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from torch import nn
+from torch.nn import functional as F
+
+from distill.collator import Collator
+from distill.head import LogitShape, find_head, probe_logits, read_head
+from distill.objective import STATISTICS, DistillationObjective
+
+EXACT = 1e-9  # both sides in fp64
+TWO_DOCUMENTS = {
+    "input_ids": [5, 6, 7, 8, 9, 30, 31],
+    "labels": [-100, 6, 7, -100, -100, 30, 31],
+    "position_ids": [0, 1, 2, 3, 0, 1, 2],
+}
+ROWS = [
+    TWO_DOCUMENTS,
+    {"input_ids": [11, 12, 13, 14], "labels": [-100, -100, 13, 14], "position_ids": [0, 1, 2, 3]},
+]
+MIXED = {
+    "temperature": 2.0,
+    "terms": [{"type": "forward_kl", "weight": 0.7}, {"type": "cross_entropy", "weight": 0.4}],
+}
+
+
+def batch():
+    return Collator(2)(ROWS)
+
+
+def double(**settings):
+    return tiny_model(dtype=torch.float64, **settings)
+
+
+def reference(student, teacher, inputs, *, temperature=2.0, kl=0.7, ce=0.4, vocab=None):
+    """The mixed loss from full logits, as one would write it down, and the number of trained tokens."""
+    body = {key: inputs[key] for key in ("input_ids", "position_ids")}
+    z_s = student(**body, use_cache=False).logits[:, :-1, :vocab]
+    with torch.no_grad():
+        z_t = teacher(**body, use_cache=False).logits[:, :-1, :vocab]
+    labels = inputs["labels"][:, 1:]
+    keep = labels != -100
+    z_s, z_t, labels = z_s[keep], z_t[keep], labels[keep]
+    log_s, log_t = F.log_softmax(z_s / temperature, -1), F.log_softmax(z_t / temperature, -1)
+    divergence = (log_t.exp() * (log_t - log_s)).sum() * temperature**2
+    return (kl * divergence + ce * F.cross_entropy(z_s, labels, reduction="sum")) / keep.sum(), keep.sum()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_as_reference(student, teacher, objective, inputs, **settings):
+    expected, _ = reference(student, teacher, inputs, **settings)
+    wanted = gradients(student, expected)
+    loss = student(**objective.compare(inputs))["loss"]
+    got = gradients(student, loss)
+    torch.testing.assert_close(loss, expected, rtol=EXACT, atol=EXACT)
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(got[name], gradient, rtol=EXACT, atol=EXACT, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "granite", "cohere", "gpt2"])
+def test_loss_and_gradients_equal_full_logits(kind, tie):
+    more = (
+        {"logits_scaling": 3.0} if kind == "granite" else {"final_logit_softcapping": 4.0} if kind == "gemma2" else {}
+    )
+    student, teacher = double(kind=kind, tie=tie, **more), double(kind=kind, hidden=64, layers=3, seed=1, **more)
+    assert_same_as_reference(student, teacher, DistillationObjective(teacher, student, MIXED), batch())
+
+
+def test_head_with_a_bias():
+    student, teacher = double(tie=False), double(seed=1, tie=False)
+    for model in (student, teacher):
+        head = nn.Linear(32, 259, dtype=torch.float64)
+        head.weight.data.copy_(model.lm_head.weight)
+        model.lm_head = head
+    assert_same_as_reference(student, teacher, DistillationObjective(teacher, student, MIXED), batch())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora_with_the_head(when):
+    teacher, base = double(seed=1), double(tie=False)
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "lm_head"])
+    if when == "before":
+        objective = DistillationObjective(teacher, base, MIXED)
+        student = get_peft_model(base, config)
+    else:
+        student = get_peft_model(base, config)
+        objective = DistillationObjective(teacher, student, MIXED)
+    for name, parameter in student.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.2)
+    student.to(torch.float64)
+    assert read_head(find_head(student)).lora[2] == pytest.approx(7 / 3)
+    assert_same_as_reference(student, teacher, objective, batch())
+    with student.disable_adapter():
+        plain, _ = reference(base, teacher, batch())
+        torch.testing.assert_close(student(**objective.compare(batch()))["loss"], plain, rtol=EXACT, atol=EXACT)
+
+
+def test_a_trained_copy_of_the_head():
+    teacher, base = double(seed=1), double(tie=False)
+    student = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])).double()
+    with torch.no_grad():
+        find_head(student).linear.weight.add_(0.1)
+    assert find_head(student).linear.weight.requires_grad
+    assert_same_as_reference(student, teacher, DistillationObjective(teacher, student, MIXED), batch())
+
+
+def test_padded_vocabulary_is_cut():
+    student, teacher = double(vocab_size=270), double(seed=1, vocab_size=264)
+    objective = DistillationObjective(teacher, student, MIXED, vocab_size=259)
+    assert_same_as_reference(student, teacher, objective, batch(), vocab=259)
+    assert DistillationObjective(teacher, student, MIXED).reading.vocab_size == 264
+    with pytest.raises(ValueError, match="vocab_size"):
+        DistillationObjective(teacher, student, MIXED, vocab_size=265)
+
+
+def test_gradient_checkpointing_changes_nothing():
+    student, teacher = double(), double(seed=1)
+    objective = DistillationObjective(teacher, student, MIXED)
+    plain = gradients(student, student(**objective.compare(batch()))["loss"])
+    student.gradient_checkpointing_enable({"use_reentrant": False})
+    student.train()
+    again = gradients(student, student(**objective.compare(batch()))["loss"])
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, rtol=EXACT, atol=EXACT)
+
+
+def test_packed_documents_equal_separate_ones():
+    student, teacher = double(), double(seed=1)
+    objective = DistillationObjective(teacher, student)
+    whole = student(**objective.compare(Collator(2)(ROWS[:1]), num_items=1))
+    parts = [{key: values[here] for key, values in ROWS[0].items()} for here in (slice(0, 4), slice(4, 7))]
+    sums = sum(student(**objective.compare(Collator(2)([part]), num_items=1))["statistics"] for part in parts)
+    torch.testing.assert_close(whole["statistics"], sums, rtol=1e-6, atol=1e-6)
+
+
+def test_padding_and_masked_labels_change_nothing():
+    student, teacher = double(), double(seed=1)
+    objective = DistillationObjective(teacher, student, MIXED)
+    loss = student(**objective.compare(batch()))["loss"]
+    for collator in (Collator(9, pad_to_multiple_of=16), Collator(2, padding_side="left")):
+        torch.testing.assert_close(student(**objective.compare(collator(ROWS)))["loss"], loss, rtol=EXACT, atol=EXACT)
+    without_rows = {key: value for key, value in batch().items() if key != "valid_rows"}
+    torch.testing.assert_close(student(**objective.compare(without_rows))["loss"], loss, rtol=EXACT, atol=EXACT)
+    changed = copy.deepcopy(ROWS)
+    changed[1]["input_ids"][3] = 99  # the last token of a document: a label (masked below), never a context
+    changed[1]["labels"][3] = -100
+    masked = copy.deepcopy(ROWS)
+    masked[1]["labels"][3] = -100
+    a, b = (student(**objective.compare(Collator(2)(rows)))["loss"] for rows in (changed, masked))
+    torch.testing.assert_close(a, b, rtol=EXACT, atol=EXACT)
+
+
+def test_labels_are_shifted_once():
+    student, teacher = double(), double(seed=1)
+    objective = DistillationObjective(teacher, student, "forward_kl")
+    rows = [{"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 2]}]
+    statistics = student(**objective.compare(Collator(2)(rows)))["statistics"]
+    log_p = student(input_ids=torch.tensor([[5, 6, 7]])).logits[0, 0].log_softmax(-1)
+    assert statistics[STATISTICS.index("student_label_logprob")].item() == pytest.approx(log_p[6].item(), abs=1e-5)
+
+
+def test_a_model_against_itself_is_zero():
+    teacher = double()
+    objective = DistillationObjective(teacher, copy.deepcopy(teacher))
+    output = objective._student(**objective.compare(batch()))
+    assert abs(output["loss"].item()) < 1e-12
+    assert output["statistics"][STATISTICS.index("agreement")] == batch()["valid_rows"].numel()
+
+
+def test_cross_entropy_alone_runs_no_teacher():
+    student, teacher = double(), double(seed=1)
+    objective = DistillationObjective(teacher, student, "cross_entropy")
+    teacher.forward = teacher.model.forward = None
+    loss = student(**objective.compare(batch()))["loss"]
+    expected, _ = reference(student, student, batch(), kl=0.0, ce=1.0)
+    torch.testing.assert_close(loss, expected, rtol=EXACT, atol=EXACT)
+    assert objective.divergence == (None, 1.0)
+
+
+def test_hooks_of_body_norm_and_head_run_and_no_logits_are_made():
+    student, teacher = double(), double(seed=1)
+    objective = DistillationObjective(teacher, student)
+    seen = []
+    for name in ("model", "model.norm", "lm_head"):
+        student.get_submodule(name).register_forward_pre_hook(lambda *_, n=name: seen.append(n))
+        student.get_submodule(name).register_forward_hook(lambda *_, n=name: seen.append(n + " done"))
+    student(**objective.compare(batch()))
+    assert seen == ["model", "model.norm", "model.norm done", "model done", "lm_head", "lm_head done"]
+    assert "forward" not in student.lm_head.__dict__
+
+
+def test_everything_else_works_as_before(tmp_path):
+    student, teacher = tiny_model(), tiny_model(seed=1)
+    ids = torch.tensor([[5, 6, 7]])
+    before, keys = student.generate(ids, max_new_tokens=4), list(student.state_dict())
+    objective = DistillationObjective(teacher, student)
+    assert torch.equal(student.generate(ids, max_new_tokens=4), before)
+    assert list(student.state_dict()) == keys and not any(p.requires_grad for p in teacher.parameters())
+    student.save_pretrained(tmp_path)
+    assert torch.equal(type(student).from_pretrained(tmp_path).generate(ids, max_new_tokens=4), before)
+    copied = copy.deepcopy(student)
+    copied.lm_head.weight.data.zero_()
+    assert copied(**objective.compare(batch()))["loss"] != student(**objective.compare(batch()))["loss"]
+    objective.detach()
+    assert "forward" not in student.__dict__
+
+
+def test_a_failing_loss_leaves_the_head_as_it_was():
+    student, teacher = tiny_model(), tiny_model(seed=1)
+    objective = DistillationObjective(teacher, student)
+    broken = batch() | {"valid_rows": torch.zeros(3, 3)}
+    with pytest.raises(ValueError):
+        student(**objective.compare(broken))
+    assert "forward" not in student.lm_head.__dict__
+
+
+@pytest.mark.parametrize(
+    "loss, terms",
+    [
+        ("reverse_kl", [("reverse_kl", 1.0, None, None)]),
+        ({"terms": [{"type": "jsd", "beta": 0.3}]}, [("jsd", 1.0, 0.3, None)]),
+        ([LossTerm("tvd", 2.0)], [("tvd", 2.0, None, None)]),
+        (FusedJSDLoss(beta=0.2), [("jsd", 1.0, 0.2, None), ("cross_entropy", 0.0, None, None)]),
+    ],
+)
+def test_ways_to_name_a_loss(loss, terms):
+    objective = DistillationObjective(tiny_model(seed=1), tiny_model(), loss)
+    assert [tuple(term) for term in objective.loss.terms] == terms
+
+
+def test_a_loss_that_ignores_the_soft_cap_is_refused():
+    student, teacher = tiny_model(), tiny_model(kind="gemma2", seed=1)
+    with pytest.raises(ValueError, match=r"teacher_softcap: these models need 30\.0"):
+        DistillationObjective(teacher, student, FusedKLLoss())
+
+
+def test_an_unknown_loss_is_refused():
+    with pytest.raises(ValueError, match="forward_kk"):
+        DistillationObjective(tiny_model(seed=1), tiny_model(), "forward_kk")
+
+
+def test_a_model_with_a_twist_between_head_and_logits_is_refused():
+    model = tiny_model()
+    original = type(model).forward
+
+    def twisted(*args, **kwargs):
+        output = original(model, *args, **kwargs)
+        output.logits = output.logits * 1.25
+        return output
+
+    assert probe_logits(model, "student") == LogitShape()
+    model.forward = twisted
+    with pytest.raises(ValueError, match="student: the logits of LlamaForCausalLM do not follow"):
+        probe_logits(model, "student")
+
+
+def test_logits_scaling_that_multiplies_is_found_out():
+    model = tiny_model()
+    model.config.logits_scaling = 4.0
+    original = type(model).forward
+
+    def scaled(*args, **kwargs):
+        output = original(model, *args, **kwargs)
+        output.logits = output.logits * 4.0
+        return output
+
+    model.forward = scaled
+    assert probe_logits(model, "student") == LogitShape(4.0)
+
+
+def test_heads_that_would_be_read_wrongly_are_refused():
+    class Quantised(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    student = tiny_model(tie=False)
+    student.lm_head = Quantised(32, 259, bias=False)
+    with pytest.raises(ValueError, match=r"lm_head: expected a plain torch\.nn\.Linear, got Quantised"):
+        read_head(find_head(student))
+    student = tiny_model(tie=False)
+    student.lm_head.weight = nn.Parameter(torch.zeros(259, 32, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"lm_head\.weight: expected float32"):
+        read_head(find_head(student))
+    for settings, message in (
+        ({"lora_dropout": 0.1}, r"student\.lora\.dropout: must be 0"),
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_bias": True}, "biases"),
+    ):
+        student = get_peft_model(tiny_model(tie=False), LoraConfig(r=2, target_modules=["lm_head"], **settings))
+        with pytest.raises(ValueError, match=message):
+            read_head(find_head(student))
+
+
+def test_a_batch_without_labels_is_refused():
+    objective = DistillationObjective(tiny_model(seed=1), tiny_model())
+    with pytest.raises(ValueError, match="labels"):
+        objective.compare({"input_ids": torch.ones(1, 3, dtype=torch.int64)})
