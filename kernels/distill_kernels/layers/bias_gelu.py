@@ -1,0 +1,218 @@
+"""Bias + GELU in one pass, the middle of a GPT-style MLP.
+
+    y = g(x + b),   dx = dy * g'(x + b),   db = sum over rows of dx
+
+Forward moves 2 N O s bytes for N rows of O columns of s bytes, backward 3 N O s, plus the partial sums of db. The
+unfused form moves 4 N O s forward: where the bytes decide, fusion is worth a factor of two, and what lies beyond that
+is launches saved.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import torch
+
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.layers.activations import activate, activate_with_derivative
+from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.layers.op import KernelOp, check_dtype
+from distill_kernels.layers.rows import as_rows
+
+
+def reference_bias_gelu(
+    x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", "tanh"] = "none"
+) -> torch.Tensor:
+    """The specification, in plain PyTorch: the sum is not rounded before the activation."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    return torch.nn.functional.gelu(wide + bias.to(wide.dtype), approximate=approximate).to(x.dtype)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _forward_kernel(
+    x_ptr, bias_ptr, y_ptr, x_stride, n_rows, n_cols,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column_blocks = tl.cdiv(n_cols, COLUMNS)
+    rows = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (rows < n_rows) & (cols < n_cols)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    x += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    y = activate(x, ACTIVATION)
+    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows", "rows_per_group"])
+def _backward_kernel(
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, n_cols, rows_per_group,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEED_DBIAS: tl.constexpr,
+):  # fmt: skip
+    column_blocks = tl.cdiv(n_cols, COLUMNS)
+    group = tl.program_id(0) // column_blocks
+    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    bias = tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    first = group * rows_per_group
+    last = tl.minimum(first + rows_per_group, n_rows)
+    for start in range(first, last, ROWS):
+        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
+        mask = (rows < last) & (cols < n_cols)
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32) + bias
+        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        _, derivative = activate_with_derivative(x, ACTIVATION)
+        dx = dy * derivative
+        if NEED_DBIAS:
+            dbias += dx
+        tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DBIAS:
+        total = tl.sum(dbias, 0, keep_dims=True)
+        tl.store(partial_ptr + group.to(tl.int64) * n_cols + cols, total, mask=cols < n_cols)
+
+
+class TileConfig(NamedTuple):
+    """Rows and columns of a program's tile, its warps, and (backward) programs per multiprocessor."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int = 0
+
+
+@functools.cache
+def forward_tile(columns: int) -> TileConfig:
+    """2,048 elements a program, so that a bias element serves several rows."""
+    block = min(next_power_of_2(columns), 1024)
+    return TileConfig(rows=2048 // block, columns=block, warps=4)
+
+
+@functools.cache
+def backward_tile(columns: int) -> TileConfig:
+    """As forward, looping over rows."""
+    block = min(next_power_of_2(columns), 512)
+    return TileConfig(rows=2048 // block, columns=block, warps=4, programs=8)
+
+
+def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+    columns = x.shape[-1]
+    n_rows = x.numel() // columns
+    x, x_stride = as_rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if n_rows:
+        tile = forward_tile(columns)
+        _forward_kernel[(cdiv(n_rows, tile.rows) * cdiv(columns, tile.columns),)](
+            x, bias, y, x_stride, n_rows, columns,
+            ACTIVATION=activation, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        )  # fmt: skip
+    return y
+
+
+def _fake_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _launch_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx, and dbias (empty where not needed)
+    columns = x.shape[-1]
+    n_rows = x.numel() // columns
+    dy, dy_stride = as_rows(dy)
+    x, x_stride = as_rows(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not n_rows:
+        return dx, torch.zeros_like(bias) if need_dbias else dy.new_empty(0)
+    tile = backward_tile(columns)
+    column_blocks = cdiv(columns, tile.columns)
+    wanted = cdiv(device_facts(x.device).multiprocessors * tile.programs, column_blocks)
+    rows_per_group = cdiv(cdiv(n_rows, wanted), tile.rows) * tile.rows
+    groups = cdiv(n_rows, rows_per_group)
+    partials = torch.empty((groups, columns), dtype=torch.float32, device=x.device) if need_dbias else dx
+    _backward_kernel[(groups * column_blocks,)](
+        dy, x, bias, dx, partials, dy_stride, x_stride, n_rows, columns, rows_per_group,
+        ACTIVATION=activation, ROWS=tile.rows, COLUMNS=tile.columns, NEED_DBIAS=need_dbias, num_warps=tile.warps,
+    )  # fmt: skip
+    return dx, column_sums(partials, bias.dtype) if need_dbias else dy.new_empty(0)
+
+
+def _fake_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(bias) if need_dbias else dy.new_empty(0)
+
+
+_backward_op = KernelOp("bias_gelu_backward", _launch_backward, _fake_backward)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, bias, activation = inputs
+    ctx.save_for_backward(x, bias)
+    ctx.activation = activation
+
+
+def _backward(ctx, dy):
+    x, bias = ctx.saved_tensors
+    dx, dbias = _backward_op(dy, x, bias, ctx.activation, ctx.needs_input_grad[1])
+    return dx, dbias if ctx.needs_input_grad[1] else None, None
+
+
+_forward_op = KernelOp(
+    "bias_gelu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+)
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", "tanh"] = "none") -> torch.Tensor:
+    """`gelu(x + bias)`, the sum kept in fp32.
+
+    Args:
+        x: [..., O], fp32, bf16 or fp16; rows may be strided.
+        bias: [O].
+        approximate: "none" (exact) or "tanh", as in `torch.nn.functional.gelu`.
+
+    Returns:
+        [..., O] in x's dtype.
+
+    Raises:
+        ValueError: On a bias of another shape, an unknown `approximate` or an unsupported dtype.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
+    if x.dim() == 0 or x.shape[-1] == 0 or bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"bias: expected the shape of x's last dimension, got {tuple(bias.shape)} for {tuple(x.shape)}"
+        )
+    if not runs_on_triton(x):
+        return reference_bias_gelu(x, bias, approximate)
+    check_dtype("x", x)
+    return _forward_op(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+
+
+class BiasGELU(torch.nn.Module):
+    """`bias_gelu` with its bias (zeros at first).
+
+    Args:
+        features: O.
+        approximate: "none" or "tanh".
+        device: Where the bias lies.
+        dtype: The bias's dtype.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        approximate: Literal["none", "tanh"] = "none",
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.bias = torch.nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., O] to [..., O]."""
+        return bias_gelu(x, self.bias, self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"{self.bias.shape[0]}, approximate={self.approximate!r}"

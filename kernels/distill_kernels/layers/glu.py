@@ -1,0 +1,185 @@
+"""SwiGLU and GeGLU: the gated half of a transformer's MLP, gate and up projection separate or packed in one matrix.
+
+    y = g(gate) * up,   dgate = dy * up * g'(gate),   dup = dy * g(gate)
+
+with g = SiLU or GELU (Shazeer, 2020, arXiv:2002.05202). Nothing but gate and up is kept for backward, which computes
+g again. For N rows of I columns of b bytes, forward moves 3 N I b, backward 5 N I b. Arithmetic is fp32 throughout.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+from distill_kernels.layers.activations import activate, activate_with_derivative
+from distill_kernels.layers.op import KernelOp, check_dtype
+from distill_kernels.layers.rows import as_rows
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+FORWARD_BLOCK, FORWARD_WARPS = 1024, 4
+BACKWARD_BLOCK, BACKWARD_WARPS = 1024, 4
+
+
+def reference_glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    """The specification, in plain PyTorch."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+@triton.jit(do_not_specialize=["blocks_per_row"])
+def _forward_kernel(
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, up_offset, n_cols, blocks_per_row,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = cols < n_cols
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + up_offset + cols, mask=mask, other=0.0).to(tl.float32)
+    y = activate(gate, ACTIVATION) * up
+    tl.store(y_ptr + row * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["blocks_per_row"])
+def _backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride, up_offset, out_stride, out_offset,
+    n_cols, blocks_per_row, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
+    cols = (tl.program_id(0) % blocks_per_row).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+    mask = cols < n_cols
+    dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + up_offset + cols, mask=mask, other=0.0).to(tl.float32)
+    value, derivative = activate_with_derivative(gate, ACTIVATION)
+    tl.store(dgate_ptr + row * out_stride + cols, (dy * up * derivative).to(dgate_ptr.dtype.element_ty), mask=mask)
+    tl.store(dup_ptr + row * out_stride + out_offset + cols, (dy * value).to(dup_ptr.dtype.element_ty), mask=mask)
+
+
+def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    columns = gate.shape[-1] if up is not None else gate.shape[-1] // 2
+    gate, gate_stride = as_rows(gate)
+    if up is None:
+        source, up_stride, up_offset = gate, gate_stride, columns
+        y = torch.empty((*gate.shape[:-1], columns), dtype=gate.dtype, device=gate.device)
+    else:
+        source, up_stride = as_rows(up)
+        up_offset = 0
+        y = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    elements = y.numel()
+    if elements:
+        if gate_stride == up_stride == columns:
+            columns = elements  # contiguous: one long row
+        blocks = cdiv(columns, FORWARD_BLOCK)
+        _forward_kernel[(blocks * (elements // columns),)](
+            gate, source, y, gate_stride, up_stride, up_offset, columns, blocks,
+            ACTIVATION=activation, BLOCK=FORWARD_BLOCK, num_warps=FORWARD_WARPS,
+        )  # fmt: skip
+    return y
+
+
+def _fake_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
+    if up is None:
+        return gate.new_empty((*gate.shape[:-1], gate.shape[-1] // 2))
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
+
+
+def _launch_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dgate and dup; packed, both in the first and the second empty
+    columns = dy.shape[-1]
+    dy, dy_stride = as_rows(dy)
+    gate, gate_stride = as_rows(gate)
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if up is None:
+        source, up_stride, up_offset, out_stride, out_offset = gate, gate_stride, columns, 2 * columns, columns
+        dup = target = dgate
+    else:
+        source, up_stride = as_rows(up)
+        up_offset, out_stride, out_offset = 0, columns, 0
+        dup = target = torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    elements = dy.numel()
+    if elements:
+        if dy_stride == gate_stride == up_stride == out_stride == columns:
+            columns = elements
+        blocks = cdiv(columns, BACKWARD_BLOCK)
+        _backward_kernel[(blocks * (elements // columns),)](
+            dy, gate, source, dgate, target, dy_stride, gate_stride, up_stride, up_offset, out_stride, out_offset,
+            columns, blocks, ACTIVATION=activation, BLOCK=BACKWARD_BLOCK, num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
+    return dgate, dup if up is not None else dy.new_empty(0)
+
+
+def _fake_backward(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return gate.new_empty(gate.shape), dy.new_empty(0) if up is None else up.new_empty(up.shape)
+
+
+_backward_op = KernelOp("glu_backward", _launch_backward, _fake_backward)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    gate, up, activation = inputs
+    ctx.save_for_backward(gate, up)
+    ctx.activation = activation
+
+
+def _backward(ctx, dy):
+    gate, up = ctx.saved_tensors
+    dgate, dup = _backward_op(dy, gate, up, ctx.activation)
+    return dgate, None if up is None else dup, None
+
+
+_forward_op = KernelOp("glu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward)
+
+
+def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activation = "silu") -> torch.Tensor:
+    """`activation(gate) * up`.
+
+    Args:
+        gate: [..., I], fp32, bf16 or fp16; or [..., 2 I] holding gate, then up, in each row.
+        up: [..., I], or None where packed with the gate. Rows of either may be strided.
+        activation: "silu", "gelu" (exact) or "gelu_tanh" (transformers' `gelu_pytorch_tanh`).
+
+    Returns:
+        [..., I] in the promoted dtype.
+
+    Raises:
+        ValueError: On shapes that differ, an odd packed dimension, an unknown activation or an unsupported dtype.
+    """
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+    if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
+        raise ValueError(f"gate: packed gate and up need an even last dimension, got shape {tuple(gate.shape)}")
+    if up is not None and up.shape != gate.shape:
+        raise ValueError(f"up: expected gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+    if not runs_on_triton(gate):
+        return reference_glu(gate, up, activation)
+    check_dtype("gate", gate)
+    return _forward_op(gate, up, activation)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """`silu(gate) * up`: `glu` with activation "silu"."""
+    return glu(gate, up, "silu")
+
+
+def geglu(
+    gate: torch.Tensor, up: torch.Tensor | None = None, approximate: Literal["none", "tanh"] = "none"
+) -> torch.Tensor:
+    """`gelu(gate) * up`: `glu` with "gelu", or with "gelu_tanh" for `approximate="tanh"`.
+
+    Raises:
+        ValueError: As `glu`; also on an unknown `approximate`.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
+    return glu(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -1,0 +1,231 @@
+"""Rotary position embedding of queries and keys in one launch, half-rotated as transformers does it.
+
+With R rotary dimensions (the first R of each head's D; the rest passes through) split in halves 1 and 2:
+
+    y1 = x1 cos1 - x2 sin1,   y2 = x2 cos2 + x1 sin2
+
+which is `x * cos + rotate_half(x) * sin`. Su et al., 2021 (arXiv:2104.09864). Backward is the transposed map, the same
+form with sin1 and sin2 exchanged and negated; where both halves of cos and sin are equal, as transformers makes them,
+that is the inverse rotation. Scaled frequencies (linear, YaRN, Llama 3, ...) live in the cos and sin that are given.
+Moves 2 (Hq + Hk) D b bytes a token, and cos and sin once. Arithmetic is fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.layers.op import KernelOp, check_dtype
+
+
+def reference_rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The specification, in plain PyTorch: q [B, Hq, T, D], k [B, Hk, T, D], cos and sin [B or 1, T, R]."""
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        width = cos.shape[-1]
+        turned, rest = x[..., :width], x[..., width:]
+        first, second = turned.chunk(2, -1)
+        turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+        return torch.cat((turned.to(x.dtype), rest), -1)
+
+    return rotate(q), rotate(k)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, y_ptr, x_head_stride, y_head_stride, first_head, cos1, cos2, sin1, sin2,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, COPY_REST: tl.constexpr,
+):  # fmt: skip
+    # one token: x_ptr and y_ptr point at its first head
+    heads = first_head + tl.arange(0, BLOCK_HEADS)[:, None]  # [BLOCK_HEADS, 1]
+    dims = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
+    mask = (heads < HEADS) & (dims < HALF)
+    x_ptr += heads.to(tl.int64) * x_head_stride
+    y_ptr += heads.to(tl.int64) * y_head_stride
+    x1 = tl.load(x_ptr + dims, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr + HALF + dims, mask=mask, other=0.0).to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
+    tl.store(y_ptr + dims, (x1 * cos1 - x2 * sin1).to(dtype), mask=mask)
+    tl.store(y_ptr + HALF + dims, (x2 * cos2 + x1 * sin2).to(dtype), mask=mask)
+    if COPY_REST:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        mask = (heads < HEADS) & (rest < DIM)
+        tl.store(y_ptr + rest, tl.load(x_ptr + rest, mask=mask), mask=mask)
+
+
+@triton.jit
+def _rope_kernel(
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, q_batch_stride, q_head_stride, q_token_stride,
+    k_batch_stride, k_head_stride, k_token_stride, q_out_batch_stride, q_out_head_stride, q_out_token_stride,
+    k_out_batch_stride, k_out_head_stride, k_out_token_stride, cos_batch_stride, cos_token_stride, sin_batch_stride,
+    sin_token_stride, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    COPY_REST: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    batch = tl.program_id(1).to(tl.int64)
+    dims = tl.arange(0, BLOCK_HALF)[None, :]  # [1, BLOCK_HALF]
+    cos_ptr += batch * cos_batch_stride + token * cos_token_stride
+    sin_ptr += batch * sin_batch_stride + token * sin_token_stride
+    cos1 = tl.load(cos_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin_ptr + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin_ptr + HALF + dims, mask=dims < HALF, other=0.0).to(tl.float32)
+    if BACKWARD:
+        sin1, sin2 = -sin2, -sin1
+    q_ptr += batch * q_batch_stride + token * q_token_stride
+    k_ptr += batch * k_batch_stride + token * k_token_stride
+    q_out_ptr += batch * q_out_batch_stride + token * q_out_token_stride
+    k_out_ptr += batch * k_out_batch_stride + token * k_out_token_stride
+    for head in tl.static_range(0, Q_HEADS, BLOCK_Q):
+        _rotate_heads(
+            q_ptr, q_out_ptr, q_head_stride, q_out_head_stride, head, cos1, cos2, sin1, sin2,
+            Q_HEADS, DIM, HALF, BLOCK_Q, BLOCK_HALF, BLOCK_REST, COPY_REST,
+        )  # fmt: skip
+    for head in tl.static_range(0, K_HEADS, BLOCK_K):
+        _rotate_heads(
+            k_ptr, k_out_ptr, k_head_stride, k_out_head_stride, head, cos1, cos2, sin1, sin2,
+            K_HEADS, DIM, HALF, BLOCK_K, BLOCK_HALF, BLOCK_REST, COPY_REST,
+        )  # fmt: skip
+
+
+class RopeConfig(NamedTuple):
+    """Heads of q and of k that a program rotates at once, and its warps."""
+
+    q_heads: int
+    k_heads: int
+    warps: int
+
+
+@functools.cache
+def rope_config(q_heads: int, k_heads: int, half: int) -> RopeConfig:
+    """At most 4,096 pairs at once, 16 pairs a thread."""
+    most = max(4096 // next_power_of_2(half), 1)
+    block_q, block_k = min(next_power_of_2(q_heads), most), min(next_power_of_2(k_heads), most)
+    return RopeConfig(block_q, block_k, warps=min(max(block_q * next_power_of_2(half) // 512, 1), 8))
+
+
+def _rotate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor,
+    backward: bool,
+) -> None:
+    batch, q_heads, tokens, dim = q.shape
+    k_heads, half = k.shape[1], cos.shape[-1] // 2
+    if batch * tokens == 0:
+        return
+    config = rope_config(q_heads, k_heads, half)
+    shared = cos.shape[0] == 1  # the same positions in every sequence
+    cos_batch, cos_token, _ = cos.stride()
+    sin_batch, sin_token, _ = sin.stride()
+    in_place = q_out is q
+    _rope_kernel[(tokens, batch)](
+        q, k, cos, sin, q_out, k_out, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
+        0 if shared else cos_batch, cos_token, 0 if shared else sin_batch, sin_token,
+        Q_HEADS=q_heads, K_HEADS=k_heads, DIM=dim, HALF=half, BLOCK_Q=config.q_heads, BLOCK_K=config.k_heads,
+        BLOCK_HALF=next_power_of_2(half), BLOCK_REST=next_power_of_2(dim - 2 * half),
+        COPY_REST=dim > 2 * half and not in_place, BACKWARD=backward, num_warps=config.warps,
+    )  # fmt: skip
+
+
+def _last_contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors]
+
+
+def _launch(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, cos, sin = _last_contiguous(q, k, cos, sin)
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)  # keeps the layout of a transposed projection
+    _rotate(q, k, cos, sin, q_out, k_out, backward)
+    return q_out, k_out
+
+
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = _last_contiguous(q, k)
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _launch_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    cos, sin = _last_contiguous(cos, sin)
+    _rotate(q, k, cos, sin, q, k, False)
+
+
+def _fake_in_place(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    return None
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, _, cos, sin, backward = inputs
+    ctx.save_for_backward(cos, sin)
+    ctx.transposed = not backward
+
+
+def _backward(ctx, dq, dk):
+    cos, sin = ctx.saved_tensors
+    return *_op(dq, dk, cos, sin, ctx.transposed), None, None, None
+
+
+_op = KernelOp("rope", _launch, _fake, setup_context=_setup_context, backward=_backward)
+_in_place_op = KernelOp("rope_in_place", _launch_in_place, _fake_in_place, mutates=("q", "k"))
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(
+            f"q, k: expected [B, Hq, T, D] and [B, Hk, T, D], got shapes {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    batch, _, tokens, dim = q.shape
+    if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != tokens:
+        raise ValueError(
+            f"cos, sin: expected [{batch} or 1, {tokens}, R], got shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if cos.shape[-1] % 2 or not 0 < cos.shape[-1] <= dim:
+        raise ValueError(f"cos: expected an even last dimension of 2 to {dim} (the head's), got {cos.shape[-1]}")
+
+
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, in_place: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by their positions, as transformers' `apply_rotary_pos_emb` (Llama's form).
+
+    Args:
+        q: [B, Hq, T, D], fp32, bf16 or fp16; any strides, such as those of a transposed projection. For
+            [B, T, H, D] pass `q.transpose(1, 2)`.
+        k: [B, Hk, T, D].
+        cos: [B or 1, T, R], R <= D even; dimensions from R on pass through. No gradient.
+        sin: Like cos.
+        in_place: Write over q and k. Only where no gradient is recorded.
+
+    Returns:
+        The rotated q and k, with the strides (where dense) and dtypes of q and k; q and k themselves if `in_place`.
+
+    Raises:
+        ValueError: On shapes that do not fit, an unsupported dtype, or in place where a gradient is needed.
+    """
+    _check(q, k, cos, sin)
+    if in_place and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise ValueError("in_place: expected False where q or k needs a gradient, got True")
+    if not runs_on_triton(q):
+        q_out, k_out = reference_rope(q, k, cos, sin)
+        return (q.copy_(q_out), k.copy_(k_out)) if in_place else (q_out, k_out)
+    check_dtype("q", q)
+    check_dtype("k", k)
+    if not in_place:
+        return _op(q, k, cos, sin, False)
+    if q.stride(-1) != 1 or k.stride(-1) != 1:
+        raise ValueError("in_place: expected q and k with a contiguous last dimension")
+    _in_place_op(q, k, cos, sin)
+    return q, k
