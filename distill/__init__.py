@@ -6,17 +6,19 @@ The names of `distill_kernels` and the trainer are imported when they are first 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 __version__ = "0.1.0"
 
-_HERE = {"DistillationTrainer": "distill.trainer", "Recipe": "distill.recipe", "load": "distill.recipe"}
+_HERE = {"DistillationTrainer": "distill.trainer", "Recipe": "distill.recipe"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HERE:
         return getattr(import_module(_HERE[name]), name)
-    if not name.startswith("_"):
+    # `from distill import console` asks for the attribute before it imports the module: leave torch out of that
+    if not name.startswith("_") and find_spec(f"distill.{name}") is None:
         kernels = import_module("distill_kernels")
         if name in kernels.__all__:
             return getattr(kernels, name)

@@ -14,6 +14,7 @@ import yaml
 from distill.faults import RecipeError, show
 
 MAX_CHARACTERS = 1 << 20
+MAX_DEPTH = 32
 _RESOLVERS = [
     ("tag:yaml.org,2002:null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
@@ -88,17 +89,19 @@ def _read(text: str, origin: str) -> Any:
         raise RecipeError([f"{origin}: not valid YAML: {error}"]) from None
 
 
-def _check_plain(value: Any) -> None:
+def _check_plain(value: Any, depth: int = 0) -> None:
     """Refuse what YAML tags can make and a recipe cannot hold: dates, bytes, sets, keys that are no text."""
+    if depth > MAX_DEPTH:
+        raise RecursionError
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"keys must be text, came {show(key)}")
-            _check_plain(key)
-            _check_plain(item)
+            _check_plain(key, depth + 1)
+            _check_plain(item, depth + 1)
     elif isinstance(value, list):
         for item in value:
-            _check_plain(item)
+            _check_plain(item, depth + 1)
     elif isinstance(value, str):
         value.encode("utf-8")
     elif value is not None and not isinstance(value, bool | int | float):

@@ -1,0 +1,261 @@
+"""The command line as a person meets it: exit codes, one line for a mistake, quick answers, where a run goes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from distill.cli import run_command
+from distill.folders import run_folder
+from distill.recipe import RecipeError, load, parse
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = "{teacher: {model: big}, student: {model: small}, data: {source: x.jsonl}, train: {steps: 10}}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with a recipe in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_run(monkeypatch):
+    """Stands in for `distill.run`, so that the command is tested without training; records the call."""
+    module = types.ModuleType("distill.run")
+    module.calls, module.error = [], None
+
+    def run(recipe, *, recipe_path, name, resume):
+        module.calls.append((recipe, recipe_path, name, resume))
+        if module.error is not None:
+            raise module.error
+
+    module.run = run
+    monkeypatch.setitem(sys.modules, "distill.run", module)
+    return module
+
+
+def distill(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The command in a process of its own, as installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "distill", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run", "--help"], ["validate", "-h"], ["recipes", "--help"]])
+def test_help_shows_examples_and_succeeds(arguments, capsys):
+    assert run_command(arguments) == 0
+    out = capsys.readouterr().out
+    assert "Usage: distill" in out
+    if "recipes" not in arguments:
+        assert "  distill validate " in out or "  distill run " in out
+
+
+def test_version(capsys):
+    from distill import __version__
+
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"distill {__version__}\n"
+
+
+def test_validate_prints_a_recipe_that_reads_back(folder, capsys):
+    assert run_command(["validate", "mine.yaml", "train.steps=7"]) == 0
+    assert parse(capsys.readouterr().out) == load("mine.yaml", ["train.steps=7"])
+    assert run_command(["validate", "mine.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == load("mine.yaml").model_dump(mode="json")
+
+
+def test_validate_answers_within_a_second_and_without_torch():
+    code = (
+        "import sys; from distill.cli import run_command; code = run_command(['validate', 'recipes/quickstart.yaml']);"
+        "heavy = [name for name in ('torch', 'transformers', 'datasets', 'numpy') if name in sys.modules];"
+        "print(heavy, file=sys.stderr); sys.exit(code)"
+    )
+    elapsed = []
+    for _ in range(5):  # the fastest of five: the machine may be busy with other things
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+        elapsed.append(time.perf_counter() - start)
+        assert result.returncode == 0 and result.stderr.strip() == "[]", result.stderr
+        assert "name: quickstart" in result.stdout
+        if elapsed[-1] < 1:
+            break
+    assert min(elapsed) < 1, elapsed
+
+
+def test_recipes_are_listed_and_copied(folder, capsys):
+    assert run_command(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert "quickstart  " in out and "llama-3.2-1b" in out
+    assert run_command(["recipes", "--json"]) == 0
+    listing = json.loads(capsys.readouterr().out)
+    assert "quickstart" in {recipe["name"] for recipe in listing["recipes"]}
+    assert run_command(["recipes", "copy", "quickstart", "own.yaml"]) == 0
+    assert "wrote own.yaml" in capsys.readouterr().out
+    assert load("own.yaml").name == "own"
+
+
+def test_completion_offers_recipes(folder):
+    from distill.cli import _complete_recipe
+
+    assert _complete_recipe("quick") == ["quickstart"]
+    assert _complete_recipe("mi") == ["mine.yaml"]
+    assert distill(_DISTILL_COMPLETE="complete_bash", COMP_WORDS="distill val", COMP_CWORD="1").stdout == "validate\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["validate", "absent.yaml"], "'absent.yaml': no such recipe file, nor a shipped recipe"),
+        (["validate", "quikstart"], "did you mean quickstart?"),
+        (["validate", "."], "no such recipe file"),
+        (["validate", "mine.yaml", "train.stepz=1"], "train.stepz: unknown field; did you mean steps?"),
+        (["validate", "mine.yaml", "loss.temperature=0"], "loss.temperature: expected a number above 0"),
+        (
+            ["validate", "mine.yaml", "student.init=random", "student.config=lama-3.2-1b"],
+            "student.config: expected a config.json, a folder with one, or a shipped architecture, came 'lama-3.2-1b'; "
+            "did you mean llama-3.2-1b?",
+        ),
+        (["run", "mine.yaml", "--name", "../x"], "--name: expected letters, digits"),
+        (["run", "mine.yaml", "--resume"], "--resume: no run of mine in runs to continue"),
+        (["run", "mine.yaml", "--resume", "--name", "x"], "--resume: runs/x holds no run to continue"),
+        (["run"], "Missing argument 'RECIPE'. (distill run --help says more)"),
+        (["run", "mine.yaml", "--lr", "3"], "No such option: --lr"),
+        (["train"], "No such command 'train'."),
+        (["recipes", "copy", "quickstart", "mine.yaml"], "mine.yaml: exists already"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_exit_code_2(arguments, expected, folder, fake_run, capsys):
+    assert run_command(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("distill: ") and expected in captured.err
+    assert not fake_run.calls and not Path("runs").exists()
+
+
+def test_exit_codes_of_the_installed_command():
+    result = distill("validate", "recipes/quickstart.yaml", "train.steps=0")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == (
+        f"distill: {Path('recipes/quickstart.yaml')}: train.steps: expected a number at least 1, came 0\n"
+    )
+    assert distill("validate", "quickstart").returncode == 0
+    assert distill("validate", "quickstart", "x=1", RANK="3").stderr.startswith("distill (rank 3): ")
+
+
+def test_a_user_error_within_a_run_is_one_line_and_a_bug_is_not(folder, fake_run, capsys, monkeypatch):
+    fake_run.error = ValueError("data.source: x.jsonl does not exist")
+    assert run_command(["run", "mine.yaml"]) == 2
+    assert capsys.readouterr().err == "distill: data.source: x.jsonl does not exist\n"
+    monkeypatch.setenv("DISTILL_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="does not exist"):
+        run_command(["run", "mine.yaml"])
+    fake_run.error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(["run", "mine.yaml"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+def test_run_hands_over_the_resolved_recipe(folder, fake_run):
+    assert run_command(["run", "mine.yaml", "train.steps=3", "--name", "trial"]) == 0
+    (recipe, path, name, resume) = fake_run.calls[0]
+    assert recipe == load("mine.yaml", ["train.steps=3"]) and path == Path("mine.yaml")
+    assert (name, resume) == ("trial", False)
+
+
+def test_ctrl_c_says_how_to_resume(folder, fake_run, capsys):
+    fake_run.error = KeyboardInterrupt()
+    assert run_command(["run", "mine.yaml", "data.source=my chats.jsonl"]) == 130
+    assert "interrupted before the first checkpoint" in capsys.readouterr().err
+
+    def run(recipe, **_):
+        Path("runs/mine/checkpoint-5").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    fake_run.run = run
+    assert run_command(["run", "mine.yaml", "data.source=my chats.jsonl"]) == 130
+    assert capsys.readouterr().err == (
+        "distill: interrupted; continue with: distill run mine.yaml 'data.source=my chats.jsonl' --name mine --resume\n"
+    )
+
+
+def make_run(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("name: x")
+
+
+def test_a_run_takes_the_next_free_folder(tmp_path):
+    runs = tmp_path / "runs"
+    assert run_folder("mine", runs=runs) == runs / "mine"
+    make_run(runs / "mine")
+    assert run_folder("mine", runs=runs) == runs / "mine-2"
+    make_run(runs / "mine-2")
+    assert run_folder("mine", runs=runs) == runs / "mine-3"
+    (runs / "other").mkdir()
+    assert run_folder("other", runs=runs) == runs / "other", "an empty folder holds no run"
+    assert not (runs / "mine-3").exists(), "asking makes nothing"
+
+
+def test_a_name_that_holds_a_run_is_refused_saying_how_to_resume(tmp_path):
+    runs = tmp_path / "runs"
+    assert run_folder("mine", name="trial", runs=runs) == runs / "trial"
+    make_run(runs / "trial")
+    with pytest.raises(RecipeError, match="holds a run already; --resume continues it"):
+        run_folder("mine", name="trial", runs=runs)
+    assert run_folder("mine", name="trial", resume=True, runs=runs) == runs / "trial"
+    for bad in ("", "..", "a/b", "-x", "a\n", "x" * 101):
+        with pytest.raises(RecipeError, match="--name: expected"):
+            run_folder("mine", name=bad, runs=runs)
+
+
+def test_resume_takes_the_latest_run_of_the_recipe(tmp_path):
+    runs = tmp_path / "runs"
+    with pytest.raises(RecipeError, match="no run of mine"):
+        run_folder("mine", resume=True, runs=runs)
+    for name in ("mine", "mine-2", "mine-3"):
+        make_run(runs / name)
+    assert run_folder("mine", resume=True, runs=runs) == runs / "mine-3"
+
+
+# ------------------------------------------------------------------------------------------------------------- library
+
+
+def test_names_of_the_library_come_lazily():
+    code = (
+        "import sys, distill; assert 'torch' not in sys.modules; from distill import cli, console;"
+        "assert 'torch' not in sys.modules; import distill_kernels;"
+        "assert all(getattr(distill, name) is getattr(distill_kernels, name) for name in distill_kernels.__all__);"
+        "assert set(distill_kernels.__all__) < set(dir(distill))\n"
+        "try: distill.FusedNothing\n"
+        "except AttributeError as error: print(error)"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "module 'distill' has no attribute 'FusedNothing'"
+
+
+def test_tables_are_plain_outside_a_terminal(capsys):
+    from distill.console import show_table
+
+    show_table(["", "KL"], [["before", "12.5"], ["[after]", "3.1"]], title="held out", numbers=True)
+    assert capsys.readouterr().out == "held out\n           KL\nbefore   12.5\n[after]   3.1\n"

@@ -1,0 +1,311 @@
+"""Recipes: what is accepted, what each mistake is answered with, and that nothing else can come out."""
+
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distill.recipe import OWNED_ARGUMENTS, Recipe, RecipeError, dump, load, parse
+
+MINIMAL = """
+teacher: {model: big}
+student: {model: small}
+data: {source: chats.jsonl}
+train: {steps: 10}
+"""
+
+
+def fault(text: str, *overrides: str) -> str:
+    """The one line that a recipe with one mistake is answered with."""
+    with pytest.raises(RecipeError) as caught:
+        parse(text, overrides, origin="my.yaml")
+    assert len(caught.value.faults) == 1, caught.value.faults
+    return caught.value.faults[0]
+
+
+def test_a_minimal_recipe_gets_the_documented_defaults():
+    recipe = parse(MINIMAL, name="my recipe!")
+    assert recipe.name == "my-recipe"
+    assert [(term.type, term.weight) for term in recipe.loss.terms] == [("forward_kl", 1.0), ("cross_entropy", 0.0)]
+    assert recipe.loss.temperature == 1.0 and recipe.loss.scale_by_temperature_squared
+    assert recipe.data.packing and recipe.train.epochs is None and recipe.student.lora is None
+    assert len(recipe.generate.prompts) == 3
+
+
+def test_scalars_follow_yaml_1_2():
+    recipe = parse(MINIMAL, ["train.learning_rate=1e-4", "teacher.revision=no", "data.split=2024-01-01", "name=on"])
+    assert recipe.train.learning_rate == 1e-4
+    assert (recipe.teacher.revision, recipe.data.split, recipe.name) == ("no", "2024-01-01", "on")
+    assert "'16:30'" in fault(MINIMAL, "train.steps=16:30"), "YAML 1.1 would read 990"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("train.steps=null", "train.epochs=0.5", "train.warmup=0.1", "train.report_to=wandb"),
+        ("train.warmup=100", "train.arguments={'dataloader_pin_memory': false, x: [1, 2.5, null, {y: '1e-4'}]}"),
+        ("loss.terms=[{type: jsd, beta: 0.1}, {type: skew_reverse_kl, alpha: 0.3, weight: 2}, {type: tvd}]",),
+        ("student.from_teacher.keep=[0, 3, 7]", "student.lora.targets=[q_proj, v_proj]", "teacher.adapter='~'"),
+        ("student.init=random", "student.config='null'", "generate.prompts=['a: b', ' c', \"d\\n\", 'é']"),
+        ("teacher.model='1e-4'", "teacher.revision='True'", "data.source='.5'", "data.subset='1_000'"),
+    ],
+)
+def test_dump_reads_back_as_the_same_recipe(overrides):
+    recipe = parse(MINIMAL, overrides)
+    assert parse(dump(recipe)) == recipe
+    assert dump(parse(dump(recipe))) == dump(recipe)
+
+
+def test_recipes_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        parse(MINIMAL).train.steps = 3
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("train.step=3", "my.yaml: train.step: unknown field; did you mean steps?"),
+        ("trian.lr=3", "my.yaml: trian: unknown field; did you mean train?"),
+        ("loss.terms.0.wieght=3", "my.yaml: loss.terms.0.wieght: unknown field; did you mean weight?"),
+        ("student.lora.rank=8", "my.yaml: student.lora.rank: unknown field; known: r, alpha, dropout, targets, head"),
+        ("loss.terms.0.type=forward-kl", "my.yaml: loss.terms.0: unknown type 'forward-kl'; did you mean forward_kl?"),
+        ("loss.terms.0.beta=0.5", "my.yaml: loss.terms.0.beta: unknown field; known: type, weight"),
+        ("train.steps=ten", "my.yaml: train.steps: expected a whole number, came 'ten'"),
+        ("train.steps=1.5", "my.yaml: train.steps: expected a whole number, came 1.5"),
+        ("train.steps=true", "my.yaml: train.steps: expected a whole number, came true"),
+        ("train.steps=0", "my.yaml: train.steps: expected a number at least 1, came 0"),
+        ("train.learning_rate=.nan", "my.yaml: train.learning_rate: expected a finite number, came nan"),
+        ("train.learning_rate=.inf", "my.yaml: train.learning_rate: expected a finite number, came inf"),
+        ("train.warmup=1.5", "a whole number of steps, or a share of them between 0 and 1, came 1.5"),
+        ("train.warmup=-1", "a whole number of steps, or a share of them between 0 and 1, came -1"),
+        ("loss.temperature=0", "my.yaml: loss.temperature: expected a number above 0, came 0"),
+        ("loss.temperature=-1.5", "my.yaml: loss.temperature: expected a number above 0, came -1.5"),
+        ("train.schedule=cosin", "came 'cosin'; did you mean cosine?"),
+        ("train.device=gpu", "my.yaml: train.device: expected one of auto, cpu, cuda, came 'gpu'"),
+        ("teacher.model=7", "my.yaml: teacher.model: expected text (put it in quotes), came 7"),
+        ("teacher.model=", "my.yaml: teacher: model is missing: a hub id, a local folder"),
+        ("teacher=big", "my.yaml: teacher: expected a section of key: value lines, came 'big'"),
+        ("teacher.init=random", "my.yaml: teacher: init: random needs config"),
+        ("train.epochs=2", None),
+        ("data.packing=yes", "my.yaml: data.packing: expected true or false, came 'yes'"),
+        ("data.max_length=1", "my.yaml: data.max_length: expected a number at least 2, came 1"),
+        ("data.validation.fraction=1", "my.yaml: data.validation.fraction: expected a number below 1, came 1"),
+        ("student.from_teacher={layers: 3, keep: [1]}", "give exactly one of layers"),
+        ("student.from_teacher.keep=[3, 1]", "my.yaml: student.from_teacher: expected keep to be an ascending list"),
+        (
+            "student.lora.targets=[]",
+            "my.yaml: student.lora.targets: expected text or a list of texts, came a list of 0",
+        ),
+        ("student.lora.dropout=1", "my.yaml: student.lora.dropout: expected a number below 1, came 1"),
+        ("loss.terms=[]", "my.yaml: loss.terms: expected at least 1 of them, came a list of 0"),
+        ("loss.terms=[{weight: 1}]", "my.yaml: loss.terms.0: type is missing; known: forward_kl, reverse_kl"),
+        ("loss.terms.0.weight=-1", "my.yaml: loss.terms.0.weight: expected a number at least 0, came -1"),
+        ("loss.terms.0.weight=0", "my.yaml: loss: every term has weight 0"),
+        ("loss.label_smoothing=0.1", "my.yaml: loss: label_smoothing belongs to the cross_entropy term"),
+        ("loss.z_loss=1e-4", "my.yaml: loss: z_loss belongs to the cross_entropy term"),
+        ("train.tokens_per_step=100", "train.batch_size 1 x data.max_length 1024 = 1024; came 100"),
+        ("train.arguments.learning_rate=1", "arguments.learning_rate is set by train.learning_rate; set it there"),
+        ("train.arguments=[1]", "my.yaml: train.arguments: expected a section of key: value lines, came a list of 1"),
+        ("train.report_to=[1]", "my.yaml: train.report_to.0: expected text (put it in quotes), came 1"),
+        ("name=a/b", "my.yaml: name: expected letters, digits"),
+        ("name=..", "my.yaml: name: expected letters, digits"),
+        ("train.steps" + "=1" + "0" * 40, "came a number of more than 30 digits"),
+        ("train.log_every", "expected an override key.sub=value"),
+        ("=3", "expected an override key.sub=value"),
+        ("train..steps=3", "expected an override key.sub=value"),
+        ("train.steps=[", "override train.steps: not valid YAML"),
+        ("train.steps.x=1", "train.steps.x: train.steps is 10, not a section"),
+        ("loss.terms.2.weight=1", "loss.terms.2.weight: loss.terms is a list of 2, numbered from 0; came 2"),
+        ("loss.terms.first.weight=1", "loss.terms is a list of 2, numbered from 0; came first"),
+    ],
+)
+def test_each_mistake_is_answered_in_one_line(override, expected):
+    if expected is None:
+        parse(MINIMAL, [override])
+    else:
+        assert expected in fault(MINIMAL, override)
+
+
+@pytest.mark.parametrize("name", ["alpha", "kd_ratio", "ce_weight", "lambda"])
+def test_trade_off_knobs_are_refused_with_the_reason(name):
+    line = fault(MINIMAL, f"loss.{name}=0.5")
+    assert f"loss.{name}: the loss is the plain weighted sum of loss.terms" in line
+    assert "alpha" not in fault(MINIMAL, "loss.foo=1")
+
+
+def test_several_teachers_are_reserved():
+    assert "my.yaml: teachers: reserved for several teachers" in fault(MINIMAL + "teachers: [{model: a}]")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("", "expected sections such as teacher:, student:, data: and train:, came null"),
+        ("- a", "came a list of 1"),
+        ("hello", "came 'hello'"),
+        ("a: [1", "not valid YAML (line 1, column"),
+        ("a: 1\nb: 2\na: 3", "not valid YAML (line 3, column 1): the key a comes twice"),
+        ("a: &x [1]\nb: *x", "anchors and aliases (& and *) are not supported"),
+        ("a: &x [*x]", "anchors and aliases (& and *) are not supported"),
+        ("a: !!python/object/apply:os.system [true]", "could not determine a constructor"),
+        ("a: !!timestamp 2024-99-99", "not valid YAML: month must be in 1..12"),
+        ("a: !!int x", "not valid YAML"),
+        ("a: !!binary aGVsbG8=", "came bytes"),
+        ("1: 2", "keys must be text, came 1"),
+        ("? [a]\n: b", "not valid YAML"),
+        ("a: " + "[" * 5000, "nested too deeply"),
+        ("a: " + "[" * 40 + "]" * 40, "nested too deeply"),
+        ("a: '\\x00'\n\x00", "not valid YAML"),
+        ("a: 1\n---\nb: 2", "not valid YAML"),
+        ("x" * (1 << 21), "are too many for a recipe"),
+    ],
+)
+def test_what_is_not_a_recipe_at_all(text, expected):
+    line = fault(text)
+    assert line.startswith("my.yaml: ") and expected in line
+
+
+def test_all_faults_are_reported_at_once():
+    with pytest.raises(RecipeError) as caught:
+        parse("techer: {}\nstudent: {model: a}\ndata: {source: 3}\ntrain: {steps: x, epoch: 1}")
+    assert [line.split(": ")[1] for line in caught.value.faults] == [
+        "teacher", "data.source", "train.steps", "train.epoch", "techer",
+    ]  # fmt: skip
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(RecipeError, match="no such recipe"):
+        load(tmp_path / "absent.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9")
+    with pytest.raises(RecipeError, match="not UTF-8"):
+        load(tmp_path / "latin.yaml")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load("\0.yaml")
+
+
+def test_overrides_reach_defaults_lists_and_new_sections():
+    recipe = parse(MINIMAL, ["loss.terms.1.weight=0.5", "student.lora.r=4", "data.fields.messages=chat"])
+    assert [term.weight for term in recipe.loss.terms] == [1.0, 0.5]
+    assert recipe.student.lora is not None and recipe.student.lora.r == 4
+    assert (recipe.data.fields.column("messages"), recipe.data.fields.column("text")) == ("chat", "text")
+    assert parse(MINIMAL, ["train.steps=20", "train.steps=30"]).train.steps == 30
+
+
+def test_an_override_takes_back_the_alternative_that_the_file_chose():
+    recipe = parse(MINIMAL, ["train.epochs=2", "student.from_teacher.layers=4"])
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
+    assert recipe.student.model is None and recipe.student.from_teacher is not None
+    assert parse(MINIMAL, ["train.epochs=2", "train.steps=7"]).train.epochs is None
+    assert "came steps 10 and epochs 2" in fault(MINIMAL.replace("steps: 10", "steps: 10, epochs: 2"))
+    assert "came neither" in fault(MINIMAL, "train.steps=")
+
+
+def test_the_student_has_exactly_one_source():
+    assert "came none" in fault(MINIMAL, "student.model=")
+    both = MINIMAL.replace("{model: small}", "{model: small, from_teacher: {layers: 2}}")
+    assert "came both model and from_teacher" in fault(both)
+    random = parse(both, ["student.init=random", "student.config=llama-3.2-1b"])
+    assert random.student.init == "random"
+
+
+def test_owned_arguments_exist():
+    import dataclasses
+
+    transformers = pytest.importorskip("transformers")
+    known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    assert {name for name in OWNED_ARGUMENTS if name not in known} <= {"warmup_ratio"}  # removed from newer releases
+    for target in set(OWNED_ARGUMENTS.values()) - {"--name"}:
+        section, field = target.split(".")
+        assert field in Recipe.model_fields[section].annotation.model_fields, target
+
+
+# ------------------------------------------------------------------------------------------------------------- fuzzing
+
+SECTIONS = ["teacher", "student", "data", "loss", "train", "parallel", "generate"]
+FIELDS = sorted({name for section in SECTIONS for name in Recipe.model_fields[section].annotation.model_fields})
+WORDS = [
+    *SECTIONS,
+    *FIELDS,
+    "layers",
+    "keep",
+    "r",
+    "type",
+    "weight",
+    "alpha",
+    "beta",
+    "messages",
+    "0",
+    "1",
+    "name",
+    "x",
+]
+TERMS = ["forward_kl", "jsd", "skew_forward_kl", "cross_entropy", "random", "auto", "cpu", "llama-3.2-1b", "1e-4", "no"]
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, 1, 2, 0.5, 10**400, -(10**400), 1e308])
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(TERMS)
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=4), inner),
+    max_leaves=6,
+)
+
+
+def check(text: str, overrides: list[str]) -> None:
+    """A recipe that survives a round trip, or one `RecipeError` of single, telling lines; nothing else."""
+    try:
+        recipe = parse(text, overrides, origin="my.yaml")
+    except RecipeError as error:
+        assert error.faults
+        for line in error.faults:
+            assert line.strip() and "\n" not in line and len(line) < 600, line
+        return
+    assert parse(dump(recipe)) == recipe
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.sampled_from(WORDS), min_size=1, max_size=4), values), max_size=4))
+def test_fuzzed_trees_give_a_recipe_or_a_recipe_error(changes):
+    import yaml
+
+    tree = yaml.safe_load(MINIMAL)
+    for path, value in changes:
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else {}
+            node = node if isinstance(node, dict) else {}
+        node[path[-1]] = value
+    check(yaml.safe_dump(tree, allow_unicode=True), [])
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(WORDS) | st.text(string.printable, max_size=3), max_size=4).map(".".join),
+            st.text(max_size=8) | st.text(string.printable, max_size=12) | values.map(repr) | st.sampled_from(TERMS),
+        ).map("=".join)
+        | st.text(max_size=10),
+        max_size=4,
+    )
+)
+def test_fuzzed_overrides_give_a_recipe_or_a_recipe_error(overrides):
+    check(MINIMAL, overrides)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=60) | st.text("{}[]:,&*!|>-?#'\"%@` \n\tab01~.e", max_size=60))
+def test_fuzzed_text_gives_a_recipe_error(text):
+    with pytest.raises(RecipeError):
+        parse(text)
+    check(text + MINIMAL, [])
