@@ -104,13 +104,15 @@ def run(
     distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
     """
     path, resolved = _load(recipe, overrides)
-    folder = run_folder(resolved.name, name=name, resume=resume)
+    first = os.environ.get("RANK", "0") == "0"  # of several processes, one may have made the folder already
+    folder = run_folder(resolved.name, name=name, resume=resume) if first else None
     from distill.run import run as run_recipe
 
     try:
         run_recipe(resolved, recipe_path=path, name=name, resume=resume)
     except KeyboardInterrupt:
-        _say_how_to_resume(folder, recipe, overrides or [])
+        if folder is not None:
+            _say_how_to_resume(folder, recipe, overrides or [])
         raise typer.Exit(130) from None
 
 

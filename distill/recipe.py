@@ -187,13 +187,13 @@ class Data(Section):
     """What is learned from.
 
     Attributes:
-        source: `python-stdlib` (the installed Python's own library), `synthetic` (random tokens), a hub id, or a
-            local json, jsonl, parquet, csv or txt file, or a folder of them.
+        source: `python-stdlib` (the installed Python's own library), `synthetic` or `synthetic:zipf` (random tokens),
+            a hub id, or a local json, jsonl, parquet, csv or txt file, or a folder of them.
         subset: configuration of a hub data set.
         split: its split.
         format: `auto` decides by the columns.
         fields: which column holds what.
-        chat_template: the tokenizer's, or a .jinja file.
+        chat_template: `tokenizer` for its own, `none`, or a .jinja file.
         max_length: tokens in a sequence.
         packing: put several documents into one sequence, without attention between them.
         train_on: which assistant turns of a chat are learned.

@@ -182,6 +182,14 @@ def test_run_hands_over_the_resolved_recipe(folder, fake_run):
     assert (name, resume) == ("trial", False)
 
 
+def test_only_the_first_process_asks_for_a_free_folder(folder, fake_run, monkeypatch, capsys):
+    make_run(folder / "runs" / "trial")
+    monkeypatch.setenv("RANK", "1")
+    fake_run.error = KeyboardInterrupt()
+    assert run_command(["run", "mine.yaml", "--name", "trial"]) == 130
+    assert len(fake_run.calls) == 1 and capsys.readouterr().err == ""
+
+
 def test_ctrl_c_says_how_to_resume(folder, fake_run, capsys):
     fake_run.error = KeyboardInterrupt()
     assert run_command(["run", "mine.yaml", "data.source=my chats.jsonl"]) == 130
