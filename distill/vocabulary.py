@@ -1,0 +1,279 @@
+"""May these two models be compared token by token?
+
+A divergence between two next-token distributions has a meaning only where each id is the same token to both. Then
+`compare` looks at more than sizes: every id's token, the special tokens, the rows that padding adds to a model's
+matrices, how each tokenizer begins a text, and whether real text comes out as the same ids.
+
+    verdict = compare(teacher_tokenizer, student_tokenizer, teacher_vocab_size=152_064, student_vocab_size=151_936)
+    print(verdict)                       # one line
+    loss_vocab_size = verdict.require()  # ValueError with the first differing ids where it cannot work
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 3
+# text on which tokenizers with one vocabulary but different rules (merges, normalisation, digits, spaces) part
+PROBES = (
+    "The quick brown fox jumps over the lazy dog; it's 12:34 on 2024-05-06, isn't it?",
+    "def mean(values):\n    return sum(values) / len(values)  # 3.14159\n\n\tif not x:\r\n        pass\n",
+    "Größe, naïve café, 日本語の文章、Привет мир, مرحبا, 🤖👩‍💻 e\u0301 ﬁne ½",
+    "1234567890 x^2 + y^2 = z^2; 0xDEADBEEF $1,000,000.00   trailing spaces   \n\n\n",
+    "ALL CAPS, camelCase, snake_case, <b>markup</b>, https://example.org/?q=a&b=c",
+)
+
+
+class Difference(NamedTuple):
+    """An id that is not the same token to both; None where one has no such id."""
+
+    id: int
+    teacher: str | None
+    student: str | None
+
+    def __str__(self) -> str:
+        return f"id {self.id} is {_shown(self.teacher)} to the teacher and {_shown(self.student)} to the student"
+
+
+def _shown(token: str | None) -> str:
+    return "no token" if token is None else repr(token)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `compare` found.
+
+    Attributes:
+        shared: rows that both models' heads have: the loss reads that many (`vocab_size`).
+        teacher_tokens: one more than the largest id the teacher's tokenizer knows; likewise `student_tokens`.
+        teacher_rows: rows of the teacher's head; likewise `student_rows`.
+        differing: ids that are different tokens, in order.
+        teacher_only: ids that only the teacher's tokenizer knows; likewise `student_only`.
+        cut: ids of real tokens for which one of the models has no row.
+        probe: how the first probe that comes out as different ids differs, if one does.
+        notes: what need not stop a run and should be known.
+    """
+
+    shared: int
+    teacher_tokens: int
+    student_tokens: int
+    teacher_rows: int
+    student_rows: int
+    differing: tuple[Difference, ...] = ()
+    teacher_only: tuple[Difference, ...] = ()
+    student_only: tuple[Difference, ...] = ()
+    cut: tuple[Difference, ...] = ()
+    probe: str | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def compatible(self) -> bool:
+        """Whether every id that can occur is the same token to both, and has a row in both."""
+        return not (self.differing or self.teacher_only or self.student_only or self.cut or self.probe)
+
+    @property
+    def extensible(self) -> bool:
+        """Whether all that is missing is tokens of the teacher's that the student could be given."""
+        return bool(self.teacher_only) and not (self.differing or self.student_only) and not self._teacher_cut
+
+    @property
+    def _teacher_cut(self) -> bool:
+        return self.teacher_tokens > self.teacher_rows
+
+    def __str__(self) -> str:
+        if not self.compatible:
+            return f"vocabularies differ: {self._fault()}"
+        padded = [
+            f"{side} {rows - tokens:,} padded rows"
+            for side, rows, tokens in (
+                ("teacher", self.teacher_rows, self.teacher_tokens),
+                ("student", self.student_rows, self.student_tokens),
+            )
+            if rows > tokens
+        ]
+        text = f"vocabularies match: {self.teacher_tokens:,} tokens, the loss over {self.shared:,} rows"
+        return text + (f" ({', '.join(padded)})" if padded else "") + "".join(f"; {note}" for note in self.notes)
+
+    def _fault(self) -> str:
+        for found, what in (
+            (self.differing, "are different tokens"),
+            (self.teacher_only, "are known to the teacher only"),
+            (self.student_only, "are known to the student only"),
+            (self.cut, "have no row in one of the models"),
+        ):
+            if found:
+                first = "; ".join(map(str, found[:SHOWN]))
+                return f"{len(found):,} {'id' if len(found) == 1 else 'ids'} {what}: {first}"
+        return self.probe or "no difference"
+
+    def require(self, *, field: str = "student.model") -> int:
+        """The number of head rows to compare, or an error where token by token has no meaning.
+
+        Raises:
+            ValueError: with the first differing ids and tokens, and what would work.
+        """
+        if self.compatible:
+            return self.shared
+        if self.extensible:
+            remedy = "set student.vocabulary: extend to give the student the teacher's extra tokens"
+        elif self.student_only and not (self.differing or self.teacher_only):
+            remedy = "choose a student without tokens of its own, or a teacher that knows them"
+        elif self.probe and not (self.differing or self.teacher_only or self.student_only):
+            remedy = "the ids agree and the rules do not: save the teacher's tokenizer beside the student and load that"
+        else:
+            remedy = (
+                "choose a student of the teacher's family (one tokenizer), a copy of the teacher with fewer layers "
+                "(student.from_teacher), or train a student from scratch (student.init: random) with the "
+                "teacher's tokenizer"
+            )
+        raise ValueError(f"{field}: teacher and student cannot be compared token by token: {self._fault()}; {remedy}")
+
+
+def compare(
+    teacher_tokenizer: Any,
+    student_tokenizer: Any,
+    teacher_vocab_size: int | None = None,
+    student_vocab_size: int | None = None,
+) -> Verdict:
+    """Compare two tokenizers id by id and by what they make of real text.
+
+    Args:
+        teacher_tokenizer: a transformers tokenizer; likewise `student_tokenizer`.
+        teacher_vocab_size: rows of the teacher's LM head; by default as many as it has tokens.
+        student_vocab_size: likewise for the student.
+
+    Returns:
+        The verdict; print it, and call `require()`.
+    """
+    teacher, student = _by_id(teacher_tokenizer), _by_id(student_tokenizer)
+    teacher_tokens, student_tokens = max(teacher, default=-1) + 1, max(student, default=-1) + 1
+    teacher_rows, student_rows = teacher_vocab_size or teacher_tokens, student_vocab_size or student_tokens
+    differing, teacher_only, student_only, cut = [], [], [], []
+    for number in sorted(teacher.keys() | student.keys()):
+        item = Difference(number, teacher.get(number), student.get(number))
+        if item.teacher is None:
+            student_only.append(item)
+        elif item.student is None:
+            teacher_only.append(item)
+        elif item.teacher != item.student:
+            differing.append(item)
+        elif number >= min(teacher_rows, student_rows):
+            cut.append(item)
+    same = not (differing or teacher_only or student_only)
+    return Verdict(
+        min(teacher_rows, student_rows), teacher_tokens, student_tokens, teacher_rows, student_rows,
+        tuple(differing), tuple(teacher_only), tuple(student_only), tuple(cut),
+        _probe(teacher_tokenizer, student_tokenizer) if same else None,
+        tuple(_notes(teacher_tokenizer, student_tokenizer, teacher_rows, student_rows)),
+    )  # fmt: skip
+
+
+def _by_id(tokenizer: Any) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.get_vocab().items()}
+
+
+def _probe(teacher: Any, student: Any) -> str | None:
+    for text in PROBES:
+        ours, theirs = (
+            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for tokenizer in (teacher, student)
+        )
+        if ours != theirs:
+            pairs = enumerate(zip(ours, theirs, strict=False))
+            at = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+            shown = [tokenizer.convert_ids_to_tokens(ids[at : at + 4]) for tokenizer, ids in
+                     ((teacher, ours), (student, theirs))]  # fmt: skip
+            return (
+                f"the same text becomes different ids: after {teacher.decode(ours[:at])[-30:]!r} the teacher reads "
+                f"{shown[0]} (ids {ours[at : at + 4]}), the student {shown[1]} (ids {theirs[at : at + 4]})"
+            )
+    return None
+
+
+def _notes(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> list[str]:
+    """Habits that differ: they stop nothing, since one tokenizer makes the data, yet surprise at generation."""
+    notes = []
+    for name in ("bos_token", "eos_token", "pad_token"):
+        ours, theirs = getattr(teacher, name, None), getattr(student, name, None)
+        if ours != theirs:
+            notes.append(f"{name} is {_shown(ours)} to the teacher and {_shown(theirs)} to the student")
+    begins = []
+    for tokenizer in (teacher, student):
+        text = tokenizer("a")["input_ids"]
+        begins.append(tokenizer.bos_token_id is not None and text[:1] == [tokenizer.bos_token_id])
+    if begins[0] != begins[1]:
+        notes.append(f"only the {'teacher' if begins[0] else 'student'}'s tokenizer begins a text with bos_token")
+    if student_rows > teacher_rows:
+        notes.append(
+            f"the student's last {student_rows - teacher_rows:,} rows have no counterpart and stay as they are"
+        )
+    return notes
+
+
+class Extension(NamedTuple):
+    """What `extend_student` did: the tokens that were added and the rows before and after."""
+
+    tokens: tuple[str, ...]
+    rows_before: int
+    rows_after: int
+
+
+def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tokenizer: Any) -> Extension:
+    """Give the student the tokens that only the teacher has; afterwards the teacher's tokenizer serves both.
+
+    A new token's rows, in the input embedding and in the head, start as the mean of the rows of the tokens that the
+    student's own tokenizer makes of its text (`<|turn_end|>` becomes the mean of `<`, `|`, `turn`, ...). A row that
+    holds one of the student's tokens is never changed, and none is ever cut. Call it before LoRA is added.
+
+    Args:
+        student: the model, changed in place; its configuration follows.
+        student_tokenizer: the student's own.
+        teacher_tokenizer: the one to train and to save with.
+
+    Returns:
+        The tokens added and the rows before and after.
+
+    Raises:
+        ValueError: the two disagree on an id, or the student has tokens that the teacher lacks.
+    """
+    import torch
+
+    embedding: Any = student.get_input_embeddings()
+    rows: int = embedding.weight.shape[0]
+    verdict = compare(teacher_tokenizer, student_tokenizer, student_vocab_size=rows)
+    if verdict.differing or verdict.student_only:
+        verdict.require(field="student.vocabulary")
+    if not verdict.teacher_only:
+        return Extension((), rows, rows)
+    needed = verdict.teacher_tokens
+    if needed > rows:
+        student.resize_token_embeddings(needed, mean_resizing=False)
+    embedding = student.get_input_embeddings()
+    head: Any = student.get_output_embeddings()
+    matrices = [embedding.weight]
+    if head is not None and head.weight is not matrices[0]:
+        matrices.append(head.weight)
+    if head is not None and getattr(head, "bias", None) is not None:
+        matrices.append(head.bias)
+    with torch.no_grad():
+        for matrix in matrices:
+            if needed > rows:  # ids that are nobody's token start as the mean of all
+                matrix[rows:] = matrix[:rows].float().mean(0).to(matrix.dtype)
+            for item in verdict.teacher_only:
+                parts = _parts(item.teacher or "", student_tokenizer, teacher_tokenizer)
+                matrix[item.id] = (matrix[parts] if parts else matrix[:rows]).float().mean(0).to(matrix.dtype)
+    added = tuple(item.teacher or "" for item in verdict.teacher_only)
+    logger.info("student.vocabulary: %d tokens added, from %s", len(added), ", ".join(map(repr, added[:SHOWN])))
+    return Extension(added, rows, max(rows, needed))
+
+
+def _parts(token: str, student_tokenizer: Any, teacher_tokenizer: Any) -> list[int]:
+    """The student's ids for the text of a token of the teacher's."""
+    text = teacher_tokenizer.convert_tokens_to_string([token])
+    return student_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
