@@ -1,0 +1,205 @@
+"""Patching: the same outputs and gradients with our kernels in place, everything back after unpatch."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from helpers import assert_as_good_as_torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from distill.patching import AutoFusedModelForCausalLM, patch, unpatch
+
+# model type -> what must be swapped in two layers, and settings that make the tiny model exercise its particulars
+FAMILIES = {
+    "llama": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
+    "mistral": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {"sliding_window": 8}),
+    "qwen2": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
+    "qwen3": ({"rms_norm": 9, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
+    "gemma2": ({"rms_norm": 9, "glu": 2, "rope": 2, "residual_norm": 2}, {"query_pre_attn_scalar": 8}),
+    "gemma3_text": ({"rms_norm": 13, "glu": 2, "rope": 2, "residual_norm": 2}, {"query_pre_attn_scalar": 8}),
+    "phi3": ({"rms_norm": 5, "glu": 2, "rope": 2}, {}),
+    "granite": ({"rms_norm": 5, "glu": 2, "rope": 2}, {"residual_multiplier": 0.5}),
+    "olmo2": ({"rms_norm": 9, "glu": 2, "rope": 2}, {}),
+    "smollm3": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
+    "mixtral": ({"rms_norm": 5, "rope": 2, "residual_norm": 2}, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": ({"layer_norm": 5}, {}),
+}
+
+
+def make(kind, **more):
+    model = tiny_model(kind=kind, **(FAMILIES[kind][1] | more))
+    # norms start as ones or zeros; trained weights differ
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            with torch.no_grad():
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def ids(rows=2, length=21):
+    return torch.randint(3, 259, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def loss_and_gradients(model, **inputs):
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    weights = torch.linspace(0.5, 1.5, logits.shape[-1])
+    (logits * weights).square().mean().backward()
+    return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(actual, expected, tolerance=2e-5):
+    scale = expected.abs().max().clamp_min(1e-6)
+    assert ((actual - expected).abs().max() / scale).item() < tolerance
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_outputs_and_gradients_stay(kind):
+    model = make(kind)
+    logits, gradients = loss_and_gradients(model, input_ids=ids())
+    report = patch(model, "student")
+    assert dict(report.swapped) == FAMILIES[kind][0], str(report)
+    patched_logits, patched_gradients = loss_and_gradients(model, input_ids=ids())
+    assert_same(patched_logits, logits)
+    assert patched_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert_same(patched_gradients[name], gradient, 1e-4)
+    unpatch(model)
+    assert torch.equal(model(input_ids=ids(), use_cache=False).logits, logits)
+    assert not [m for m in model.modules() if "forward" in m.__dict__]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
+def test_patched_on_the_kernels_themselves(kind, kernel_device):
+    model = make(kind, hidden=64).to(kernel_device)
+    inputs = {"input_ids": ids(1, 17).to(kernel_device)}
+    logits = model(**inputs, use_cache=False).logits
+    patch(model, "teacher")
+    with torch.inference_mode():
+        assert_same(model(**inputs, use_cache=False).logits, logits, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3", "olmo2"])
+def test_bfloat16_loses_no_more_than_before(kind):
+    exact = make(kind, hidden=256).double().cuda()
+    narrow = make(kind, hidden=256).bfloat16().cuda()
+    inputs = {"input_ids": ids(2, 300).cuda()}
+    weights = torch.linspace(0.5, 1.5, 259, device="cuda")
+
+    def run(model):
+        model.zero_grad()
+        logits = model(**inputs, use_cache=False).logits
+        (logits.double() * weights).square().mean().backward()
+        return logits, model.model.layers[0].self_attn.q_proj.weight.grad
+
+    expected, eager = run(exact), run(narrow)
+    patch(narrow, "student")
+    for name, ours, theirs, right in zip(("logits", "gradient"), run(narrow), eager, expected, strict=True):
+        assert_as_good_as_torch(ours, theirs, right, torch.bfloat16, name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mistral"])
+def test_packed_documents_do_not_see_each_other(kind):
+    model = make(kind)
+    patch(model, "student")
+    tokens = ids(2, 20)
+    positions = torch.tensor([[*range(7), *range(13)], [*range(12), *range(8)]])
+    packed = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+    for row, cuts in enumerate([(0, 7, 20), (0, 12, 20)]):
+        for start, stop in itertools.pairwise(cuts):
+            alone = model(input_ids=tokens[row : row + 1, start:stop], use_cache=False).logits
+            assert_same(packed[row : row + 1, start:stop], alone)
+    # and the test can fail: without the restart of positions the documents do see each other
+    leaking = model(input_ids=tokens, use_cache=False).logits
+    assert (leaking[0, 7:] - packed[0, 7:]).abs().max() > 1e-2
+
+
+def test_a_model_that_computes_something_else_is_left_alone():
+    model = make("llama")
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = lambda x: 1.1 * type(norm).forward(norm, x)
+    own = model.model.layers[1].mlp
+    own.forward = lambda x: 0.9 * type(own).forward(own, x)
+    expected = model(input_ids=ids(), use_cache=False).logits
+    patch(model, "student")
+    assert_same(model(input_ids=ids(), use_cache=False).logits, expected)
+
+
+def test_generate_with_padding_and_cache_as_before():
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    model = make("llama")
+    inputs = tokenizer(["The teacher", "A much longer prompt than that"], return_tensors="pt", padding=True)
+    before = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    patch(model, "student")
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8, do_sample=False), before)
+
+
+@pytest.mark.parametrize("first", ["patch", "lora"])
+def test_lora_before_or_after(first):
+    model = make("llama")
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    torch.manual_seed(3)
+    plain = get_peft_model(copy.deepcopy(model), config)
+    expected = plain(input_ids=ids(), use_cache=False).logits
+    torch.manual_seed(3)
+    if first == "patch":
+        patch(model, "student")
+        model = get_peft_model(model, config)
+    else:
+        model = get_peft_model(model, config)
+        patch(model, "student")
+    assert_same(model(input_ids=ids(), use_cache=False).logits, expected)
+
+
+def test_gradient_checkpointing_recomputes_the_same():
+    model = make("llama").train()
+    patch(model, "student")
+    positions = torch.tensor([[*range(9), *range(12)]] * 2)
+    _, gradients = loss_and_gradients(model, input_ids=ids(), position_ids=positions)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    _, recomputed = loss_and_gradients(model, input_ids=ids(), position_ids=positions)
+    for name, gradient in gradients.items():
+        assert_same(recomputed[name], gradient)
+
+
+def test_saves_and_loads_as_before(tmp_path):
+    model = make("llama")
+    expected = model(input_ids=ids(), use_cache=False).logits
+    patch(model, "student")
+    model.save_pretrained(tmp_path)
+    assert "distill" not in (tmp_path / "config.json").read_text()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=ids()).logits, expected)
+    fused = AutoFusedModelForCausalLM.from_pretrained(tmp_path, role="teacher")
+    assert_same(fused(input_ids=ids(), use_cache=False).logits, expected)
+
+
+def test_mistakes_are_named():
+    model = make("llama")
+    with pytest.raises(ValueError, match="role"):
+        patch(model, "teachers")
+    with pytest.raises(ValueError, match="attention"):
+        patch(model, attention="fast")
+    unpatch(model)
+    patch(model)
+    with pytest.raises(ValueError, match="already"):
+        patch(model)
+
+
+def test_two_models_of_one_family_are_independent():
+    teacher, student = make("llama"), make("llama", seed=2)
+    before = student(input_ids=ids(), use_cache=False).logits
+    patch(teacher, "teacher")
+    assert not [m for m in student.modules() if "forward" in m.__dict__]
+    assert student.config._attn_implementation == "sdpa"
+    assert torch.equal(student(input_ids=ids(), use_cache=False).logits, before)
+
+
+def test_every_family_has_a_tiny_model():
+    for kind, (_, more) in FAMILIES.items():
+        assert tiny_config(kind, **more).model_type == kind
