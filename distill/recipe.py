@@ -57,8 +57,8 @@ class ModelSection(Section):
         init: `pretrained` reads `model`; `random` makes random weights in the shape of `config`, for dry runs.
         config: a config.json, its folder, or the name of a shipped architecture such as `llama-3.2-1b`; only read
             when `init` is `random`.
-        dtype: what the weights are kept in; `auto` keeps the checkpoint's for the teacher, and chooses for the
-            student by device and precision.
+        dtype: what the weights are kept in; `auto` is float32 for weights that are trained, and what is computed in
+            (`train.precision`) for frozen ones: the teacher's, and a LoRA student's.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run the Python code a hub model brings.
         attention: `auto`, or a transformers attention implementation.

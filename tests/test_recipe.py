@@ -154,6 +154,8 @@ def test_several_teachers_are_reserved():
         ("a: !!int x", "not valid YAML"),
         ("a: !!binary aGVsbG8=", "came bytes"),
         ("1: 2", "keys must be text, came 1"),
+        ('a: "\\ud800"', "surrogates not allowed"),
+        ('"\\ud800": a', "surrogates not allowed"),
         ("? [a]\n: b", "not valid YAML"),
         ("a: " + "[" * 5000, "nested too deeply"),
         ("a: " + "[" * 40 + "]" * 40, "nested too deeply"),
