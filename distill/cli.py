@@ -126,9 +126,9 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
     """
     _, resolved = _load(recipe, overrides)
     if as_json:
-        console.show_source(json.dumps(resolved.model_dump(mode="json"), indent=2, ensure_ascii=False), "json")
+        console.say(json.dumps(resolved.model_dump(mode="json"), indent=2, ensure_ascii=False))
     else:
-        console.show_source(dump(resolved), "yaml")
+        console.say(dump(resolved).rstrip())
 
 
 @recipes_app.callback()
@@ -142,7 +142,7 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
             "recipes": [{"name": recipe.name, "title": recipe.title, "path": str(recipe.path)} for recipe in recipes],
             "architectures": shipped_architectures(),
         }
-        console.show_source(json.dumps(listing, indent=2, ensure_ascii=False), "json")
+        console.say(json.dumps(listing, indent=2, ensure_ascii=False))
         return
     console.show_table(["recipe", "what it does"], [[recipe.name, recipe.title] for recipe in recipes])
     console.say(f"\nshapes for dry runs (config:)  {', '.join(shipped_architectures())}")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
-from rich.syntax import Syntax
 from rich.table import Table
 
 
@@ -41,15 +40,6 @@ def show_table(
             for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         print("  ".join(aligned).rstrip())
-
-
-def show_source(text: str, language: str) -> None:
-    """Print YAML or JSON, coloured in a terminal and untouched elsewhere."""
-    console = Console()
-    if console.is_terminal and not console.no_color:
-        console.print(Syntax(text, language, background_color="default", word_wrap=True))
-    else:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
 def say(line: str) -> None:
