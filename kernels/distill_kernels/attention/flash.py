@@ -37,34 +37,6 @@ from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, trito
 
 
 @triton.jit
-def _attend(
-    acc, m_i, l_i, q, k_desc, v_desc, batch, head, start, end, low, high, score_scale, cap, cap_rate,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Fold key tiles [start, end) into the accumulator, running maximum and running sum (base 2)."""
-    for n in tl.range(start, end, BLOCK_N):
-        n = tl.multiple_of(n, BLOCK_N)
-        k = k_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
-        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if SOFTCAP:
-            s, _ = softcapped(s, cap_rate, cap)
-        if MASKED:
-            column = n + tl.arange(0, BLOCK_N)
-            keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
-            s = tl.where(keep, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
-        p = tl.exp2(s * score_scale - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        v = v_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        m_i = m_new
-    return acc, m_i, l_i
-
-
-@triton.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, ranges_ptr, stride_ob, stride_oh, stride_om,
     batches, heads, group, queries, keys, window, score_scale, cap, cap_rate,
@@ -85,22 +57,28 @@ def _forward_kernel(
     m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if LEFT:
-        acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, start, inside, low, high, score_scale, cap, cap_rate,
-            BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
-        )  # fmt: skip
-    acc, m_i, l_i = _attend(
-        acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, inside, outside, low, high, score_scale, cap, cap_rate,
-        BLOCK_N, BLOCK_D, False, SOFTCAP, PRECISION,
-    )  # fmt: skip
-    acc, m_i, l_i = _attend(
-        acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, outside, end, low, high, score_scale, cap, cap_rate,
-        BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
-    )  # fmt: skip
+    for n in tl.range(start, end, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k = k_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if SOFTCAP:
+            s, _ = softcapped(s, cap_rate, cap)
+        # one loop with a branch: two loops, masked and not, would each wait for the first of their own tiles
+        if (n < inside) | (n >= outside):
+            column = n + tl.arange(0, BLOCK_N)
+            keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+            s = tl.where(keep, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
+        p = tl.exp2(s * score_scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m_i = m_new
 
     empty = l_i == 0
-    acc = acc / tl.where(empty, 1.0, l_i)[:, None]
+    acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
     lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
     tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * queries + row, lse, mask=row < queries)
     column = tl.arange(0, BLOCK_D)
@@ -150,7 +128,6 @@ def _flash_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
-    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
@@ -160,7 +137,7 @@ def _flash_attention(
 
 
 @_flash_attention.register_fake
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, deterministic):
+def _(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
     return positions_first(q), _new_lse(q)
 
 
@@ -178,17 +155,16 @@ def _flash_attention_backward(
     scale: float,
     window: int | None,
     softcap: float | None,
-    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         grads = reference_attention_backward(dout, q, k, v, out, lse, masking)
         return tuple(positions_first(grad).copy_(grad) for grad in grads)
-    return backward_on_triton(dout, q, k, v, out, lse, masking, deterministic)
+    return backward_on_triton(dout, q, k, v, out, lse, masking)
 
 
 @_flash_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, deterministic):
+def _(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
     return positions_first(q), positions_first(k), positions_first(v)
 
 
@@ -201,7 +177,7 @@ def _save_for_backward(ctx, inputs, output):
 def _backward(ctx, dout, dlse):
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
     grads = _flash_attention_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.scalars)
-    return *grads, None, None, None, None, None, None, None
+    return *grads, None, None, None, None, None, None
 
 
 _flash_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -236,7 +212,7 @@ def flash_attention(
             positions flattened; no document crosses a batch entry. k's default to q's. Trailing empty documents are
             allowed (`cu_seqlens_from_position_ids` makes them); positions behind the last document give zeros.
         max_seqlen_q, max_seqlen_k: taken for the sake of callers that have them; not needed.
-        deterministic: make every sum in a fixed order, so that gradients are equal from run to run.
+        deterministic: taken for callers that ask; the fastest way known here is deterministic anyway.
 
     Returns:
         [B, H, Tq, D] in q's dtype, laid out as [B, Tq, H, D] in memory. A query that sees no key gives zeros.
@@ -247,5 +223,5 @@ def flash_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k))
-    out, _ = _flash_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, deterministic)
+    out, _ = _flash_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
     return out

@@ -4,14 +4,13 @@ With P = exp(z - lse), dP = dout v^T and delta_i = sum_d dout_id out_id:
 
     dS = P * (dP - delta)        dv = P^T dout        dk = scale * dS^T q        dq = scale * dS k
 
-(under a soft cap dS is multiplied by 1 - tanh^2(z / cap)). One kernel owns a tile of keys, visits the queries that
-attend to it, for every query head of its group, and writes dk and dv once. dq is made in one of two ways:
+(under a soft cap dS is multiplied by 1 - tanh^2(z / cap)). One kernel owns a tile of keys and visits the queries that
+attend to it, for every query head of its group, and makes dk and dv; a second owns a tile of queries and makes dq.
+P and dP are computed in both: 7 products where one kernel with atomic adds into dq would need 5. On an H200 the
+two are the faster by half, since small tiles keep their sums in registers; and every sum has one fixed order, so
+that gradients are equal from run to run.
 
-* deterministic: a second kernel owns a tile of queries and computes P and dP again: 7 products in all;
-* otherwise the key kernel adds its share of dq to an fp32 buffer by atomics: 5 products, the order of the sums
-  changes from run to run.
-
-Bytes: q, k, v, out, dout, lse read, dq, dk, dv written; the atomic way also writes and reads 4 B H T D of dq.
+Bytes: q, k, v, out, dout, lse read, dq, dk, dv written, 8 B H T of row terms between the kernels.
 """
 
 from __future__ import annotations
@@ -59,70 +58,12 @@ def _row_terms_kernel(
 
 
 @triton.jit
-def _scores_gradient(
-    s, dp, lse, delta, keep, score_scale, cap, cap_rate, MASKED: tl.constexpr, SOFTCAP: tl.constexpr
-):  # fmt: skip
-    """P and dS from the products s = q.k and dp = dout.v; lse (base 2) and delta already broadcast to their shape."""
-    if SOFTCAP:
-        s, tanh = softcapped(s, cap_rate, cap)
-    p = tl.exp2(s * score_scale - lse)
-    if MASKED:
-        p = tl.where(keep, p, 0.0)
-    ds = p * (dp - delta)
-    if SOFTCAP:
-        ds = ds * (1 - tanh * tanh)
-    return p, ds
-
-
-@triton.jit
-def _gather_queries(
-    dk, dv, k, v, q_desc, dout_desc, dq_ptr, lse_ptr, delta_ptr, ranges_ptr,
-    batch, batches, head, heads, n, start, end, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, ADD_DQ: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the share of query tiles [start, end) of one head to dk and dv, and theirs to dq where asked for."""
-    batch_head = batch.to(tl.int64) * heads + head
-    for m in tl.range(start, end, BLOCK_M):
-        m = tl.multiple_of(m, BLOCK_M)
-        row = m + tl.arange(0, BLOCK_M)
-        q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
-        lse = tl.load(lse_ptr + batch_head * padded_rows + row)
-        s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
-        dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
-        delta = tl.load(delta_ptr + batch_head * padded_rows + row)
-        dp = tl.dot(v, dout.T, input_precision=PRECISION)
-        keep = True
-        if MASKED:
-            low, high = dense_or_packed_interval(
-                tl.minimum(row, queries - 1), batch, ranges_ptr, queries, batches, keys, keys - queries, window,
-                CAUSAL, PACKED, False,
-            )  # fmt: skip
-            column = n + tl.arange(0, BLOCK_N)
-            keep = (column[:, None] >= low[None, :]) & (column[:, None] < high[None, :])
-        p, ds = _scores_gradient(
-            s, dp, lse[None, :], delta[None, :], keep, score_scale, cap, cap_rate, MASKED, SOFTCAP
-        )  # fmt: skip
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if ADD_DQ:
-            dq = tl.dot(ds.T, k, input_precision=PRECISION)
-            dimension = tl.arange(0, BLOCK_D)[None, :]
-            at = dq_ptr + (batch_head * queries + row[:, None]) * HEAD_DIM + dimension
-            tl.atomic_add(at, dq, mask=(row < queries)[:, None] & (dimension < HEAD_DIM), sem="relaxed")
-    return dk, dv
-
-
-@triton.jit
 def _key_gradient_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, key_ranges_ptr, ranges_ptr,
+    q_desc, k_desc, v_desc, dout_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr, key_ranges_ptr, ranges_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     batches, heads, kv_heads, group, queries, padded_rows, keys, window, scale, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, ADD_DQ: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # the first key tiles of a causal batch are attended by the most queries, and start first
     n = tl.program_id(0) * BLOCK_N
@@ -151,27 +92,35 @@ def _key_gradient_kernel(
     v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for member in range(group):
+    # one loop over the tiles of every query head of the group, so that loads run ahead across heads
+    tiles = tl.cdiv(end - start, BLOCK_M)
+    for step in tl.range(0, tiles * group):
+        member = step // tiles
+        m = tl.multiple_of(start + (step - member * tiles) * BLOCK_M, BLOCK_M)
         head = kv_head * group + member
-        dk, dv = _gather_queries(
-            dk, dv, k, v, q_desc, dout_desc, dq_ptr, lse_ptr, delta_ptr, ranges_ptr,
-            batch, batches, head, heads, n, start, inside, queries, padded_rows, keys,
-            window, score_scale, cap, cap_rate, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True,
-            CAUSAL, PACKED, SOFTCAP, ADD_DQ, PRECISION,
-        )  # fmt: skip
-        dk, dv = _gather_queries(
-            dk, dv, k, v, q_desc, dout_desc, dq_ptr, lse_ptr, delta_ptr, ranges_ptr,
-            batch, batches, head, heads, n, inside, outside, queries, padded_rows, keys,
-            window, score_scale, cap, cap_rate, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False,
-            CAUSAL, PACKED, SOFTCAP, ADD_DQ, PRECISION,
-        )  # fmt: skip
-        if RIGHT:
-            dk, dv = _gather_queries(
-                dk, dv, k, v, q_desc, dout_desc, dq_ptr, lse_ptr, delta_ptr, ranges_ptr,
-                batch, batches, head, heads, n, outside, end, queries, padded_rows, keys,
-                window, score_scale, cap, cap_rate, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True,
-                CAUSAL, PACKED, SOFTCAP, ADD_DQ, PRECISION,
+        row = m + tl.arange(0, BLOCK_M)
+        terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
+        q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+        lse = tl.load(lse_ptr + terms_at)
+        s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
+        if SOFTCAP:
+            s, tanh = softcapped(s, cap_rate, cap)
+        p = tl.exp2(s * score_scale - lse[None, :])
+        if (m < inside) | (m >= outside):
+            low, high = dense_or_packed_interval(
+                tl.minimum(row, queries - 1), batch, ranges_ptr, queries, batches, keys, keys - queries, window,
+                CAUSAL, PACKED, False,
             )  # fmt: skip
+            column = n + tl.arange(0, BLOCK_N)
+            p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
+        dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, dout.T, input_precision=PRECISION)
+        delta = tl.load(delta_ptr + terms_at)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * (1 - tanh * tanh)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     row = n + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     stored = (row < keys)[:, None] & (column < HEAD_DIM)[None, :]
@@ -180,28 +129,6 @@ def _key_gradient_kernel(
     dv_at = dv_ptr + batch_64 * stride_vb + head_64 * stride_vh + row_64 * stride_vn + column[None, :]
     tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
     tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit
-def _gather_keys(
-    dq, q, dout, lse, delta, k_desc, v_desc, batch, head, start, end, low, high, score_scale, cap, cap_rate,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add the share of key tiles [start, end) to dq."""
-    for n in tl.range(start, end, BLOCK_N):
-        n = tl.multiple_of(n, BLOCK_N)
-        k = k_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
-        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        v = v_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
-        dp = tl.dot(dout, v.T, input_precision=PRECISION)
-        column = n + tl.arange(0, BLOCK_N)
-        keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
-        _, ds = _scores_gradient(
-            s, dp, lse[:, None], delta[:, None], keep, score_scale, cap, cap_rate, MASKED, SOFTCAP
-        )  # fmt: skip
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
 
 
 @triton.jit
@@ -226,19 +153,22 @@ def _query_gradient_kernel(
     lse = tl.load(lse_ptr + at)
     delta = tl.load(delta_ptr + at)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if LEFT:
-        dq = _gather_keys(
-            dq, q, dout, lse, delta, k_desc, v_desc, batch, kv_head, start, inside, low, high, score_scale, cap,
-            cap_rate, BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
-        )  # fmt: skip
-    dq = _gather_keys(
-        dq, q, dout, lse, delta, k_desc, v_desc, batch, kv_head, inside, outside, low, high, score_scale, cap,
-        cap_rate, BLOCK_N, BLOCK_D, False, SOFTCAP, PRECISION,
-    )  # fmt: skip
-    dq = _gather_keys(
-        dq, q, dout, lse, delta, k_desc, v_desc, batch, kv_head, outside, end, low, high, score_scale, cap,
-        cap_rate, BLOCK_N, BLOCK_D, True, SOFTCAP, PRECISION,
-    )  # fmt: skip
+    for n in tl.range(start, end, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k = k_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        dp = tl.dot(dout, v.T, input_precision=PRECISION)
+        if SOFTCAP:
+            s, tanh = softcapped(s, cap_rate, cap)
+        p = tl.exp2(s * score_scale - lse[:, None])
+        if (n < inside) | (n >= outside):
+            column = n + tl.arange(0, BLOCK_N)
+            p = tl.where((column[None, :] >= low[:, None]) & (column[None, :] < high[:, None]), p, 0.0)
+        ds = p * (dp - delta[:, None])
+        if SOFTCAP:
+            ds = ds * (1 - tanh * tanh)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     column = tl.arange(0, BLOCK_D)
     dq_at = dq_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     dq_at = dq_at + row[:, None].to(tl.int64) * stride_qm + column[None, :]
@@ -254,7 +184,6 @@ def backward_on_triton(
     out: torch.Tensor,
     lse: torch.Tensor,
     masking: Masking,
-    deterministic: bool,
     key_tile: Tiles | None = None,
     query_tile: Tiles | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -262,7 +191,7 @@ def backward_on_triton(
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
-    key_tile = key_tile or key_gradient_tiles(block_d, q.dtype, facts, not deterministic)
+    key_tile = key_tile or key_gradient_tiles(block_d, q.dtype, facts)
     dout = aligned(dout, "dout")
     q, k, v = aligned(q, "q"), aligned(k, "k"), aligned(v, "v")
     dq, dk, dv = positions_first(q), positions_first(k), positions_first(v)
@@ -283,21 +212,15 @@ def backward_on_triton(
         "HEAD_DIM": size, "BLOCK_D": block_d, "CAUSAL": masking.causal, "PACKED": masking.packed,
         "SOFTCAP": masking.softcap is not None, "PRECISION": dot_precision(q.dtype),
     }  # fmt: skip
-    sums = dq
-    if not deterministic:
-        sums = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     _key_gradient_kernel[(cdiv(keys, key_tile.keys), batches * kv_heads)](
         descriptor(q, key_tile.queries, block_d), descriptor(k, key_tile.keys, block_d),
         descriptor(v, key_tile.keys, block_d), descriptor(dout, key_tile.queries, block_d),
-        sums, dk, dv, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
+        dk, dv, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
         batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys, window, masking.scale,
         *masking.score_factors, BLOCK_M=key_tile.queries, BLOCK_N=key_tile.keys,
-        RIGHT=masking.packed or masking.window is not None, ADD_DQ=not deterministic,
+        RIGHT=masking.packed or masking.window is not None,
         num_warps=key_tile.warps, num_stages=key_tile.stages, **constants,
     )  # fmt: skip
-    if not deterministic:
-        torch.mul(sums, masking.scale, out=dq)
-        return dq, dk, dv
     tile = query_tile or query_gradient_tiles(block_d, q.dtype, facts)
     _query_gradient_kernel[(cdiv(queries, tile.queries), batches * heads)](
         descriptor(q, tile.queries, block_d), descriptor(k, tile.keys, block_d),

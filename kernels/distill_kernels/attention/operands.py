@@ -89,12 +89,12 @@ def forward_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles
         return Tiles(64, 32, 4, 1) if block_d <= 128 else Tiles(32, 32, 4, 1)
     if facts.capability < (9, 0):
         return Tiles(128, 64, 4, 2) if block_d <= 64 else Tiles(64, 32, 4, 2)
-    if block_d <= 128:
-        return Tiles(128, 128, 8, 2)
-    return Tiles(128, 64, 8, 2)
+    if block_d <= 64:
+        return Tiles(64, 128, 4, 2)
+    return Tiles(128, 64, 4, 2) if block_d <= 128 else Tiles(128, 64, 8, 2)
 
 
-def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts, adds_dq: bool) -> Tiles:
+def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
     """Tiles of the kernel that makes dk and dv."""
     if facts.capability == (0, 0):
         return Tiles(16, 32, 4, 1)
@@ -102,9 +102,7 @@ def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts, add
         return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 32, 4, 1)
     if facts.capability < (9, 0):
         return Tiles(32, 64, 4, 2) if block_d <= 128 else Tiles(16, 64, 4, 1)
-    if block_d <= 128:
-        return Tiles(64, 128, 8, 2)
-    return Tiles(32, 64, 8, 1)
+    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(64, 64, 8, 1)
 
 
 def query_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
@@ -115,11 +113,7 @@ def query_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -
         return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(32, 16, 4, 1)
     if facts.capability < (9, 0):
         return Tiles(64, 32, 4, 2) if block_d <= 128 else Tiles(64, 16, 4, 1)
-    if block_d <= 64:
-        return Tiles(128, 128, 8, 2)
-    if block_d <= 128:
-        return Tiles(128, 64, 8, 2)
-    return Tiles(64, 64, 8, 1)
+    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(64, 64, 4, 1)
 
 
 def head_block(head_size: int) -> int:

@@ -100,7 +100,7 @@ def dense_or_packed_interval(
     if PACKED:
         at = ranges_ptr + batch.to(tl.int64) * rows + row
         low = tl.load(at) - batch * others
-        high = tl.load(at + batches.to(tl.int64) * rows) - batch * others
+        high = tl.load(at + batches * rows) - batch * others
     else:
         low, high = attended_interval(row + shift, row * 0, row * 0 + others, window, CAUSAL, FROM_KEYS)
     return low, high
