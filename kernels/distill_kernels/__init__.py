@@ -3,6 +3,13 @@
 Needs torch; triton only where a CUDA tensor is used. Knows nothing of models, recipes or trainers.
 """
 
+from distill_kernels.layers.bias_gelu import BiasGELU, bias_gelu
+from distill_kernels.layers.glu import geglu, glu, swiglu
+from distill_kernels.layers.kl_probabilities import kl_probabilities
+from distill_kernels.layers.layer_norm import LayerNorm, layer_norm
+from distill_kernels.layers.rms_norm import RMSNorm, add_rms_norm, rms_norm
+from distill_kernels.layers.rope import rope
+from distill_kernels.layers.softmax import softmax
 from distill_kernels.losses.modules import (
     FusedCrossEntropyLoss,
     FusedDistillationLoss,
@@ -14,12 +21,25 @@ from distill_kernels.losses.modules import (
 from distill_kernels.losses.terms import LossTerm, TokenStats
 
 __all__ = [
+    "BiasGELU",
     "FusedCrossEntropyLoss",
     "FusedDistillationLoss",
     "FusedJSDLoss",
     "FusedKLLoss",
     "FusedSkewKLLoss",
     "FusedTVDLoss",
+    "LayerNorm",
     "LossTerm",
+    "RMSNorm",
     "TokenStats",
+    "add_rms_norm",
+    "bias_gelu",
+    "geglu",
+    "glu",
+    "kl_probabilities",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "softmax",
+    "swiglu",
 ]

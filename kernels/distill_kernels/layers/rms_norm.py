@@ -9,7 +9,7 @@
 
 Zhang and Sennrich, 2019 (arXiv:1910.07467); the casting orders are those of transformers' LlamaRMSNorm and
 Gemma3RMSNorm. For N rows of H elements of b bytes, forward moves 2 N H b (fused with the addition: 4 N H b), backward
-3 N H b (5 N H b where the sum has a gradient of its own), plus H-sized weights, 4 N for r and the partial sums of dw.
+3 N H b (4 N H b where the sum has a gradient of its own), plus H-sized weights, 4 N for r and the partial sums of dw.
 """
 
 from __future__ import annotations

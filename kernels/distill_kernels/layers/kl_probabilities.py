@@ -1,0 +1,208 @@
+"""Kullback-Leibler divergence between given probabilities, as torch.nn.functional.kl_div takes them.
+
+With x the input (log-probabilities) and t the target, element by element:
+
+    target probabilities       l = t (log t - x), 0 where t = 0;   dx = -g t,     dt = g (log t + 1 - x)
+    target log-probabilities   l = e^t (t - x);                    dx = -g e^t,   dt = g e^t (t - x + 1)
+
+A reduction sums in fp32, each program its part, in a fixed order. For M elements of b bytes, reduced forward reads
+2 M b bytes, backward reads M b and writes M b (where only the input needs a gradient).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.layers.op import KernelOp, check_dtype
+
+Reduction = Literal["none", "sum", "mean", "batchmean"]
+_REDUCTIONS = ("none", "sum", "mean", "batchmean")
+BLOCK, WARPS, PROGRAMS = 2048, 4, 8
+
+
+def reference_kl_probabilities(
+    input: torch.Tensor, target: torch.Tensor, reduction: Reduction = "mean", log_target: bool = False
+) -> torch.Tensor:
+    """The specification: torch's own, with arithmetic in fp32 (fp64 stays fp64)."""
+    dtype = torch.promote_types(input.dtype, target.dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    loss = torch.nn.functional.kl_div(input.to(wide), target.to(wide), reduction="none", log_target=log_target)
+    if reduction != "none":
+        loss = loss.mean() if reduction == "mean" else loss.sum() * _scale(input.shape, reduction)
+    return loss.to(dtype)
+
+
+@triton.jit
+def _pointwise(x, target, LOG_TARGET: tl.constexpr):
+    if LOG_TARGET:
+        return tl.exp(target) * (target - x)
+    return tl.where(target == 0, 0.0, target * (tl.log(target) - x))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _forward_kernel(
+    x_ptr, target_ptr, out_ptr, n, scale, LOG_TARGET: tl.constexpr, REDUCE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    # out: the loss of each element, or one partial sum a program
+    total = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(first, n, step):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < n
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        target = tl.load(target_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        loss = _pointwise(x, target, LOG_TARGET)
+        if REDUCE:
+            total += tl.where(mask, loss, 0.0)
+        else:
+            tl.store(out_ptr + offsets, loss.to(out_ptr.dtype.element_ty), mask=mask)
+    if REDUCE:
+        tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0) * scale)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _backward_kernel(
+    grad_ptr, x_ptr, target_ptr, dx_ptr, dtarget_ptr, n, scale, LOG_TARGET: tl.constexpr, REDUCE: tl.constexpr,
+    NEED_DX: tl.constexpr, NEED_DTARGET: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    target = tl.load(target_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    if REDUCE:
+        grad = tl.load(grad_ptr).to(tl.float32) * scale
+    else:
+        grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    probability = tl.exp(target) if LOG_TARGET else target
+    if NEED_DX:
+        tl.store(dx_ptr + offsets, (-grad * probability).to(dx_ptr.dtype.element_ty), mask=mask)
+    if NEED_DTARGET:
+        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        if LOG_TARGET:
+            slope = probability * (target - x + 1.0)
+        else:
+            slope = tl.where(target == 0, 0.0, tl.log(target) + 1.0 - x)
+        tl.store(dtarget_ptr + offsets, (grad * slope).to(dtarget_ptr.dtype.element_ty), mask=mask)
+
+
+def _scale(shape: torch.Size, reduction: str) -> float:
+    if reduction == "mean":
+        return 1.0 / max(shape.numel(), 1)
+    return 1.0 / max(shape[0], 1) if reduction == "batchmean" else 1.0
+
+
+def _launch_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool) -> torch.Tensor:
+    x, target = x.contiguous(), target.contiguous()
+    dtype, count = torch.promote_types(x.dtype, target.dtype), x.numel()
+    blocks = cdiv(count, BLOCK)
+    if reduction == "none":
+        out = torch.empty(x.shape, dtype=dtype, device=x.device)
+        if count:
+            _forward_kernel[(blocks,)](
+                x, target, out, count, 1.0, LOG_TARGET=log_target, REDUCE=False, BLOCK=BLOCK, num_warps=WARPS
+            )
+        return out
+    if not count:
+        return torch.full((), float("nan") if reduction == "mean" else 0.0, dtype=dtype, device=x.device)
+    programs = min(blocks, device_facts(x.device).multiprocessors * PROGRAMS)
+    partials = torch.empty((programs, 1), dtype=torch.float32, device=x.device)
+    _forward_kernel[(programs,)](
+        x, target, partials, count, _scale(x.shape, reduction),
+        LOG_TARGET=log_target, REDUCE=True, BLOCK=BLOCK, num_warps=WARPS,
+    )  # fmt: skip
+    return column_sums(partials, dtype).view(())
+
+
+def _fake_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool) -> torch.Tensor:
+    dtype = torch.promote_types(x.dtype, target.dtype)
+    return x.new_empty(x.shape if reduction == "none" else (), dtype=dtype)
+
+
+def _launch_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    reduction: str,
+    log_target: bool,
+    need_dx: bool,
+    need_dtarget: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx and dtarget, each empty where not needed
+    x, target = x.contiguous(), target.contiguous()
+    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
+    dtarget = torch.empty(x.shape if need_dtarget else 0, dtype=target.dtype, device=x.device)
+    if x.numel():
+        _backward_kernel[(cdiv(x.numel(), BLOCK),)](
+            grad.contiguous(), x, target, dx, dtarget, x.numel(), _scale(x.shape, reduction),
+            LOG_TARGET=log_target, REDUCE=reduction != "none", NEED_DX=need_dx, NEED_DTARGET=need_dtarget,
+            BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return dx, dtarget
+
+
+def _fake_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    reduction: str,
+    log_target: bool,
+    need_dx: bool,
+    need_dtarget: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape if need_dx else 0), target.new_empty(x.shape if need_dtarget else 0)
+
+
+_backward_op = KernelOp("kl_probabilities_backward", _launch_backward, _fake_backward)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, target, ctx.reduction, ctx.log_target = inputs
+    ctx.save_for_backward(x, target)
+
+
+def _backward(ctx, grad):
+    x, target = ctx.saved_tensors
+    need_dx, need_dtarget = ctx.needs_input_grad[:2]
+    dx, dtarget = _backward_op(grad, x, target, ctx.reduction, ctx.log_target, need_dx, need_dtarget)
+    return dx if need_dx else None, dtarget if need_dtarget else None, None, None
+
+
+_forward_op = KernelOp(
+    "kl_probabilities_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
+)
+
+
+def kl_probabilities(
+    input: torch.Tensor, target: torch.Tensor, reduction: Reduction = "mean", log_target: bool = False
+) -> torch.Tensor:
+    """KL(target || input) over given probabilities, as `torch.nn.functional.kl_div`; sums are kept in fp32.
+
+    For logits, use `kl_div`, which normalises them itself.
+
+    Args:
+        input: Log-probabilities, any shape; fp32, bf16 or fp16.
+        target: The same shape; probabilities, or log-probabilities with `log_target`.
+        reduction: "none", "sum", "mean" (over all elements) or "batchmean" (over the first dimension: the divergence).
+        log_target: Whether `target` holds logarithms.
+
+    Returns:
+        The loss in the promoted dtype: a scalar, or of the input's shape for "none".
+
+    Raises:
+        ValueError: On an unknown reduction, shapes that differ or an unsupported dtype.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction: expected one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if target.shape != input.shape:
+        raise ValueError(f"target: expected input's shape {tuple(input.shape)}, got {tuple(target.shape)}")
+    if reduction == "batchmean" and input.dim() == 0:
+        raise ValueError("reduction: expected another than 'batchmean' for a scalar input")
+    if not runs_on_triton(input):
+        return reference_kl_probabilities(input, target, reduction, log_target)
+    check_dtype("input", input)
+    check_dtype("target", target)
+    return _forward_op(input, target, reduction, log_target)
