@@ -1,0 +1,306 @@
+"""The arithmetic of AdamW, over many tensors in one launch.
+
+Loshchilov and Hutter, 2019, as `torch.optim.AdamW` computes it, per element at step t:
+
+    g = scale * grad                      scale = min(1, max_grad_norm / (norm + 1e-6)) / loss scale, -1 x to maximise
+    p = (1 - lr * weight_decay) * p
+    m = beta1 * m + (1 - beta1) * g       v = beta2 * v + (1 - beta2) * g^2
+    p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+All arithmetic is fp32. With bf16 parameters, gradients and states a step reads 8 and writes 6 bytes an element, and
+2 more are read where the gradients' norm is wanted. Nothing waits for the host: the step number, the norm, the
+clipping factor and the finite check stay on the device.
+
+Symbols: `bucket` holds tensors that share a launch (multi_tensor.py), `group` is the optimizer's parameter group.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from distill_kernels.launch import cdiv, tl, triton
+from distill_kernels.optim.multi_tensor import TRITON_DTYPES, Bucket, Member, local
+from distill_kernels.optim.stochastic_rounding import (
+    PHILOX_ROUNDS,
+    other16,
+    random16,
+    reference_other16,
+    reference_random16,
+    reference_stochastic_round,
+    stochastic_round,
+)
+
+WARPS = 8
+
+
+class Options(NamedTuple):
+    """What `FusedAdamW` was asked for; its docstring explains each."""
+
+    state_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    master_weights: bool
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    seed: int
+
+
+class Signals(NamedTuple):
+    """Scalars on the device that decide how, and whether, this step is taken."""
+
+    squares: torch.Tensor | None  # sum of all squared gradients, where clipping or checking
+    grad_scale: torch.Tensor | None  # what the loss was multiplied by (torch.amp.GradScaler)
+    found_inf: torch.Tensor | None  # not 0: skip (torch.amp.GradScaler)
+
+
+def reference_adamw(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: torch.Tensor,
+    *,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One AdamW update in the dtype of `parameter`; returns the new parameter and both moments, changes nothing.
+
+    `step` counts this update in: 1 at the first.
+    """
+    beta1, beta2 = betas
+    exp_avg = beta1 * exp_avg + (1 - beta1) * gradient
+    exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * gradient.square()
+    step = step.double()
+    step_size = lr / (1 - beta1**step)
+    deviation = exp_avg_sq.sqrt() / (1 - beta2**step).sqrt() + eps
+    parameter = (1 - lr * weight_decay) * parameter - step_size.to(parameter.dtype) * exp_avg / deviation
+    return parameter.to(exp_avg.dtype), exp_avg, exp_avg_sq
+
+
+@triton.jit(do_not_specialize=["tensors"])
+def adamw_factors_kernel(
+    steps_ptr,  # fp32 [tensors]
+    scalars_ptr,  # fp32 [tensors, 8]: step size, 1 / sqrt(1 - beta2^t), decay, gradient scale, step (0: skip)
+    squares_ptr,  # fp32 scalar: sum of all squared gradients
+    lr_ptr,  # fp32 scalar, where LR_ON_DEVICE
+    grad_scale_ptr,  # fp32 scalar, where HAS_GRAD_SCALE
+    found_inf_ptr,  # fp32 scalar, where HAS_FOUND_INF
+    tensors,
+    lr,
+    log2_beta1,
+    log2_beta2,
+    weight_decay,
+    max_norm,
+    sign,
+    LR_ON_DEVICE: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    CLIP: tl.constexpr,
+    SKIP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count the step and write what every element of a tensor shares."""
+    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = tensor < tensors
+    if LR_ON_DEVICE:
+        lr = tl.load(lr_ptr).to(tl.float32)
+    scale = sign * 1.0
+    if HAS_GRAD_SCALE:
+        scale = scale / tl.load(grad_scale_ptr)
+    skip = tl.zeros((BLOCK,), tl.float32)
+    if HAS_FOUND_INF:
+        skip += tl.load(found_inf_ptr)
+    if CLIP or SKIP:
+        squares = tl.load(squares_ptr)
+        if CLIP:
+            factor = max_norm / (tl.sqrt(squares) * tl.abs(scale) + 1e-6)
+            scale = scale * tl.where(factor > 1.0, 1.0, factor)  # a factor of NaN stays NaN
+        if SKIP:
+            skip = tl.where(tl.abs(squares) < float("inf"), skip, 1.0)
+    step = tl.load(steps_ptr + tensor, mask=mask, other=1.0) + 1.0
+    exact = step.to(tl.float64)
+    correction1 = (1.0 - tl.exp2(exact * log2_beta1)).to(tl.float32)
+    correction2 = (1.0 - tl.exp2(exact * log2_beta2)).to(tl.float32)
+    row_ptr = scalars_ptr + tensor * 8
+    tl.store(row_ptr, lr / correction1, mask=mask)
+    tl.store(row_ptr + 1, 1.0 / tl.sqrt(correction2), mask=mask)
+    tl.store(row_ptr + 2, tl.zeros_like(step) + (1.0 - lr * weight_decay), mask=mask)
+    tl.store(row_ptr + 3, tl.zeros_like(step) + scale, mask=mask)
+    tl.store(row_ptr + 4, tl.where(skip == 0.0, step, 0.0), mask=mask)
+    tl.store(steps_ptr + tensor, step, mask=mask & (skip == 0.0))
+
+
+@triton.jit(do_not_specialize=["seed"])
+def adamw_kernel(
+    table_ptr,  # int64 [tensors, 8]
+    gradients_ptr,  # int64 [tensors]
+    blocks_ptr,  # int32 [programs, 2]
+    scalars_ptr,  # fp32 [tensors, 8]
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    seed,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    STATE: tl.constexpr,
+    MASTER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update BLOCK elements of one tensor, in place."""
+    tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
+    first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+    row_ptr = scalars_ptr + tensor * 8
+    step = tl.load(row_ptr + 4)
+    if step > 0:
+        step_size, correction2 = tl.load(row_ptr), tl.load(row_ptr + 1)
+        decay, scale = tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+        parameter_ptr = tl.load(table_ptr + tensor * 8).to(tl.pointer_type(PARAMETER))
+        exp_avg_ptr = tl.load(table_ptr + tensor * 8 + 1).to(tl.pointer_type(STATE))
+        exp_avg_sq_ptr = tl.load(table_ptr + tensor * 8 + 2).to(tl.pointer_type(STATE))
+        size = tl.load(table_ptr + tensor * 8 + 4)
+        gradient_ptr = tl.load(gradients_ptr + tensor).to(tl.pointer_type(GRADIENT))
+        source_ptr = parameter_ptr
+        if MASTER:
+            source_ptr = tl.load(table_ptr + tensor * 8 + 3).to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            size = tl.multiple_of(size, 16)
+            parameter_ptr, gradient_ptr = tl.multiple_of(parameter_ptr, 16), tl.multiple_of(gradient_ptr, 16)
+            exp_avg_ptr, exp_avg_sq_ptr = tl.multiple_of(exp_avg_ptr, 16), tl.multiple_of(exp_avg_sq_ptr, 16)
+            source_ptr = tl.multiple_of(source_ptr, 16)
+        offsets = tl.arange(0, BLOCK)
+        mask = offsets < size - first
+        offsets = first + offsets
+
+        gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+        p = tl.load(source_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        m = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        m = beta1 * m + rest1 * gradient
+        v = beta2 * v + rest2 * gradient * gradient
+        p = p * decay - step_size * m / (tl.sqrt(v) * correction2 + eps)
+
+        if MASTER:
+            tl.store(source_ptr + offsets, p, mask=mask)
+        p_stored, v_stored = p.to(PARAMETER), v.to(STATE)
+        if STOCHASTIC:
+            number = tl.load(table_ptr + tensor * 8 + 5).to(tl.int32)
+            random = random16(seed, number, step.to(tl.int32), first, BLOCK, ROUNDS)
+            if tl.bfloat16 == PARAMETER and not MASTER:
+                p_stored = stochastic_round(p, random)
+            if tl.bfloat16 == STATE:
+                v_stored = stochastic_round(v, other16(random))
+        tl.store(parameter_ptr + offsets, p_stored, mask=mask)
+        tl.store(exp_avg_ptr + offsets, m.to(STATE), mask=mask)
+        tl.store(exp_avg_sq_ptr + offsets, v_stored, mask=mask)
+
+
+def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
+    """One step for the members of `bucket`, in place, by the kernels."""
+    if len(bucket.blocks) == 0:
+        return
+    lr, (beta1, beta2), tensors = group["lr"], group["betas"], len(bucket.members)
+    lr_on_device = isinstance(lr, torch.Tensor) and lr.device == bucket.key.device
+    unused = bucket.steps
+    squares, grad_scale, found_inf = (unused if signal is None else signal.to(bucket.key.device) for signal in signals)
+    adamw_factors_kernel[(cdiv(tensors, 128),)](
+        bucket.steps,
+        bucket.scalars,
+        squares,
+        lr if lr_on_device else unused,
+        grad_scale,
+        found_inf,
+        tensors,
+        0.0 if lr_on_device else float(lr),
+        math.log2(beta1) if beta1 > 0 else -1e4,
+        math.log2(beta2) if beta2 > 0 else -1e4,
+        float(group["weight_decay"]),
+        float(options.max_grad_norm or 0.0),
+        -1.0 if group["maximize"] else 1.0,
+        LR_ON_DEVICE=lr_on_device,
+        HAS_GRAD_SCALE=signals.grad_scale is not None,
+        HAS_FOUND_INF=signals.found_inf is not None,
+        CLIP=options.max_grad_norm is not None,
+        SKIP=options.skip_nonfinite,
+        BLOCK=128,
+        num_warps=4,
+    )
+    key = bucket.key
+    rounds = key.state == torch.bfloat16 or (key.parameter == torch.bfloat16 and not key.has_master)
+    adamw_kernel[(len(bucket.blocks),)](
+        bucket.table,
+        bucket.gradients,
+        bucket.blocks,
+        bucket.scalars,
+        float(beta1),
+        float(beta2),
+        1.0 - beta1,
+        1.0 - beta2,
+        float(group["eps"]),
+        options.seed,
+        PARAMETER=TRITON_DTYPES[key.parameter],
+        GRADIENT=TRITON_DTYPES[key.gradient],
+        STATE=TRITON_DTYPES[key.state],
+        MASTER=key.has_master,
+        ALIGNED=key.aligned,
+        STOCHASTIC=options.stochastic_rounding and rounds,
+        ROUNDS=PHILOX_ROUNDS,
+        BLOCK=bucket.block,
+        num_warps=WARPS,
+    )
+
+
+def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
+    """One step for the members of `bucket`, in place, in PyTorch."""
+    device = bucket.key.device
+    scale = torch.tensor(-1.0 if group["maximize"] else 1.0, device=device)
+    proceed = torch.tensor(True, device=device)
+    if signals.grad_scale is not None:
+        scale = scale / signals.grad_scale.to(device)
+    if signals.found_inf is not None:
+        proceed = proceed & (signals.found_inf.to(device) == 0)
+    if signals.squares is not None:
+        squares = signals.squares.to(device)
+        if options.max_grad_norm is not None:
+            scale = scale * (options.max_grad_norm / (squares.sqrt() * scale.abs() + 1e-6)).clamp(max=1.0)
+        if options.skip_nonfinite:
+            proceed = proceed & squares.isfinite()
+    bucket.steps += proceed
+    for member in bucket.members:
+        _update_member(member, group, options, scale, proceed)
+
+
+def _update_member(
+    member: Member, group: dict[str, Any], options: Options, scale: torch.Tensor, proceed: torch.Tensor
+) -> None:
+    parameter, m, v = local(member.owner), member.tensor("exp_avg"), member.tensor("exp_avg_sq")
+    master = member.tensor("master") if "master" in member.state else None
+    compute = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    results = reference_adamw(
+        (parameter if master is None else master).to(compute),
+        member.gradient().to(compute) * scale.to(compute),
+        m.to(compute),
+        v.to(compute),
+        member.state["step"],
+        **{name: group[name] for name in ("lr", "betas", "eps", "weight_decay")},
+    )
+    targets = [parameter, m, v] if master is None else [parameter, m, v, master]
+    outputs = [*results, results[0]]
+    if options.stochastic_rounding and parameter.numel():
+        step = int(member.state["step"])
+        random = reference_random16(options.seed, member.number, step, parameter.numel())
+        random = random.view(parameter.shape).to(parameter.device)
+        if parameter.dtype == torch.bfloat16 and master is None:
+            outputs[0] = reference_stochastic_round(outputs[0], random)
+        if v.dtype == torch.bfloat16:
+            outputs[2] = reference_stochastic_round(outputs[2], reference_other16(random))
+    for target, output in zip(targets, outputs, strict=False):
+        target.copy_(torch.where(proceed, output.to(target.dtype), target))

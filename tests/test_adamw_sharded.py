@@ -1,0 +1,70 @@
+"""FusedAdamW over DTensor parameters: two processes that share every parameter equal one that holds them whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WORKER = """
+import sys, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from distill_kernels.optim.adamw import FusedAdamW
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+values = [torch.randn(5, 8), torch.randn(1, 8), torch.randn(7)]  # the second leaves rank 1 with nothing
+placements = [[Shard(0)], [Shard(0)], [Replicate()]]
+whole = [torch.nn.Parameter(value.clone()) for value in values]
+parts = [torch.nn.Parameter(distribute_tensor(value, mesh, place)) for value, place in zip(values, placements)]
+one, two = FusedAdamW(whole, lr=0.1, max_grad_norm=0.5), FusedAdamW(parts, lr=0.1, max_grad_norm=0.5)
+for step in range(3):
+    for p, q, place in zip(whole, parts, placements):
+        p.grad = torch.randn_like(p)
+        q.grad = distribute_tensor(p.grad, mesh, place)
+    one.step()
+    two.step()
+    torch.testing.assert_close(one.grad_norm, two.grad_norm)
+for p, q in zip(whole, parts):
+    torch.testing.assert_close(q.full_tensor(), p.detach())
+state = two.state[parts[0]]
+assert isinstance(state["exp_avg"], DTensor) and state["exp_avg"].placements == parts[0].placements
+
+module = torch.nn.ParameterList(parts)
+saved = get_optimizer_state_dict(module, two)
+fresh = FusedAdamW(module.parameters(), lr=0.1, max_grad_norm=0.5)
+set_optimizer_state_dict(module, fresh, saved)
+for p, q, place in zip(whole, parts, placements):
+    p.grad = torch.randn_like(p)
+    q.grad = distribute_tensor(p.grad, mesh, place)
+one.step()
+fresh.step()
+for p, q in zip(whole, parts):
+    torch.testing.assert_close(q.full_tensor(), p.detach())
+dist.destroy_process_group()
+print("equal")
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_two_ranks_equal_one(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(tmp_path / "store"), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    assert all(output.strip().endswith("equal") for output in outputs), "\n".join(outputs)
