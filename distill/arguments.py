@@ -114,7 +114,8 @@ def training_arguments(
         "per_device_eval_batch_size": train.batch_size,
         "gradient_accumulation_steps": accumulation,
         "learning_rate": train.learning_rate,
-        "lr_scheduler_type": train.schedule,
+        # what transformers calls "constant" leaves out the warm-up
+        "lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
         "warmup_steps": train.warmup if train.warmup >= 1 else round(train.warmup * steps),
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,

@@ -234,6 +234,7 @@ OWNED_ARGUMENTS = {
     "bf16": "train.precision",
     "fp16": "train.precision",
     "gradient_checkpointing": "train.gradient_checkpointing",
+    "activation_checkpointing": "train.gradient_checkpointing",
     "seed": "train.seed",
     "save_steps": "train.save_every",
     "eval_steps": "train.eval_every",

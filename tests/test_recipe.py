@@ -1,6 +1,7 @@
 """Recipes: what is accepted, what each mistake is answered with, and that nothing else can come out."""
 
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -219,10 +220,40 @@ def test_owned_arguments_exist():
 
     transformers = pytest.importorskip("transformers")
     known = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-    assert {name for name in OWNED_ARGUMENTS if name not in known} <= {"warmup_ratio"}  # removed from newer releases
+    not_in_every_release = {"warmup_ratio", "gradient_checkpointing", "activation_checkpointing"}
+    assert {name for name in OWNED_ARGUMENTS if name not in known} <= not_in_every_release
     for target in set(OWNED_ARGUMENTS.values()) - {"--name"}:
         section, field = target.split(".")
         assert field in Recipe.model_fields[section].annotation.model_fields, target
+
+
+def test_every_schedule_warms_up():
+    """From 0 to the peak over `warmup` steps, whichever way it goes on."""
+    import torch
+
+    transformers = pytest.importorskip("transformers")
+    from distill.arguments import resolve_precision, training_arguments
+
+    for schedule in ("cosine", "linear", "constant", "warmup_stable_decay"):
+        recipe = parse(MINIMAL, [f"train.schedule={schedule}", "train.warmup=4", "train.learning_rate=1.0"])
+        device = torch.device("cpu")
+        arguments = training_arguments(
+            recipe, Path("unused"), rows=64, device=device, precision=resolve_precision(recipe, device)
+        )
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
+        scheduler = transformers.get_scheduler(
+            arguments.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=arguments.get_warmup_steps(recipe.train.steps),
+            num_training_steps=recipe.train.steps,
+            scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
+        )
+        rates = []
+        for _ in range(5):
+            rates.append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+        assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1]), schedule
 
 
 # ------------------------------------------------------------------------------------------------------------- fuzzing
