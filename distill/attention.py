@@ -3,7 +3,7 @@
 `use_fused_attention(model)` gives the model the attention implementation `distill`. Packed batches need no mask: the
 decoder's forward turns `position_ids` that restart into cumulative lengths on the device (transformers asks the
 device whether a batch is packed, which stalls the host, and then builds a dense mask). Calls with a padding mask or
-a key-value cache, as `generate` makes them, run on PyTorch's scaled dot-product attention as before.
+a key-value cache, as `generate` makes them, run on the attention that the model had before.
 
 `fastest_attention` times the back ends on the shapes of a run.
 """
@@ -120,7 +120,8 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         raise ValueError(f"attention: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     configs = _configs(model)
     original = decoder.__dict__.get("forward")
-    decoder.__dict__["_distill_attention_undo"] = (original, [config._attn_implementation for config in configs])
+    before = [config._attn_implementation for config in configs]
+    decoder.__dict__["_distill_attention_undo"] = (original, before)
     for config in configs:
         config._attn_implementation = NAME
     for module in model.modules():
@@ -135,7 +136,7 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
             use_cache = self.config.use_cache and not self.training
         cached = use_cache or kwargs.get("past_key_values") is not None
         if masked or cached or self.config._attn_implementation != NAME:
-            with _implementation(configs, "sdpa"):
+            with _implementations(configs, before):
                 return inner(*args, **kwargs)
         positions = kwargs.get("position_ids")
         if kwargs.get("cu_seq_lens_q") is None and positions is not None and positions.dim() == 2:
@@ -171,15 +172,15 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _implementation(configs: list[Any], name: str) -> Iterator[None]:
-    before = [config._attn_implementation for config in configs]
-    for config in configs:
+def _implementations(configs: list[Any], names: list[str]) -> Iterator[None]:
+    current = [config._attn_implementation for config in configs]
+    for config, name in zip(configs, names, strict=True):
         config._attn_implementation = name
     try:
         yield
     finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation = implementation
+        for config, name in zip(configs, current, strict=True):
+            config._attn_implementation = name
 
 
 def fastest_attention(

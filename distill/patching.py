@@ -184,7 +184,7 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
 def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None]], report: PatchReport) -> None:
     from distill.attention import stop_fused_attention, use_fused_attention
 
-    if not getattr(model, "_supports_attention_backend", False) or not getattr(model, "_supports_sdpa", False):
+    if not getattr(model, "_supports_attention_backend", False):
         report.left["attention"] = "the model does not take other attention implementations"
         return
     decoder = decoder_of(model)
