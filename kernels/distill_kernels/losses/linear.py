@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.terms import Objective, TokenStats
 
@@ -154,9 +155,10 @@ def linear_divergence(
         dtype: of the products' operands.
         workspace: bytes for the logits' buffers, or None to choose.
     """
-    return reference_linear_divergence(
-        student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace
-    )
+    path = reference_linear_divergence
+    if runs_on_triton(student.hidden) and dtype != torch.float64:
+        from distill_kernels.losses.fused import fused_linear_divergence as path
+    return path(student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace)
 
 
 def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:

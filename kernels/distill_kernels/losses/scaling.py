@@ -1,10 +1,33 @@
-"""Multiplying gradients made in the forward pass by the upstream gradient, in place and without a host sync."""
+"""Multiplying gradients made in the forward pass by the upstream gradient: in place, without a host sync.
+
+The upstream gradient of a loss is most often 1. Only the device knows, so the kernel looks and returns at once.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+
+BLOCK = 8192
+
+
+@triton.jit
+def _scale_kernel(gradient_ptr, factor_ptr, elements, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor == 1.0:
+        return
+    for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
+        at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        gradient = tl.load(gradient_ptr + at, mask=at < elements).to(tl.float32)
+        tl.store(gradient_ptr + at, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=at < elements)
+
 
 def scale_gradient_(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """`gradient *= factor` for a one-element `factor` on the same device; returns `gradient`."""
-    return gradient.mul_(factor.to(gradient.dtype) if gradient.dtype == torch.float64 else factor)
+    """`gradient *= factor`, arithmetic in fp32 (fp64 for fp64), `factor` of one element; returns `gradient`."""
+    if runs_on_triton(gradient) and gradient.dtype != torch.float64 and gradient.is_contiguous():
+        programs = min(cdiv(gradient.numel(), BLOCK), 1024)
+        if programs:
+            _scale_kernel[(programs,)](gradient, factor, gradient.numel(), BLOCK=BLOCK, num_warps=8)
+        return gradient
+    return gradient.mul_(factor)

@@ -1,0 +1,233 @@
+"""Logits for the row kernels: a head's product, kept relative to each tile's maximum, with the tile's sums of exps.
+
+A row of logits is cut into tiles of `TILE` columns. For every row and tile are kept
+
+    shift = max(z)    total = sum(exp((z - shift) / T))    (and total at T = 1 where it is needed and T differs)
+
+and the logits themselves as `z - shift`, in fp16 for bf16 and fp16 models: large probabilities sit near the maximum,
+where fp16 is finest, so this keeps what bf16 logits lose (spacing 0.125 at 16 to 32, a 2 % error in the gradient) in
+the same number of bytes. fp32 models keep fp32.
+
+Two ways, one result. `project` takes the first wherever tensor descriptors (TMA) work and alignment allows:
+
+1. One persistent kernel, whose flattened loop lets the next tile's loads run under this tile's epilogue.
+   Reads `(N + V) H` elements, writes `N V` halves and `8 N V / TILE` bytes.
+2. Products by cuBLAS into a small fp32 buffer, folded tile by tile: `8 N V` bytes more traffic, partly through L2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.launch import cdiv, device_facts, tl, triton
+from distill_kernels.losses.linear import Head
+
+TILE = 256
+ROWS_PER_TILE = 128
+DEPTH_PER_STEP = 64
+FOLD_ROWS = 16
+BUFFER_COLUMNS = 4096  # of one cuBLAS product on the second way
+LOG2_E = math.log2(math.e)
+
+
+class Logits(NamedTuple):
+    """Relative logits of the rows of a chunk and what restores them.
+
+    Attributes:
+        values: `z - shift`, [n, V], fp16 or fp32, rows `stride(0)` apart.
+        shift: fp32 [n, tiles].
+        total: fp32 [n, tiles], sum of exps at temperature T.
+        total_hard: fp32 [n, tiles], at temperature 1 (`total` itself where T = 1).
+    """
+
+    values: torch.Tensor
+    shift: torch.Tensor
+    total: torch.Tensor
+    total_hard: torch.Tensor
+
+    def rows(self, n: int) -> Logits:
+        """The first `n` rows."""
+        return Logits(self.values[:n], self.shift[:n], self.total[:n], self.total_hard[:n])
+
+
+class Transform(NamedTuple):
+    """`z = cap * tanh(scale * raw / cap)` (cap 0: none), the temperature, and whether sums at T = 1 are needed too."""
+
+    scale: float
+    softcap: float
+    temperature: float
+    both_temperatures: bool
+
+
+@triton.jit
+def _relative_tile(
+    z, columns, V, bias_ptr, scale, softcap, exponent,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):  # fmt: skip
+    """Raw logits [rows, TILE] -> relative logits, shift, total, total at T = 1. `exponent` is log2(e) / T."""
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        z *= scale
+    if CAPPED:  # tanh(x) = 1 - 2 / (1 + exp(2x)), which saturates without overflow
+        z = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 / softcap) * LOG2_E)))
+    if MASKED:
+        z = tl.where((columns < V)[None, :], z, -float("inf"))
+    shift = tl.max(z, 1)
+    shift = tl.where(shift == -float("inf"), 0.0, shift)
+    z -= shift[:, None]
+    e = tl.exp2(z * exponent)
+    total = tl.sum(e, 1)
+    total_hard = total
+    if BOTH:
+        total_hard = tl.sum(tl.exp2(z * LOG2_E), 1)
+    if HAS_BIAS:  # a bias may be -inf and stays so; anything else stays within fp16
+        z = tl.where(z == -float("inf"), z, tl.maximum(z, -65504.0))
+    else:
+        z = tl.maximum(z, -65504.0)
+    return z, shift, total, total_hard
+
+
+@triton.jit
+def _project_kernel(
+    hidden_desc, weight_desc, values_desc, bias_ptr, shift_ptr, total_ptr, hard_ptr,
+    N, V, H, tiles, scale, softcap, exponent,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
+    LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row_blocks = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(H, BLOCK_H)
+    for t in tl.range(tl.program_id(0), row_blocks * tiles, tl.num_programs(0), flatten=True):
+        row_block = t % row_blocks  # fastest, so that programs side by side share a tile of the weight in L2
+        tile = t // row_blocks
+        z = tl.zeros((BLOCK_N, TILE), tl.float32)
+        for step in range(steps):
+            x = hidden_desc.load([row_block * BLOCK_N, step * BLOCK_H])
+            w = weight_desc.load([tile * TILE, step * BLOCK_H])
+            z = tl.dot(x, w.T, z)
+        columns = tile * TILE + tl.arange(0, TILE)
+        z, shift, total, total_hard = _relative_tile(
+            z, columns, V, bias_ptr, scale, softcap, exponent, HAS_BIAS, SCALED, CAPPED, MASKED, BOTH, LOG2_E
+        )
+        values_desc.store([row_block * BLOCK_N, tile * TILE], z.to(tl.float16))
+        rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
+        where = rows.to(tl.int64) * tiles + tile
+        tl.store(shift_ptr + where, shift, mask=rows < N)
+        tl.store(total_ptr + where, total, mask=rows < N)
+        if BOTH:
+            tl.store(hard_ptr + where, total_hard, mask=rows < N)
+
+
+@triton.jit
+def _fold_kernel(
+    raw_ptr, values_ptr, bias_ptr, shift_ptr, total_ptr, hard_ptr,
+    N, V, raw_stride, values_stride, tiles, first_tile, scale, softcap, exponent,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, BOTH: tl.constexpr,
+    LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Columns `first_tile * TILE` on of the raw logits lie in `raw_ptr` [N, ...] from its first column."""
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = first_tile + tl.program_id(1)
+    columns = tile * TILE + tl.arange(0, TILE)
+    inside = (rows < N)[:, None] & (columns < V)[None, :]
+    from_start = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    z = tl.load(raw_ptr + rows.to(tl.int64)[:, None] * raw_stride + from_start[None, :], mask=inside, other=0.0)
+    z, shift, total, total_hard = _relative_tile(
+        z.to(tl.float32), columns, V, bias_ptr, scale, softcap, exponent, HAS_BIAS, SCALED, CAPPED, True, BOTH, LOG2_E
+    )
+    tl.store(values_ptr + rows.to(tl.int64)[:, None] * values_stride + columns[None, :], z, mask=inside)
+    where = rows.to(tl.int64) * tiles + tile
+    tl.store(shift_ptr + where, shift, mask=rows < N)
+    tl.store(total_ptr + where, total, mask=rows < N)
+    if BOTH:
+        tl.store(hard_ptr + where, total_hard, mask=rows < N)
+
+
+def fits_descriptors(head: Head, hidden: torch.Tensor, capability: tuple[int, int]) -> bool:
+    """True where the persistent kernel can serve: 16-bit models, rows aligned to 16 bytes, and TMA (or the CPU)."""
+
+    def aligned(matrix: torch.Tensor) -> bool:
+        return (
+            matrix.stride(-1) == 1
+            and matrix.data_ptr() % 16 == 0
+            and matrix.stride(0) * matrix.element_size() % 16 == 0
+        )
+
+    return (
+        (capability >= (9, 0) or not hidden.is_cuda)
+        and hidden.dtype in (torch.bfloat16, torch.float16)
+        and head.lora_a is None
+        and aligned(hidden)
+        and aligned(head.weight)
+    )
+
+
+def project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, *, descriptors: bool = True) -> None:
+    """Fill `out` with the relative logits of `hidden` [n, H] under `head`, of one dtype.
+
+    `descriptors=False` takes the second way even where the first would do.
+    """
+    if descriptors and fits_descriptors(head, hidden, device_facts(hidden.device).capability):
+        _project_fused(head, hidden, out, transform)
+    else:
+        _project_by_tiles(head, hidden, out, transform)
+
+
+def _flags(head: Head, transform: Transform) -> dict[str, object]:
+    return {
+        "HAS_BIAS": head.bias is not None,
+        "SCALED": transform.scale != 1.0,
+        "CAPPED": transform.softcap != 0.0,
+        "BOTH": transform.both_temperatures and transform.temperature != 1.0,
+        "LOG2_E": LOG2_E,
+        "TILE": TILE,
+    }
+
+
+def _project_fused(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (n, depth), vocab = hidden.shape, out.values.shape[1]
+    tiles = cdiv(vocab, TILE)
+    programs = min(device_facts(hidden.device).multiprocessors, cdiv(n, ROWS_PER_TILE) * tiles)
+    _project_kernel[(programs,)](
+        TensorDescriptor.from_tensor(hidden, [ROWS_PER_TILE, DEPTH_PER_STEP]),
+        TensorDescriptor.from_tensor(head.weight, [TILE, DEPTH_PER_STEP]),
+        TensorDescriptor.from_tensor(out.values, [ROWS_PER_TILE, TILE]),
+        head.bias, out.shift, out.total, out.total_hard,
+        n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
+        **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=ROWS_PER_TILE, BLOCK_H=DEPTH_PER_STEP,
+        num_warps=8, num_stages=3,
+    )  # fmt: skip
+
+
+def _project_by_tiles(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform) -> None:
+    n, vocab = out.values.shape
+    tiles = cdiv(vocab, TILE)
+    low = None if head.lora_a is None else torch.mm(hidden, head.lora_a.t())
+    buffer = torch.empty(n * min(BUFFER_COLUMNS, vocab), dtype=torch.float32, device=hidden.device)
+    for start in range(0, vocab, BUFFER_COLUMNS):
+        stop = min(start + BUFFER_COLUMNS, vocab)
+        raw = buffer[: n * (stop - start)].view(n, stop - start)
+        product_fp32(hidden, head.weight[start:stop].t(), raw)
+        if low is not None and head.lora_b is not None:
+            raw.add_(product_fp32(low, head.lora_b[start:stop].t(), torch.empty_like(raw)), alpha=head.lora_scale)
+        _fold_kernel[(cdiv(n, FOLD_ROWS), cdiv(stop - start, TILE))](
+            raw, out.values, head.bias, out.shift, out.total, out.total_hard,
+            n, vocab, raw.stride(0), out.values.stride(0), tiles, start // TILE,
+            transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
+            **_flags(head, transform), BLOCK_N=FOLD_ROWS, num_warps=8,
+        )  # fmt: skip
+
+
+def product_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`out = a b` with an fp32 result of operands in fp32, bf16 or fp16; the tensor cores stay in use on CUDA."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    return torch.mm(a.float(), b.float(), out=out)
