@@ -79,20 +79,16 @@ def _draw(axes: Any, rows: Sequence[Mapping[str, Any]], panel: Panel) -> None:
         if points:
             few = len(points) <= 30 or color == HELD_OUT
             axes.plot(*zip(*points, strict=True), color=color, lw=1.4, marker="o" if few else "", ms=2.8, label=label)
-    last_step, last = (held_out or training)[-1]
-    axes.annotate(
-        f"{last:,.4g}" if abs(last) < 1e4 else f"{last:,.0f}",
-        (last_step, last),
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8,
-        color=INK,
+    _, last = (held_out or training)[-1]
+    axes.set_title(
+        f"{last:,.4g}" if abs(last) < 1e4 else f"{last:,.0f}", fontsize=9, color=INK, loc="right", weight="bold"
     )
     axes.set_title(panel.title, fontsize=9, color=INK, loc="left")
     axes.tick_params(labelsize=8, colors=INK, length=0)
     axes.grid(True, axis="y", color=QUIET, alpha=0.3, lw=0.6)
     axes.margins(y=0.15)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 6))
+    axes.yaxis.get_offset_text().set_fontsize(7)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(QUIET)
