@@ -49,7 +49,7 @@ def tokenised(
         logger.info("tokenising %s", source.name)
         numbered = _limited(source.rows(), max_rows)
         tally = _write(folder, _encoded(_batches(numbered), encoder, workers))
-        (folder / "tally.json").write_text(json.dumps(asdict(tally)))
+        (folder / "tally.json").write_text(json.dumps(vars(tally)))
 
     folder, found = keep(key, build, cache=cache)
     counts = json.loads((folder / "tally.json").read_text())
