@@ -58,6 +58,42 @@ def _row_terms_kernel(
 
 
 @triton.jit
+def _gather_queries(
+    dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+    start, end, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the share of query tiles [start, end) of one head to dk and dv."""
+    for m in tl.range(start, end, BLOCK_M):
+        m = tl.multiple_of(m, BLOCK_M)
+        row = m + tl.arange(0, BLOCK_M)
+        terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
+        q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+        lse = tl.load(lse_ptr + terms_at)
+        s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
+        if SOFTCAP:
+            s, tanh = softcapped(s, cap_rate, cap)
+        p = tl.exp2(s * score_scale - lse[None, :])
+        if MASKED:
+            low, high = dense_or_packed_interval(
+                tl.minimum(row, queries - 1), batch, ranges_ptr, queries, batches, keys, keys - queries, window,
+                CAUSAL, PACKED, False,
+            )  # fmt: skip
+            column = n + tl.arange(0, BLOCK_N)
+            p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
+        dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
+        dp = tl.dot(v, dout.T, input_precision=PRECISION)
+        delta = tl.load(delta_ptr + terms_at)
+        ds = p * (dp - delta[None, :])
+        if SOFTCAP:
+            ds = ds * (1 - tanh * tanh)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
 def _key_gradient_kernel(
     q_desc, k_desc, v_desc, dout_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr, key_ranges_ptr, ranges_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
@@ -92,35 +128,24 @@ def _key_gradient_kernel(
     v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # one loop over the tiles of every query head of the group, so that loads run ahead across heads
-    tiles = tl.cdiv(end - start, BLOCK_M)
-    for step in tl.range(0, tiles * group):
-        member = step // tiles
-        m = tl.multiple_of(start + (step - member * tiles) * BLOCK_M, BLOCK_M)
+    for member in range(group):
         head = kv_head * group + member
-        row = m + tl.arange(0, BLOCK_M)
-        terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
-        q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
-        lse = tl.load(lse_ptr + terms_at)
-        s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
-        if SOFTCAP:
-            s, tanh = softcapped(s, cap_rate, cap)
-        p = tl.exp2(s * score_scale - lse[None, :])
-        if (m < inside) | (m >= outside):
-            low, high = dense_or_packed_interval(
-                tl.minimum(row, queries - 1), batch, ranges_ptr, queries, batches, keys, keys - queries, window,
-                CAUSAL, PACKED, False,
+        dk, dv = _gather_queries(
+            dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+            start, inside, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
+            BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION,
+        )  # fmt: skip
+        dk, dv = _gather_queries(
+            dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+            inside, outside, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
+            BLOCK_D, BLOCK_M, BLOCK_N, False, CAUSAL, PACKED, SOFTCAP, PRECISION,
+        )  # fmt: skip
+        if RIGHT:
+            dk, dv = _gather_queries(
+                dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+                outside, end, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
+                BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION,
             )  # fmt: skip
-            column = n + tl.arange(0, BLOCK_N)
-            p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
-        dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
-        dp = tl.dot(v, dout.T, input_precision=PRECISION)
-        delta = tl.load(delta_ptr + terms_at)
-        ds = p * (dp - delta[None, :])
-        if SOFTCAP:
-            ds = ds * (1 - tanh * tanh)
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     row = n + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     stored = (row < keys)[:, None] & (column < HEAD_DIM)[None, :]

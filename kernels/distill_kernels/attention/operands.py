@@ -79,6 +79,7 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
+    split: bool = False  # tiles that need comparing in a loop of their own, rather than behind a branch in one loop
 
 
 def forward_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
@@ -91,7 +92,7 @@ def forward_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles
         return Tiles(128, 64, 4, 2) if block_d <= 64 else Tiles(64, 32, 4, 2)
     if block_d <= 64:
         return Tiles(64, 128, 4, 2)
-    return Tiles(128, 64, 4, 2) if block_d <= 128 else Tiles(128, 64, 8, 2)
+    return Tiles(64, 64, 4, 3) if block_d <= 128 else Tiles(128, 64, 8, 2)
 
 
 def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
@@ -102,6 +103,8 @@ def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> 
         return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 32, 4, 1)
     if facts.capability < (9, 0):
         return Tiles(32, 64, 4, 2) if block_d <= 128 else Tiles(16, 64, 4, 1)
+    if block_d <= 64:
+        return Tiles(128, 64, 4, 2)
     return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(64, 64, 8, 1)
 
 
@@ -113,7 +116,9 @@ def query_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -
         return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(32, 16, 4, 1)
     if facts.capability < (9, 0):
         return Tiles(64, 32, 4, 2) if block_d <= 128 else Tiles(64, 16, 4, 1)
-    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(64, 64, 4, 1)
+    if block_d <= 64:
+        return Tiles(64, 64, 4, 3)
+    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(128, 64, 8, 1)
 
 
 def head_block(head_size: int) -> int:
