@@ -10,7 +10,7 @@ from tiny import CHAT_TEMPLATE, tiny_tokenizer
 from distill.data import load_data
 from distill.packing import IGNORED
 from distill.recipe import Data
-from distill.token_cache import cache_root
+from distill.token_cache import cache_root, tokenizer_hash
 
 END = 0  # tiny_tokenizer's end of text
 
@@ -238,6 +238,15 @@ def test_the_cache_is_exact_and_notices_every_change(tmp_path, tokenizer):
     texts(tmp_path / "a.jsonl", 21)
     assert not load(path, tokenizer).report.from_cache
     assert not load(path, tokenizer, cache=False).report.from_cache
+
+
+def test_the_tokenizer_hash_sees_the_vocabulary_and_not_leftover_padding():
+    tokenizer = tiny_tokenizer()
+    before = tokenizer_hash(tokenizer)
+    tokenizer.backend_tokenizer.enable_padding(length=20)
+    tokenizer.backend_tokenizer.enable_truncation(20)
+    assert tokenizer_hash(tokenizer) == before
+    assert tokenizer_hash(tiny_tokenizer(300)) != before
 
 
 def test_a_damaged_cache_is_made_again(tmp_path, tokenizer):
