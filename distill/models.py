@@ -247,13 +247,10 @@ def save_student(
     plain = merged(model) if is_lora else model
     with _appearing(folder) as unfinished:
         used, plain.config.use_cache = plain.config.use_cache, True
-        patched = plain.__dict__.pop("forward", None)  # a patched forward is no part of the saved model
         try:
             plain.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
         finally:
             plain.config.use_cache = used
-            if patched is not None:
-                plain.forward = patched
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     if is_lora:
