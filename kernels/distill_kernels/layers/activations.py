@@ -15,18 +15,19 @@ serves the derivative too.
 from __future__ import annotations
 
 from distill_kernels.launch import tl, triton
+from distill_kernels.layers.fast_math import exp2, reciprocal
 
 
 @triton.jit
 def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+    return reciprocal(1.0 + exp2(x * -1.4426950408889634))
 
 
 @triton.jit
-def _normal_distribution(x):
-    # returns Phi(x) and e^(-x^2/2)
-    bell = tl.exp(-0.5 * x * x)
-    t = 1.0 / (1.0 + 0.23 * tl.abs(x))
+def _normal_tail(x):
+    # returns Phi(-|x|) and e^(-x^2/2)
+    bell = exp2(x * x * -0.7213475204444817)
+    t = reciprocal(1.0 + 0.23 * tl.abs(x))
     p = 0.26646503 - 0.0733354119 * t
     p = p * t - 0.230654839
     p = p * t + 0.249360199
@@ -34,8 +35,7 @@ def _normal_distribution(x):
     p = p * t + 0.105310152
     p = p * t + 0.0892820652
     p = p * t + 0.0918975431
-    tail = p * t * bell
-    return tl.where(x < 0, tail, 1.0 - tail), bell
+    return p * t * bell, bell
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x * _sigmoid(x)
     elif ACTIVATION == "gelu":
-        phi, _ = _normal_distribution(x)
-        return x * phi
+        tail, _ = _normal_tail(x)
+        return tl.maximum(x, 0.0) - tl.abs(x) * tail
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         return x * _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
@@ -58,8 +58,9 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
         s = _sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
     elif ACTIVATION == "gelu":
-        phi, bell = _normal_distribution(x)
-        return x * phi, phi + 0.3989422804014327 * x * bell
+        tail, bell = _normal_tail(x)
+        phi = tl.where(x < 0, tail, 1.0 - tail)
+        return tl.maximum(x, 0.0) - tl.abs(x) * tail, phi + 0.3989422804014327 * x * bell
     else:
         tl.static_assert(ACTIVATION == "gelu_tanh")
         s = _sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))

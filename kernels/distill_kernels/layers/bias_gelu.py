@@ -48,6 +48,7 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, n_cols, rows_per_group,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEED_DBIAS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     column_blocks = tl.cdiv(n_cols, COLUMNS)
     group = tl.program_id(0) // column_blocks
@@ -56,7 +57,7 @@ def _backward_kernel(
     dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
     first = group * rows_per_group
     last = tl.minimum(first + rows_per_group, n_rows)
-    for start in range(first, last, ROWS):
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
         mask = (rows < last) & (cols < n_cols)
         x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32) + bias
@@ -72,12 +73,13 @@ def _backward_kernel(
 
 
 class TileConfig(NamedTuple):
-    """Rows and columns of a program's tile, its warps, and (backward) programs per multiprocessor."""
+    """Rows and columns of a program's tile, its warps; backward: programs per multiprocessor and loads in flight."""
 
     rows: int
     columns: int
     warps: int
     programs: int = 0
+    stages: int = 1
 
 
 @functools.cache
@@ -90,8 +92,8 @@ def forward_tile(columns: int) -> TileConfig:
 @functools.cache
 def backward_tile(columns: int) -> TileConfig:
     """As forward, looping over rows."""
-    block = min(next_power_of_2(columns), 512)
-    return TileConfig(rows=2048 // block, columns=block, warps=4, programs=8)
+    block = min(next_power_of_2(columns), 1024)
+    return TileConfig(rows=4096 // block, columns=block, warps=4, programs=4)
 
 
 def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
@@ -131,7 +133,8 @@ def _launch_backward(
     partials = torch.empty((groups, columns), dtype=torch.float32, device=x.device) if need_dbias else dx
     _backward_kernel[(groups * column_blocks,)](
         dy, x, bias, dx, partials, dy_stride, x_stride, n_rows, columns, rows_per_group,
-        ACTIVATION=activation, ROWS=tile.rows, COLUMNS=tile.columns, NEED_DBIAS=need_dbias, num_warps=tile.warps,
+        ACTIVATION=activation, ROWS=tile.rows, COLUMNS=tile.columns, NEED_DBIAS=need_dbias,
+        STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return dx, column_sums(partials, bias.dtype) if need_dbias else dy.new_empty(0)
 

@@ -17,6 +17,7 @@ import torch
 
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
+from distill_kernels.layers.fast_math import log
 from distill_kernels.layers.op import KernelOp, check_dtype
 
 Reduction = Literal["none", "sum", "mean", "batchmean"]
@@ -40,10 +41,10 @@ def reference_kl_probabilities(
 def _pointwise(x, target, LOG_TARGET: tl.constexpr):
     if LOG_TARGET:
         return tl.exp(target) * (target - x)
-    return tl.where(target == 0, 0.0, target * (tl.log(target) - x))
+    return tl.where(target == 0, 0.0, target * (log(target) - x))
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def _forward_kernel(
     x_ptr, target_ptr, out_ptr, n, scale, LOG_TARGET: tl.constexpr, REDUCE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -65,7 +66,7 @@ def _forward_kernel(
         tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0) * scale)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def _backward_kernel(
     grad_ptr, x_ptr, target_ptr, dx_ptr, dtarget_ptr, n, scale, LOG_TARGET: tl.constexpr, REDUCE: tl.constexpr,
     NEED_DX: tl.constexpr, NEED_DTARGET: tl.constexpr, BLOCK: tl.constexpr,
@@ -85,7 +86,7 @@ def _backward_kernel(
         if LOG_TARGET:
             slope = probability * (target - x + 1.0)
         else:
-            slope = tl.where(target == 0, 0.0, tl.log(target) + 1.0 - x)
+            slope = tl.where(target == 0, 0.0, log(target) + 1.0 - x)
         tl.store(dtarget_ptr + offsets, (grad * slope).to(dtarget_ptr.dtype.element_ty), mask=mask)
 
 

@@ -56,6 +56,11 @@ def _forward_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
 
 
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows,
@@ -63,9 +68,8 @@ def _backward_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
-    weight = tl.full([1, BLOCK_H], 1.0, tl.float32)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)
     dweight = tl.zeros([ROWS, BLOCK_H], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK_H], tl.float32)
     step = tl.num_programs(0) * ROWS
@@ -80,9 +84,11 @@ def _backward_kernel(
         if NEED_SUMS:
             dweight += dy * normed
             dbias += dy
-        dnormed = dy * weight
-        along = tl.sum(dnormed * normed, 1, keep_dims=True) / H
-        dx = (dnormed - tl.sum(dnormed, 1, keep_dims=True) / H - normed * along) * rstd
+        dnormed = dy
+        if HAS_WEIGHT:
+            dnormed = dy * weight.to(tl.float32)
+        total, along = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
+        dx = (dnormed - total / H - normed * (along / H)) * rstd
         tl.store(dx_ptr + rows * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_SUMS:
         partial_ptr += tl.program_id(0).to(tl.int64) * 2 * H  # [programs, 2, H]
