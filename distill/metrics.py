@@ -90,6 +90,12 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
     )
 
 
+def parameters_of(model: nn.Module) -> tuple[int, int]:
+    """All parameters (tied ones once) and those that are trained."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
 class Meter:
     """Sums of one logging interval, kept on the device.
 

@@ -154,6 +154,11 @@ class DistillationObjective:
         return {**inputs, "comparison": Comparison(hidden, num_items, statistics)}
 
     @property
+    def columns(self) -> int:
+        """Columns of the vocabulary that the loss is over."""
+        return self.reading.vocab_size or len(find_head(self.teacher).linear.weight)  # type: ignore[arg-type]
+
+    @property
     def divergence(self) -> tuple[str | None, float]:
         """What the statistics' `divergence` is called, `kl` or `divergence` (None: there is none), and its weight."""
         soft = [term for term in self.loss.terms if term.type != "cross_entropy" and term.weight > 0]

@@ -1,0 +1,347 @@
+"""One run, top to bottom: load, compare, train, compare again, save.
+
+    result = run(recipe, recipe_path=Path("recipes/quickstart.yaml"))
+
+Everything that a person may have got wrong is found before the run's folder exists. Then `runs/<name>/` gets:
+
+    recipe.yaml         the resolved recipe
+    before.json         held-out figures and samples from before training, reused by --resume
+    metrics.jsonl       one row per logging step
+    checkpoint-N/       complete by construction; only with train.save_every
+    student/            model, tokenizer and model card; `from_pretrained` takes it as it is
+    result.json, samples.md, curves.png
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from distill import console
+from distill.adapters import add_lora
+from distill.arguments import (
+    Precision,
+    accumulation_steps,
+    resolve_device,
+    resolve_precision,
+    training_arguments,
+    world_size,
+)
+from distill.curves import draw_curves
+from distill.data import Splits, load_data
+from distill.evaluate import HeldOut, evaluate, gap_closed
+from distill.folders import RECIPE_FILE, run_folder
+from distill.head import bare, find_head
+from distill.model_card import write_model_card
+from distill.models import kept_layers, load_student, load_teacher, load_tokenizer, save_student
+from distill.preamble import Plan, model_name, preamble, result_table, show_samples
+from distill.progress import MetricsFile, ProgressReport, read_metrics
+from distill.recipe import Recipe, dump
+from distill.samples import generate, write_samples
+from distill.trainer import DistillationTrainer, checkpoints
+from distill.vocabulary import compare, extend_student
+
+log = logging.getLogger(__name__)
+
+
+class RunResult(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+        folder: where everything was written.
+        before: held-out figures of the student that training began with.
+        after: the same of the trained one.
+        gap_closed: share of the forward KL that training took away.
+        steps: optimizer steps.
+    """
+
+    folder: Path
+    before: HeldOut
+    after: HeldOut
+    gap_closed: float
+    steps: int
+
+
+class Models(NamedTuple):
+    """What was loaded: both models, the tokenizer of both (None for synthetic data), and what is known of them."""
+
+    teacher: Any
+    student: Any
+    tokenizer: Any
+    vocab_size: int | None
+    vocabulary: str
+    kept: list[int] | None
+
+
+def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = None, resume: bool = False) -> RunResult:
+    """Run `recipe`.
+
+    Args:
+        recipe: what to do.
+        recipe_path: the file it came from, for messages.
+        name: the run's folder under `runs/`; None for the recipe's name or the next free one.
+        resume: continue the run in that folder from its last complete checkpoint.
+
+    Raises:
+        ValueError: the user's input, one line a fault; nothing has been written then.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    # --- what was asked for
+    device = resolve_device(recipe.train)
+    process = PartialState(cpu=device.type == "cpu")
+    (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if _first() else None])
+    if resume:
+        _same_recipe(recipe, folder)
+    precision = resolve_precision(recipe, device)
+    accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
+    transformers.set_seed(recipe.train.seed)
+
+    # --- data and models, nothing written yet
+    tokenizer = _tokenizer(recipe)
+    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=_synthetic_size(recipe, tokenizer))
+    models = _load_models(recipe, tokenizer, device, precision)
+    arguments = training_arguments(recipe, folder, rows=len(splits.train), device=device, precision=precision)
+    progress = ProgressReport()
+    trainer = DistillationTrainer(
+        models.student,
+        models.teacher,
+        arguments,
+        loss=recipe.loss,
+        vocab_size=models.vocab_size,
+        train_dataset=splits.train,
+        eval_dataset=splits.validation,
+        processing_class=tokenizer,
+        callbacks=[MetricsFile(folder / "metrics.jsonl"), progress],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    if device.type == "cuda":
+        _patch(models, recipe, arguments.per_device_train_batch_size)
+    plan = Plan(
+        arguments.max_steps,
+        recipe.train.batch_size * recipe.data.max_length * accumulation * world_size(),
+        accumulation,
+        world_size(),
+    )
+
+    # --- from here on the run exists
+    if _first():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / RECIPE_FILE, dump(recipe))
+        lines = preamble(
+            recipe, teacher=models.teacher, student=models.student, objective=trainer.objective, plan=plan,
+            data=splits.report, vocabulary=models.vocabulary, device=str(device.type), kept=models.kept,
+        )  # fmt: skip
+        console.say("\n".join([*lines, f"{'run':<12}{folder}"]))
+    process.wait_for_everyone()
+    before, answers = _before(recipe, models, trainer, splits, precision, folder)
+
+    # --- train
+    last = checkpoints(folder)[-1] if resume and checkpoints(folder) else None
+    if resume and _first():
+        console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+    try:
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+    finally:
+        progress.stop()
+
+    # --- what came of it
+    after = _held_out(recipe, models, trainer, splits, precision)
+    result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
+    _save(recipe, models, trainer, splits, result, answers)
+    process.wait_for_everyone()
+    return result
+
+
+def _first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is whole or absent."""
+    beside = path.with_name(path.name + ".unfinished")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _same_recipe(recipe: Recipe, folder: Path) -> None:
+    """Refuse to continue a run under another recipe: it would be neither run."""
+    path = folder / RECIPE_FILE
+    old, new = path.read_text(encoding="utf-8").splitlines(), dump(recipe).splitlines()
+    if old != new:
+        changed = next((pair for pair in zip(old, new, strict=False) if pair[0] != pair[1]), ("", "a different length"))
+        raise ValueError(
+            f"--resume: the recipe differs from {path}: there {changed[0].strip()!r}, now {changed[1].strip()!r}; "
+            "continue with the same settings, or start a new run with --name"
+        )
+
+
+def _synthetic(recipe: Recipe) -> bool:
+    return recipe.data.source.partition(":")[0] == "synthetic"
+
+
+def _tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer that makes the data: the teacher's; None where the data are random tokens."""
+    return None if _synthetic(recipe) else load_tokenizer(recipe.teacher)
+
+
+def _synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
+    """Ids of random tokens stay below the smaller of the two vocabularies."""
+    if tokenizer is not None:
+        return None
+    from distill.models import load_config
+
+    sections: list[tuple[Any, str]] = [(recipe.teacher, "teacher")]
+    if recipe.student.init == "random" or recipe.student.from_teacher is None:
+        sections.append((recipe.student, "student"))
+    return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
+
+
+def _load_models(recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision) -> Models:
+    """Load both models and hold that they can be compared token by token."""
+    section = recipe.student
+    own = section.init == "pretrained" and section.from_teacher is None and tokenizer is not None
+    student_tokenizer = load_tokenizer(section, "student") if own else tokenizer
+    extend = section.vocabulary == "extend"
+    if own and not extend:  # before gigabytes are read
+        compare(tokenizer, student_tokenizer).require()
+    teacher = load_teacher(recipe.teacher, device=device, dtype=precision.teacher)
+    bare_section = section.model_copy(update={"lora": None})
+    student = load_student(bare_section, teacher=teacher, device=device, dtype=precision.student)
+    if own and extend:
+        extend_student(student, student_tokenizer, tokenizer)
+        student_tokenizer = tokenizer
+    for model, field in ((teacher, "teacher"), (student, "student")):
+        _check_length(recipe, model, field)
+    rows = [len(find_head(model).linear.weight) for model in (teacher, student)]  # type: ignore[arg-type]
+    if tokenizer is None:
+        shared, verdict = min(rows), f"not compared, the data are random tokens; the loss is over {min(rows):,} rows"
+    else:
+        found = compare(tokenizer, student_tokenizer, *rows)
+        shared, verdict = found.require(), str(found)
+    if section.lora is not None:
+        student = add_lora(student, section.lora)
+    kept = kept_layers(section, teacher) if section.init == "pretrained" and section.from_teacher else None
+    return Models(teacher, student, tokenizer, shared, verdict, kept)
+
+
+def _check_length(recipe: Recipe, model: Any, field: str) -> None:
+    most = getattr(bare(model).config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
+    if most and recipe.data.max_length > most:
+        raise ValueError(
+            f"data.max_length: expected at most {most}, the {field}'s longest sequence; came {recipe.data.max_length}"
+        )
+
+
+def _patch(models: Models, recipe: Recipe, batch_size: int) -> None:
+    """Put our kernels into both models; on a CPU they stay as they are."""
+    from distill.attention import fastest_attention
+    from distill.patching import patch
+
+    for model, role in ((models.teacher, "teacher"), (models.student, "student")):
+        section = recipe.teacher if role == "teacher" else recipe.student
+        backend = None
+        if section.attention == "auto":
+            config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+            heads = config.num_attention_heads
+            width = getattr(config, "head_dim", None) or config.hidden_size // heads
+            dtype = torch.float16 if model.dtype == torch.float16 else torch.bfloat16
+            kv_heads = getattr(config, "num_key_value_heads", heads)
+            backend, _ = fastest_attention(
+                batch_size, heads, kv_heads, recipe.data.max_length, width, dtype, backward=role == "student"
+            )
+        report = patch(model, role, attention=backend)  # type: ignore[arg-type]
+        if _first():
+            console.say(f"{'kernels':<12}{role}: {report}")
+
+
+def _held_out(
+    recipe: Recipe, models: Models, trainer: DistillationTrainer, splits: Splits, precision: Precision
+) -> HeldOut:
+    """Figures on the held-out rows; a student that is wrapped by FSDP is called through its wrapper."""
+    return evaluate(
+        trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model,  # type: ignore[arg-type]
+        models.teacher,
+        splits.validation,
+        batch_size=recipe.train.batch_size,
+        vocab_size=models.vocab_size,
+        autocast=precision.autocast,
+        objective=trainer.objective,
+    )
+
+
+def _before(
+    recipe: Recipe, models: Models, trainer: DistillationTrainer, splits: Splits, precision: Precision, folder: Path
+) -> tuple[HeldOut, dict[str, list[str]]]:
+    """Figures and samples from before training; those of the first start where a run is resumed."""
+    path = folder / "before.json"
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return HeldOut(**kept["held_out"]), kept["answers"]
+    before = _held_out(recipe, models, trainer, splits, precision)
+    answers: dict[str, list[str]] = {}
+    if models.tokenizer is not None and recipe.generate.prompts and _first():
+        for name, model in (("teacher", models.teacher), ("before", models.student)):
+            answers[name] = _generate(recipe, models, model)
+    if _first():
+        _write(path, json.dumps({"held_out": before._asdict(), "answers": answers}, indent=1))
+    return before, answers
+
+
+def _generate(recipe: Recipe, models: Models, model: Any) -> list[str]:
+    # random numbers are not drawn, so that training begins the same with and without samples
+    return generate(model, models.tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
+
+
+def _save(
+    recipe: Recipe,
+    models: Models,
+    trainer: DistillationTrainer,
+    splits: Splits,
+    result: RunResult,
+    answers: dict[str, list[str]],
+) -> None:
+    """The student with its card, samples, curves and the result; prints the table."""
+    folder, state = result.folder, None
+    if trainer.is_fsdp_enabled:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not _first():
+        return
+    student = trainer.accelerator.unwrap_model(trainer.model)
+    save_student(student, models.tokenizer, folder / "student", state_dict=state)
+    write_model_card(
+        folder / "student",
+        name=recipe.name,
+        teacher=model_name(recipe.teacher),
+        student=model_name(recipe.student),
+        data=splits.report.source,
+        recipe=dump(recipe),
+        before=result.before,
+        after=result.after,
+        versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
+        hub_models=tuple(m for m in (recipe.teacher.model, recipe.student.model) if m and not Path(m).exists()),
+    )
+    if answers and state is None:
+        answers["after"] = _generate(recipe, models, student)
+        write_samples(folder / "samples.md", recipe.generate.prompts, answers)
+        show_samples(recipe.generate.prompts, answers)
+    draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title=folder.name)
+    heading, rows, closing = result_table(result.before, result.after)
+    console.say("")
+    console.show_table(heading, rows, numbers=True)
+    console.say(f"{closing}\nstudent     {folder / 'student'}")
+    summary = {
+        "before": result.before._asdict(),
+        "after": result.after._asdict(),
+        "gap_closed": result.gap_closed,
+        "steps": result.steps,
+    }
+    _write(folder / "result.json", json.dumps(summary, indent=1))
