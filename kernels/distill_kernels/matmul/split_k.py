@@ -1,0 +1,267 @@
+"""A linear layer for few rows: split-K, bound by reading the weight once.
+
+    y = x W^T + b        x [M, K], W [N, K], b [N], y [M, N], M <= 64
+
+Bytes: 2 (N K + M K + M N), nearly all of them the weight; 2 M FLOP a weight byte leave the tensor cores idle. What
+counts is that all multiprocessors stream weights all the time, and N / 64 tiles alone are too few for that: the
+inner dimension is cut into `splits` parts, each a program of its own. A program multiplies its part of a [BLOCK_N, K]
+tile of W with x^T (the weight is the tensor cores' 64-row operand), writes an fp32 partial to a workspace, and counts
+itself in; the last to arrive at a tile adds the partials in the order of the splits. One launch, no atomics on
+results: the same bits every time.
+
+The counters return to zero by themselves. Eager calls keep one set a stream; CUDA graphs of a device share one set,
+so two graphs that hold this kernel must not be replayed at the same time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+
+MAX_ROWS = 64
+COUNTERS = 1 << 14
+
+
+class Config(NamedTuple):
+    """How a shape is cut and pipelined."""
+
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def reference_split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x W^T + b`, accumulated and added in fp32 (fp64 for fp64), rounded once. Shapes as in `split_k_linear`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide) @ weight.to(wide).T
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+@triton.jit
+def split_k_kernel(
+    x_ptr,  # [M, K]
+    weight_ptr,  # [N, K]
+    bias_ptr,  # [N], where HAS_BIAS
+    y_ptr,  # [M, N]
+    partials_ptr,  # fp32 [tiles, SPLITS, BLOCK_N, BLOCK_M]
+    counters_ptr,  # int32 [tiles], zero before and after
+    M,
+    N,
+    K,
+    stride_x,
+    stride_weight,
+    part,  # inner length of a split, a multiple of BLOCK_K
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    m, n = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    first = split * part
+    # rows beyond the edge are read from the last row and not written
+    x_ptrs = x_ptr + tl.minimum(m, M - 1)[None, :].to(tl.int64) * stride_x + (first + k)[:, None]  # [K, M]
+    weight_ptrs = weight_ptr + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_weight + (first + k)[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for start in range(0, part, BLOCK_K):
+        if EVEN:
+            weight = tl.load(weight_ptrs, eviction_policy="evict_first")
+            x = tl.load(x_ptrs)
+        else:
+            left = K - first - start
+            weight = tl.load(weight_ptrs, mask=k[None, :] < left, other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptrs, mask=k[:, None] < left, other=0.0)
+        total = tl.dot(weight, x, total)
+        weight_ptrs += BLOCK_K
+        x_ptrs += BLOCK_K
+
+    last = True
+    if SPLITS > 1:
+        cells = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        tile_ptr = partials_ptr + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M)
+        tl.store(tile_ptr + split * (BLOCK_N * BLOCK_M) + cells, total)
+        tl.debug_barrier()  # all threads' partials before the one that counts
+        last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if last:
+            tl.store(counters_ptr + tile, 0)
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(tile_ptr + other * (BLOCK_N * BLOCK_M) + cells, cache_modifier=".cg")
+    if last:
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+        y_ptrs = y_ptr + m[None, :].to(tl.int64) * N + n[:, None]
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Config:
+    """Tiles and splits for a shape: enough programs to keep every multiprocessor reading, in whole waves."""
+    block_n, block_k, resident = 64, 128, 2
+    tiles, steps = cdiv(outputs, block_n), cdiv(inputs, block_k)
+    slots = resident * multiprocessors
+    best, least = 1, float("inf")
+    for splits in range(1, min(steps, 16) + 1):
+        waves = cdiv(tiles * splits, slots)
+        cost = waves * (cdiv(steps, splits) + 4)  # a program's start and end cost about four steps
+        if cost < least:
+            best, least = splits, cost
+    return Config(block_n, block_k, best, 4, 4)
+
+
+_counters: dict[tuple[torch.device, int | str], torch.Tensor] = {}
+
+
+def _zero_counters(device: torch.device) -> torch.Tensor:
+    """The counters of the current stream; while a CUDA graph is captured, those of the device's graphs."""
+    if device.type != "cuda":
+        return torch.zeros(COUNTERS, dtype=torch.int32)
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = (device, "graphs" if capturing else torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        if capturing:
+            raise ValueError("split_k_linear: expected a call on this device before a CUDA graph is captured, got none")
+        _counters[key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+        _counters.setdefault((device, "graphs"), torch.zeros_like(_counters[key]))
+    return _counters[key]
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config | None = None
+) -> torch.Tensor:
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    config = config or choose_config(rows, outputs, inputs, device_facts(x.device).multiprocessors)
+    block_n, block_k, splits, warps, stages = config
+    tiles, block_m = cdiv(outputs, block_n), max(16, next_power_of_2(rows))
+    part = cdiv(cdiv(inputs, splits), block_k) * block_k
+    splits = cdiv(inputs, part)
+    partials = torch.empty(
+        tiles * splits * block_n * block_m if splits > 1 else 0, dtype=torch.float32, device=x.device
+    )
+    split_k_kernel[(tiles, splits)](
+        x,
+        weight,
+        bias if bias is not None else x,
+        y,
+        partials,
+        _zero_counters(x.device),
+        rows,
+        outputs,
+        inputs,
+        x.stride(0),
+        weight.stride(0),
+        part,
+        HAS_BIAS=bias is not None,
+        EVEN=part * splits == inputs,
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    return y
+
+
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _launch(x, weight, bias) if runs_on_triton(x) else reference_split_k_linear(x, weight, bias)
+
+
+@torch.library.custom_op("distill::split_k_linear", mutates_args=())
+def _split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _forward(x, weight, bias)
+
+
+@_split_k_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, _ = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx, dy: torch.Tensor):
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    return (
+        dy @ weight if needs_x else None,
+        dy.T @ x if needs_weight else None,
+        dy.float().sum(0).to(dy.dtype) if needs_bias else None,
+    )
+
+
+_split_k_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear` for at most 64 rows, reading the weight at memory speed; always the same bits.
+
+    Args:
+        x: [..., K] float16 or bfloat16 (float32 on the CPU too), at most 64 rows in all.
+        weight: [N, K], the dtype of `x`, rows contiguous.
+        bias: [N] or None.
+
+    Returns:
+        [..., N] in the dtype of `x`. Gradients flow to all three by ordinary matrix products.
+
+    Raises:
+        ValueError: For shapes, dtypes or row counts other than these.
+    """
+    inputs = x.shape[-1]
+    flat = x.reshape(-1, inputs)
+    if weight.dim() != 2 or weight.shape[1] != inputs:
+        raise ValueError(f"weight: expected [N, {inputs}] to fit x {tuple(x.shape)}, got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if flat.shape[0] > MAX_ROWS:
+        raise ValueError(f"x: expected at most {MAX_ROWS} rows, got {flat.shape[0]}")
+    if weight.dtype != x.dtype or (x.is_cuda and x.dtype not in (torch.float16, torch.bfloat16)):
+        raise ValueError(
+            f"dtype: expected x and weight both float16 or both bfloat16, got {x.dtype} and {weight.dtype}"
+        )
+    if weight.stride(1) != 1:
+        raise ValueError(f"weight: expected contiguous rows, got strides {weight.stride()}")
+    if flat.stride(1) != 1:
+        flat = flat.contiguous()
+    recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    # outside autograd and torch.compile the kernel is called directly: the op's dispatch costs as much as the kernel
+    op = _split_k_linear if recorded or torch.compiler.is_compiling() else _forward
+    return op(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+class SplitKLinear(nn.Module):
+    """`nn.Linear` that serves up to 64 rows by `split_k_linear` and more by `torch.nn.functional.linear`.
+
+    Shares the parameters of the layer it is made from, under the same names.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> SplitKLinear:
+        return cls(linear.weight, linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        few = x.numel() <= MAX_ROWS * self.in_features
+        return (split_k_linear if few else F.linear)(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

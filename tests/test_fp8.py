@@ -1,0 +1,177 @@
+"""fp8 linear layers: quantisation against its reference and bounds, layers against bf16, swapping a whole model."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distill_kernels.matmul.fp8 import (
+    FP8,
+    Fp8Linear,
+    fp8_linear,
+    quantize_rows,
+    reference_fp8_linear,
+    reference_quantize_rows,
+    swap_linears_for_fp8,
+)
+from helpers import assert_as_good_as_torch, relative_error
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_rounds_to_fp8(device, monkeypatch):
+    """Interpreted casts to e4m3 as the GPU makes them: to nearest, NaN kept (Triton's interpreter cuts off)."""
+    if device.type == "cuda":
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    tl = pytest.importorskip("triton.language")
+    convert = interpreter._convert_float
+
+    def convert_float(data, input_dtype, output_dtype, rounding_mode):
+        if input_dtype == tl.float32 and output_dtype == tl.float8e4nv:
+            values = torch.from_numpy(data.view("float32").copy()).to(FP8)
+            return values.view(torch.uint8).numpy().reshape(data.shape)
+        return convert(data, input_dtype, output_dtype, rounding_mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_float)
+
+
+def draw(rows, inputs, dtype, device):
+    """Rows whose sizes differ by ten orders of magnitude, with outliers."""
+    x = torch.randn(rows, inputs, device=device) * 10 ** torch.linspace(-5, 5, max(rows, 1), device=device)[:rows, None]
+    x[:, :1] *= 30
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, inputs", [(1, 16), (5, 100), (3, 1024), (4, 1025), (2, 14336)])
+def test_quantises_within_half_a_step(kernel_device, dtype, rows, inputs):
+    x = draw(rows, inputs, dtype, kernel_device)
+    x8, scale = quantize_rows(x)
+    expected, expected_scale = reference_quantize_rows(x)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    back, exact = x8.double() * scale, x.double()
+    bound = exact.abs() / 16 + scale * 2.0**-10
+    assert ((back - exact).abs() <= bound * (1 + 1e-6)).all()
+    # a quotient on the edge between two numbers may fall either way
+    assert (x8.view(torch.uint8) != expected.view(torch.uint8)).double().mean() < 0.01
+
+
+def test_zeros_nan_and_strides(kernel_device):
+    x = torch.randn(4, 64, device=kernel_device)
+    x[0], x[1, 3] = 0, float("nan")
+    wide = torch.full((4, 128), float("inf"), device=kernel_device)
+    wide[:, :64] = x
+    for view in (x, wide[:, :64], x.t().contiguous().t()):
+        x8, scale = quantize_rows(view)
+        assert (x8[0].float() == 0).all() and x8[1].float().isnan().any()
+        assert relative_error(x8[2:].float() * scale[2:], x[2:]) < 0.05
+    assert quantize_rows(x[:0])[0].shape == (0, 64)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layer_equals_its_reference_and_is_near_bf16(device, with_bias):
+    linear = torch.nn.Linear(256, 96, bias=with_bias, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    layer = Fp8Linear.from_linear(linear)
+    x = torch.randn(3, 10, 256, device=device).to(torch.bfloat16)
+    y = layer(x)
+    reference = reference_fp8_linear(x.view(30, 256), layer.weight, layer.weight_scale, layer.bias).view(3, 10, 96)
+    exact = F.linear(x.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double())
+    assert y.dtype == torch.bfloat16
+    assert_as_good_as_torch(y, reference, exact, torch.bfloat16)
+    assert 0.01 < relative_error(y, exact) < 0.05  # nearer than e4m3 can be means that it was not quantised
+
+
+def test_siblings_quantise_once(device, monkeypatch):
+    from distill_kernels.matmul import fp8
+
+    calls = []
+    quantize = fp8.quantize_rows
+    monkeypatch.setattr(fp8, "quantize_rows", lambda x: calls.append(1) or quantize(x))
+    layers = [Fp8Linear(torch.randn(32, 64, device=device)) for _ in range(3)]
+    x, other = (torch.randn(5, 64, device=device).to(torch.bfloat16) for _ in range(2))
+    expected = [[fp8_linear(v, layer.weight, layer.weight_scale) for layer in layers] for v in (x, other)]
+    Fp8Linear.share_input(layers)
+    calls.clear()
+    for value, results in zip((x, other), expected, strict=True):
+        assert all(torch.equal(layer(value), y) for layer, y in zip(layers, results, strict=True))
+    assert len(calls) == 2
+    assert layers[0]._shared.quantized is None, "activations are kept alive after the last sibling"
+    layers[0](x)
+    x.mul_(2)  # a second round over a tensor written to in between is quantised anew
+    torch.testing.assert_close(layers[0](x), expected[0][0] * 2)
+
+
+def test_swaps_all_but_the_head(device):
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+            self.odd = torch.nn.Linear(64, 3)
+
+        def forward(self, x):
+            return (
+                x + self.q_proj(x) * torch.sigmoid(self.k_proj(x)) + self.v_proj(x) + self.odd(x).sum(-1, keepdim=True)
+            )
+
+    model = torch.nn.Sequential()
+    model.add_module("body", torch.nn.Sequential(Block(), Block()))
+    model.add_module("lm_head", torch.nn.Linear(64, 128))
+    model.to(device, torch.bfloat16).requires_grad_(False)
+    x = torch.randn(7, 64, device=device).to(torch.bfloat16)
+    before = model(x)
+    names = swap_linears_for_fp8(model)
+    assert names == [f"body.{i}.{name}_proj" for i in (0, 1) for name in "qkv"]
+    assert type(model.lm_head) is torch.nn.Linear and type(model.body[0].odd) is torch.nn.Linear
+    after = model(x)
+    assert 0 < relative_error(after, before) < 0.1
+    assert torch.equal(copy.deepcopy(model)(x), after)
+    fresh = swap_into_copy(model)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh(x), after)
+    with pytest.raises(ValueError, match="got none"):
+        swap_linears_for_fp8(model)
+
+
+def swap_into_copy(model):
+    fresh = copy.deepcopy(model)
+    for tensor in fresh.buffers():
+        tensor.zero_()
+    return fresh
+
+
+def test_changing_the_model_dtype_keeps_fp8(device):
+    layer = Fp8Linear(torch.randn(32, 64, device=device), torch.randn(32, device=device))
+    weight, scale = layer.weight.clone(), layer.weight_scale.clone()
+    layer.to(torch.bfloat16)
+    assert layer.weight.dtype == FP8 and torch.equal(layer.weight.float(), weight.float())
+    assert layer.weight_scale.dtype == torch.float32 and torch.equal(layer.weight_scale, scale)
+    assert layer.bias.dtype == torch.bfloat16
+
+
+def test_opcheck_and_compile(kernel_device):
+    x = torch.randn(4, 64, device=kernel_device).to(torch.bfloat16)
+    torch.library.opcheck(torch.ops.distill.quantize_rows.default, (x,))
+    if kernel_device.type == "cuda":
+        layer = Fp8Linear(torch.randn(32, 64, device=kernel_device))
+        assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+def test_wrong_arguments_are_named(device):
+    with pytest.raises(ValueError, match=r"weight: expected .* divisible by 16"):
+        Fp8Linear(torch.randn(30, 64))
+    with pytest.raises(ValueError, match="x: expected a matrix"):
+        quantize_rows(torch.randn(4))
+    layer = Fp8Linear(torch.randn(32, 64, device=device))
+    with pytest.raises(ValueError, match="x: expected no gradient"):
+        layer(torch.randn(4, 64, device=device, dtype=torch.bfloat16).requires_grad_())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outputs, inputs", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_llama_8b_shapes(device, outputs, inputs):
+    weight = torch.randn(outputs, inputs, device=device) / inputs**0.5
+    layer = Fp8Linear(weight, torch.randn(outputs, device=device, dtype=torch.bfloat16))
+    x = torch.randn(300, inputs, device=device).to(torch.bfloat16)
+    reference = reference_fp8_linear(x, layer.weight, layer.weight_scale, layer.bias)
+    exact = x.double() @ weight.double().T + layer.bias.double()
+    assert_as_good_as_torch(layer(x), reference, exact, torch.bfloat16)
