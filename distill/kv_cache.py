@@ -1,0 +1,100 @@
+"""The preallocated key-value cache as a transformers `Cache`, so that `generate` can use it.
+
+    model.generate(**inputs, past_key_values=PreallocatedCache(model.config, max_length=512))
+
+transformers' default cache concatenates: each new token copies every layer's whole cache. This one writes the new
+row into its place and hands attention a view of the filled part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from distill_kernels.attention.kv_cache import KVCache
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+_SUPPORTED = ("full_attention", "sliding_attention")
+
+
+class PreallocatedLayer(CacheLayerMixin):
+    """One layer; its tensors are allocated when the first keys say how many sequences and heads there are."""
+
+    is_sliding = False  # sliding layers keep everything: the mask selects their window
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.cache: KVCache | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        batch, heads, _, size = key_states.shape
+        if value_states.shape[-1] != size:
+            raise ValueError(
+                f"PreallocatedCache: keys and values of one head size are supported, got {size} and "
+                f"{value_states.shape[-1]}"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.cache = KVCache(batch, self.max_length, heads, size, dtype=self.dtype, device=self.device)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [B, Hkv, S, D] keys and values; views [B, Hkv, filled, D] of all there are."""
+        if self.cache is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.cache is not None
+        self.cache.append(key_states, value_states)
+        self._show()
+        return self.keys, self.values  # type: ignore[return-value]
+
+    def _show(self) -> None:
+        assert self.cache is not None
+        filled = slice(0, self.cache.longest)
+        self.keys = self.cache.keys[:, filled].transpose(1, 2)
+        self.values = self.cache.values[:, filled].transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return 0 if self.cache is None else self.cache.longest
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the next `query_length` queries face, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.max_length
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+    def reset(self) -> None:
+        if self.cache is not None:
+            self.cache.reset()
+            self._show()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        if self.cache is not None:
+            self.cache.reorder(beam_idx.to(self.device))
+            self._show()
+
+
+class PreallocatedCache(Cache):
+    """A cache of `max_length` positions for every attention layer of a model.
+
+    Args:
+        config: the model's; gives the number of layers.
+        max_length: prompt and new tokens together, at most.
+
+    Raises:
+        ValueError: `max_length` below 1, or layers that keep a state other than keys and values.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_length: int) -> None:
+        if max_length < 1:
+            raise ValueError(f"max_length: expected at least 1, got {max_length}")
+        text = config.get_text_config(decoder=True)
+        foreign = sorted(set(getattr(text, "layer_types", None) or ()) - set(_SUPPORTED))
+        if foreign:
+            raise ValueError(f"config: PreallocatedCache supports {', '.join(_SUPPORTED)} layers, got {foreign}")
+        super().__init__(layers=[PreallocatedLayer(max_length) for _ in range(text.num_hidden_layers)])

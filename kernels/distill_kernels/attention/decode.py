@@ -1,0 +1,230 @@
+"""Decode attention: one new token a sequence (or a few) against everything cached before it.
+
+Every cached key and value is read once for little arithmetic, so the time is 2 B T Hkv D elements over the memory's
+bandwidth. A sequence and key head alone would keep few multiprocessors busy: its keys are split into chunks, each
+program makes the softmax of its own chunk, and a second small kernel weighs the chunks by their lse (Dao et al.,
+Flash-Decoding, 2023):
+
+    out = sum_c exp(lse_c - lse) out_c,     lse = log sum_c exp lse_c
+
+The G query heads of a key head, times the S new tokens, are the rows of one tile, so a key serves all of them when
+it is read. Lengths differ by sequence and live on the device: nothing waits for the host, and a CUDA graph can
+replay the call while the cache grows.
+
+Symbols: `B` sequences, `S` new tokens (their keys are in the cache already), `T` cache slots, `G = H / Hkv`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill_kernels.attention.operands import Masking, check_attention, dot_precision, head_block, softcapped
+from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+
+MAX_NEW_TOKENS = 16
+KEYS_AT_A_TIME = 64
+PROGRAMS = 4  # a multiprocessor: enough loads in flight, few enough chunks to combine
+
+
+def reference_decode_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, masking: Masking
+) -> torch.Tensor:
+    """The definition: new token s of S sees keys below length - S + 1 + s, the last `window` of them."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group, new = q.shape[1] // k.shape[1], q.shape[2]
+    end = lengths[:, None].long() - new + 1 + torch.arange(new, device=q.device)  # [B, S]
+    column = torch.arange(k.shape[2], device=q.device)
+    kept = column < end[..., None]
+    if masking.window is not None:
+        kept &= column >= end[..., None] - masking.window
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q.to(dtype) @ k.transpose(-1, -2) * masking.scale
+    if masking.softcap is not None:
+        scores = masking.softcap * torch.tanh(scores / masking.softcap)
+    scores = scores.masked_fill(~kept[:, None], float("-inf"))
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp(min=-1e30))
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    # slots behind the length hold anything, NaN included
+    v = v.masked_fill(~(column < lengths[:, None])[:, None, :, None], 0)
+    return (weights @ v).to(q.dtype)
+
+
+@triton.jit
+def _chunk_kernel(
+    q_ptr, k_ptr, v_ptr, lengths_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh,
+    stride_kt, stride_vb, stride_vh, stride_vt, kv_heads, new, slots, window, score_scale, cap, cap_rate,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head."""
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    length = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), slots)
+    row = tl.arange(0, ROWS)  # new token major: row = token * GROUP + head within the group
+    token = row // GROUP
+    column = tl.arange(0, BLOCK_D)
+    in_row, in_column = row < new * GROUP, column < HEAD_DIM
+    head = kv_head * GROUP + row % GROUP
+    q_at = q_ptr + batch * stride_qb + head[:, None] * stride_qh + token[:, None] * stride_qs + column[None, :]
+    q = tl.load(q_at, mask=in_row[:, None] & in_column[None, :], other=0.0)
+    high = length - new + 1 + token
+    low = high - window
+
+    first = tl.maximum(length - new + 1 - window, 0) // BLOCK_N
+    tiles = tl.cdiv(length, BLOCK_N) - first
+    start = (first + tiles * chunk // chunks) * BLOCK_N
+    end = (first + tiles * (chunk + 1) // chunks) * BLOCK_N
+    m_i = tl.full([ROWS], -1e30, tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
+    v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
+    for n in tl.range(start, end, BLOCK_N):
+        slot = n + tl.arange(0, BLOCK_N)
+        held = (slot < length)[:, None] & in_column[None, :]
+        slot_64 = slot[:, None].to(tl.int64)
+        k = tl.load(k_base + slot_64 * stride_kt + column[None, :], mask=held, other=0.0)
+        v = tl.load(v_base + slot_64 * stride_vt + column[None, :], mask=held, other=0.0)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [ROWS, BLOCK_N]
+        if SOFTCAP:
+            s, _ = softcapped(s, cap_rate, cap)
+        s = tl.where((slot[None, :] >= low[:, None]) & (slot[None, :] < high[:, None]), s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
+        p = tl.exp2(s * score_scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+        m_i = m_new
+    empty = l_i == 0
+    acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
+    part = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (new * GROUP) + row
+    tl.store(lse_ptr + part, tl.where(empty, float("-inf"), m_i + tl.log2(l_i)), mask=in_row)
+    tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=in_row[:, None] & in_column[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    part_ptr, lse_ptr, out_ptr, stride_ob, stride_oh, stride_os, kv_heads, new, chunks,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    head = tl.program_id(1) % kv_heads * GROUP + row % GROUP
+    chunk, column = tl.arange(0, CHUNKS), tl.arange(0, BLOCK_D)
+    part = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (new * GROUP) + row
+    lse = tl.load(lse_ptr + part, mask=chunk < chunks, other=float("-inf"))
+    weight = tl.exp2(lse - tl.maximum(tl.max(lse, 0), -1e30))
+    total = tl.sum(weight, 0)
+    held = (chunk < chunks)[:, None] & (column < HEAD_DIM)[None, :]
+    parts = tl.load(part_ptr + part[:, None] * HEAD_DIM + column[None, :], mask=held, other=0.0)
+    out = tl.sum(parts * weight[:, None], 0) / tl.where(total == 0, 1.0, total)
+    at = out_ptr + batch * stride_ob + head.to(tl.int64) * stride_oh + (row // GROUP).to(tl.int64) * stride_os + column
+    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=column < HEAD_DIM)
+
+
+def chunk_count(slots: int, heads: int, multiprocessors: int, programs: int = PROGRAMS) -> int:
+    """Chunks a cache is split into: `programs` a multiprocessor, but none for less than one tile of keys."""
+    wanted = cdiv(programs * multiprocessors, heads)
+    return max(1, min(wanted, cdiv(slots, KEYS_AT_A_TIME), 128))
+
+
+def decode_on_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    masking: Masking,
+    out: torch.Tensor,
+    keys_at_a_time: int = KEYS_AT_A_TIME,
+    programs: int = PROGRAMS,
+    warps: int = 4,
+    stages: int = 3,
+) -> torch.Tensor:
+    """Fill `out`. The last four arguments are for measurements."""
+    batches, heads, new, size = q.shape
+    kv_heads, slots = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    multiprocessors = device_facts(q.device).multiprocessors
+    chunks = chunk_count(slots, batches * kv_heads, multiprocessors, programs)
+    parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
+    lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    block_d = head_block(size)
+    _chunk_kernel[(chunks, batches * kv_heads)](
+        q, k, v, lengths, parts, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], kv_heads, new, slots,
+        UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, GROUP=group, HEAD_DIM=size, BLOCK_D=block_d,
+        ROWS=max(16, next_power_of_2(group * new)), BLOCK_N=keys_at_a_time if block_d <= 128 else keys_at_a_time // 2,
+        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
+        num_stages=stages if q.element_size() == 2 else 1,
+    )  # fmt: skip
+    _combine_kernel[(new * group, batches * kv_heads)](
+        parts, lse, out, *out.stride()[:3], kv_heads, new, chunks,
+        GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=next_power_of_2(chunks), num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("distill::decode_attention", mutates_args=())
+def _decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    masking = Masking(True, scale, window, softcap)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+    if not runs_on_triton(q):
+        return out.copy_(reference_decode_attention(q, k, v, lengths, masking))
+    return out if q.numel() == 0 else decode_on_triton(q, k, v, lengths, masking, out)
+
+
+@_decode_attention.register_fake
+def _(q, k, v, lengths, scale, window, softcap):
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of a few new tokens a sequence to its cached keys and values, inference only.
+
+    Args:
+        q: [B, H, S, D], the S <= 16 newest tokens, S * H / Hkv <= 256, fp16, bf16 or fp32, D up to 256.
+        k, v: [B, Hkv, T, D], any strides with adjacent columns (a [B, T, Hkv, D] cache transposed costs no copy).
+            Slots from a sequence's length on are not read.
+        lengths: int [B] on the device: filled slots of each sequence, the new tokens included. New token s sees
+            the first length - S + 1 + s of them.
+        scale: factor of q.k, > 0; 1/sqrt(D) by default.
+        window: a token sees the last `window` keys up to its own.
+        softcap: scores become softcap * tanh(score / softcap).
+
+    Returns:
+        [B, H, S, D] in q's dtype, [B, S, H, D] in memory. A sequence of length 0 gives zeros.
+
+    Raises:
+        ValueError: shapes, dtypes or arguments that do not fit.
+    """
+    masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+    check_attention(q, k, v, masking)
+    if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
+        raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")
+    if q.shape[2] * q.shape[1] // k.shape[1] > 256:
+        raise ValueError(f"q: new tokens x query heads per key head up to 256, got {tuple(q.shape)}, {tuple(k.shape)}")
+    if lengths.shape != q.shape[:1] or lengths.dtype not in (torch.int32, torch.int64) or lengths.device != q.device:
+        raise ValueError(
+            f"lengths: expected int [{q.shape[0]}] on {q.device}, got {lengths.dtype} {tuple(lengths.shape)} on "
+            f"{lengths.device}"
+        )
+    return _decode_attention(q, k, v, lengths, masking.scale, window, softcap)

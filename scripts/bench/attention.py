@@ -1,0 +1,149 @@
+"""FlashAttention against PyTorch's back ends: forward, forward and backward, packed documents, and naive attention.
+
+TFLOP/s count 4 B H T^2 D operations forward (half of it causal) and 3.5 times that with the backward's five products,
+as FlashAttention's papers do; what a kernel computes again is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from distill_kernels.attention.flash import flash_attention
+from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.reference import reference_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from scripts.bench.harness import Row, host_microseconds, peak_above_inputs, time_in_turn
+
+SHAPES = [  # batch, query heads, key heads, positions, head size
+    (2, 32, 8, 4096, 64),
+    (2, 32, 8, 4096, 128),
+    (1, 32, 8, 16384, 128),
+    (8, 32, 8, 1024, 128),
+    (1, 16, 8, 4096, 256),
+]
+BACKENDS = {
+    "SDPA FlashAttention-2": SDPBackend.FLASH_ATTENTION,
+    "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "SDPA memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+NAIVE_SHAPES = [(1, 1, 1, 512, 64), (1, 1, 1, 1024, 64), (1, 1, 1, 2048, 64), (2, 4, 4, 512, 64)]
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """q, k, v, dout as a model makes them: [B, H, T, D] views of [B, T, H, D]."""
+    batch, heads, kv_heads, positions, size = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [
+        torch.randn(batch, positions, count, size, device="cuda", dtype=dtype, generator=generator).transpose(1, 2)
+        for count in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def _sdpa(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        if group > 1 and backend == SDPBackend.EFFICIENT_ATTENTION:  # it knows no grouped heads
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1])
+
+    return run
+
+
+def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    return torch.softmax(scores.masked_fill(~mask, float("-inf")), -1) @ v
+
+
+def _packed(positions: int, documents: int) -> torch.Tensor:
+    """Cumulative lengths of `documents` documents, the longest about ten times the shortest."""
+    shares = torch.linspace(1, 10, documents).double()
+    inner = (shares.cumsum(0) / shares.sum() * positions).round().int()
+    return torch.cat([torch.zeros(1, dtype=torch.int32), inner]).cuda()
+
+
+def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], cu: torch.Tensor | None) -> dict:
+    """Relative errors of out, dq, dk, dv of the last batch entry's last key head against fp64."""
+    q, k, v, dout = tensors
+    group = q.shape[1] // k.shape[1]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    at = [slice(-group, None), slice(-1, None), slice(-1, None)]
+    exact = [x[-1:, s].detach().double().requires_grad_() for x, s in zip((q, k, v), at, strict=True)]
+    masking = Masking(True, q.shape[-1] ** -0.5, None, None, cu, cu)
+    exact_out, _ = reference_attention(*exact, masking)
+    exact_grads = torch.autograd.grad(exact_out, exact, dout[-1:, at[0]].double())
+    made = {"out": out[-1:, at[0]]} | {n: g[-1:, s] for n, g, s in zip(("dq", "dk", "dv"), grads, at, strict=True)}
+    right = {"out": exact_out, "dq": exact_grads[0], "dk": exact_grads[1], "dv": exact_grads[2]}
+    return {n: float((made[n].double() - right[n]).norm() / right[n].norm()) for n in made}
+
+
+def _measure(
+    case: str, name: str, shape: tuple[int, ...], candidates: dict[str, Callable[..., torch.Tensor]],
+    work: float, cu: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
+) -> list[Row]:  # fmt: skip
+    tensors = draw(shape, dtype)
+    q, k, v, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    rows, forward, both, errors = [], {}, {}, {}
+    checkable = shape[3] <= 4096
+    for label, function in candidates.items():
+        errors[label] = _errors(function, tensors, cu) if checkable else {}
+        if not all(error < 1e-2 for error in errors[label].values()):
+            rows.append(Row(case, name, label, math.nan, error=errors[label], note="wrong, not timed"))
+            continue
+        forward[label] = lambda f=function: f(q, k, v)
+        both[label] = lambda f=function: torch.autograd.grad(f(*leaves), leaves, dout)
+    timed = {"forward": (forward, work, ("out",)), "forward + backward": (both, 3.5 * work, ("dq", "dk", "dv"))}
+    for part, (runs, operations, checked) in timed.items():
+        for label, ms in time_in_turn(runs).items():
+            error = {n: errors[label][n] for n in checked if n in errors[label]}
+            rows.append(
+                Row(
+                    case,
+                    f"{name} {part}",
+                    label,
+                    ms,
+                    peak_mib=peak_above_inputs(runs[label]),
+                    error=error,
+                    tflop_per_s=operations / ms / 1e9,
+                    host_us=host_microseconds(runs[label], 50),
+                )
+            )
+    return rows
+
+
+def run(quick: bool, only: str) -> list[Row]:
+    rows: list[Row] = []
+    for shape in SHAPES[:4] if quick else SHAPES:
+        batch, heads, _, positions, size = shape
+        name = "B={} H={}/{} T={} D={}".format(*shape)
+        if only not in name:
+            continue
+        work = 2.0 * batch * heads * positions**2 * size
+        ours = {"ours": flash_attention}
+        backends = {label: _sdpa(backend) for label, backend in list(BACKENDS.items())[: 2 if quick else 3]}
+        if size > 128:
+            backends.pop("SDPA memory-efficient", None)
+        rows += _measure("attention", name, shape, ours | backends, work)
+    if only in "packed":
+        shape, documents = (1, 32, 8, 8192, 128), 8
+        cu = _packed(shape[3], documents)
+        lengths = cu.diff().double()
+        work = 2.0 * shape[1] * float((lengths**2).sum()) * shape[4]
+        packed = {"ours": lambda q, k, v: flash_attention(q, k, v, cu_seqlens_q=cu)}
+        rows += _measure("attention", f"packed T={shape[3]}, {documents} documents D=128", shape, packed, work, cu)
+    if only in "naive" and not quick:
+        for shape in NAIVE_SHAPES:
+            work = 2.0 * shape[0] * shape[1] * shape[3] ** 2 * shape[4]
+            flash = "SDPA FlashAttention-2"
+            candidates = {"ours": flash_attention, "naive": _naive, flash: _sdpa(BACKENDS[flash])}
+            name = "naive B={} H={} T={} D={}".format(shape[0], shape[1], *shape[3:])
+            rows += _measure("attention", name, shape, candidates, work, dtype=torch.float16)
+    return rows

@@ -1,0 +1,141 @@
+"""Decode attention against its definition in fp64 and against full attention's last rows."""
+
+import pytest
+import torch
+from distill_kernels.attention.decode import chunk_count, decode_attention, reference_decode_attention
+from distill_kernels.attention.flash import flash_attention
+from distill_kernels.attention.operands import Masking
+from helpers import assert_as_good_as_torch, relative_error
+
+
+def draw(shape, dtype, device):
+    """q [B, H, S, D] and k, v [B, Hkv, T, D], views of position-major tensors."""
+    batch, heads, kv_heads, new, slots, size = shape
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(batch, t, h, size, generator=generator).to(device, dtype).transpose(1, 2) * 1.5
+        for t, h in ((new, heads), (slots, kv_heads), (slots, kv_heads))
+    )
+    return q, k, v
+
+
+def eager(q, k, v, lengths, masking):
+    """PyTorch in the inputs' dtype: the attention of each sequence's own keys."""
+    outs = []
+    for i, length in enumerate(lengths.tolist()):
+        keys, values = (x[i, :, :length].repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (k, v))
+        end = length - q.shape[2] + 1 + torch.arange(q.shape[2], device=q.device)[:, None]
+        column = torch.arange(length, device=q.device)
+        kept = (column < end) & (column >= end - (masking.window or length))
+        scores = q[i] @ keys.transpose(-1, -2) * masking.scale
+        if masking.softcap is not None:
+            scores = masking.softcap * torch.tanh(scores / masking.softcap)
+        outs.append(
+            torch.softmax(scores.masked_fill(~kept, float("-inf")), -1, torch.promote_types(q.dtype, torch.float32)).to(
+                q.dtype
+            )
+            @ values
+        )
+    return torch.stack(outs)
+
+
+def check(shape, dtype, device, lengths, **options):
+    q, k, v = draw(shape, dtype, device)
+    lengths = torch.tensor(lengths, device=device)
+    masking = Masking(True, options.get("scale") or shape[-1] ** -0.5, options.get("window"), options.get("softcap"))
+    for i, length in enumerate(lengths.tolist()):  # slots behind the length must not matter
+        k[i, :, length:] = float("nan")
+        v[i, :, length:] = float("nan")
+    ours = decode_attention(q, k, v, lengths, **options)
+    exact = eager(q.double(), k.double(), v.double(), lengths, masking)
+    assert_as_good_as_torch(ours, eager(q, k, v, lengths, masking), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"window": 30}, {"softcap": 3.0}, {"scale": 0.1, "window": 1}], ids=str)
+def test_options(kernel_device, dtype, options):
+    check((3, 4, 2, 1, 150, 32), dtype, kernel_device, [150, 1, 77], **options)
+
+
+@pytest.mark.parametrize("new", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)], ids=str)
+def test_new_tokens_and_groups(kernel_device, new, heads):
+    check((2, *heads, new, 140, 16), torch.float32, kernel_device, [140, 64])
+
+
+@pytest.mark.parametrize("slots", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("size", [16, 20, 128, 256])
+def test_sizes(kernel_device, slots, size):
+    check((2, 2, 1, 1, slots, size), torch.float32, kernel_device, [slots, max(1, slots // 2)])
+
+
+def test_equals_the_last_rows_of_full_attention(kernel_device):
+    q, k, v = draw((2, 4, 2, 90, 90, 32), torch.float32, kernel_device)
+    full = flash_attention(q, k, v, window=40)
+    lengths = torch.tensor([90, 90], device=kernel_device)
+    assert relative_error(decode_attention(q[:, :, -3:], k, v, lengths, window=40), full[:, :, -3:]) < 1e-6
+
+
+def test_an_empty_sequence_gives_zeros(kernel_device):
+    q, k, v = draw((2, 2, 1, 1, 70, 16), torch.float32, kernel_device)
+    out = decode_attention(q, k, v, torch.tensor([0, 70], device=kernel_device))
+    assert (out[0] == 0).all() and (out[1] != 0).any()
+
+
+def test_reference_on_the_cpu():
+    q, k, v = draw((2, 4, 2, 2, 40, 16), torch.float64, "cpu")
+    lengths, masking = torch.tensor([40, 13]), Masking(True, 0.25, 9, 4.0)
+    exact = eager(q, k, v, lengths, masking)
+    assert relative_error(reference_decode_attention(q, k, v, lengths, masking), exact) < 1e-12
+
+
+def test_chunks_fill_the_machine_and_hold_a_tile():
+    assert chunk_count(64, 1, 132) == 1
+    assert chunk_count(8192, 8, 132) == 66
+    assert chunk_count(8192, 1024, 132) == 1
+    assert chunk_count(1 << 20, 1, 132) == 128
+
+
+def test_opcheck_and_compile(kernel_device):
+    q, k, v = draw((2, 4, 2, 1, 40, 16), torch.float32, kernel_device)
+    lengths = torch.tensor([40, 13], device=kernel_device)
+    torch.library.opcheck(torch.ops.distill.decode_attention, (q, k, v, lengths, 0.25, None, None))
+    compiled = torch.compile(lambda *x: decode_attention(*x) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q, k, v, lengths), decode_attention(q, k, v, lengths) + 1)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("new tokens", {"q": torch.zeros(2, 4, 17, 16)}),
+        ("lengths", {"lengths": torch.zeros(3, dtype=torch.int32)}),
+        ("lengths", {"lengths": torch.zeros(2)}),
+        ("window", {"window": 0}),
+        ("q", {"q": torch.zeros(2, 3, 1, 16)}),
+    ],
+)
+def test_mistakes_are_named(name, change):
+    arguments = {"q": torch.zeros(2, 4, 1, 16), "k": torch.zeros(2, 2, 9, 16), "v": torch.zeros(2, 2, 9, 16)}
+    arguments["lengths"] = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=name):
+        decode_attention(**(arguments | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize("new", [1, 4])
+def test_real_shapes(device, size, new):
+    check((4, 32, 8, new, 8192, size), torch.bfloat16, device, [8192, 5000, 17, 4096])
+
+
+@pytest.mark.gpu
+def test_replays_in_a_cuda_graph_while_the_cache_grows(device):
+    q, k, v = draw((2, 8, 2, 1, 500, 64), torch.bfloat16, device)
+    lengths = torch.tensor([100, 7], device=device)
+    decode_attention(q, k, v, lengths)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(q, k, v, lengths)
+    lengths += 300
+    graph.replay()
+    assert torch.equal(out, decode_attention(q, k, v, lengths))
