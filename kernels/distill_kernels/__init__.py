@@ -3,6 +3,10 @@
 Needs torch; triton only where a CUDA tensor is used. Knows nothing of models, recipes or trainers.
 """
 
+from distill_kernels.attention.decode import decode_attention
+from distill_kernels.attention.flash import flash_attention
+from distill_kernels.attention.kv_cache import KVCache
+from distill_kernels.attention.ranges import cu_seqlens_from_position_ids
 from distill_kernels.layers.bias_gelu import BiasGELU, bias_gelu
 from distill_kernels.layers.glu import geglu, glu, swiglu
 from distill_kernels.layers.kl_probabilities import kl_probabilities
@@ -28,12 +32,16 @@ __all__ = [
     "FusedKLLoss",
     "FusedSkewKLLoss",
     "FusedTVDLoss",
+    "KVCache",
     "LayerNorm",
     "LossTerm",
     "RMSNorm",
     "TokenStats",
     "add_rms_norm",
     "bias_gelu",
+    "cu_seqlens_from_position_ids",
+    "decode_attention",
+    "flash_attention",
     "geglu",
     "glu",
     "kl_probabilities",
