@@ -156,7 +156,8 @@ def decode_on_triton(
         q, k, v, lengths, parts, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], kv_heads, new, slots,
         UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, GROUP=group,
         HEAD_DIM=size, BLOCK_D=block_d, ROWS=max(16, next_power_of_2(group * new)),
-        BLOCK_N=keys_at_a_time if block_d <= 128 else keys_at_a_time // 2, SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
+        BLOCK_N=keys_at_a_time if block_d <= 128 else keys_at_a_time // 2,
+        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip
     _combine_kernel[(new * group, batches * kv_heads)](

@@ -187,8 +187,8 @@ def _flash_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
-        grads = reference_attention_backward(dout, q, k, v, out, lse, masking)
-        return tuple(positions_first(grad).copy_(grad) for grad in grads)
+        dq, dk, dv = reference_attention_backward(dout, q, k, v, out, lse, masking)
+        return positions_first(q).copy_(dq), positions_first(k).copy_(dk), positions_first(v).copy_(dv)
     return backward_on_triton(dout, q, k, v, out, lse, masking)
 
 
