@@ -65,6 +65,12 @@ def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
 
 
+def test_sums_apart(kernel_device, monkeypatch):
+    monkeypatch.setattr(module, "SUMS_APART_FROM", 20)
+    for rows, hidden in ((45, 33), (1, 300), (70, 256)):
+        check_layer(layer_norm, torch_layer_norm, make(kernel_device, rows, hidden, torch.float32), torch.float32)
+
+
 def test_empty_rows(kernel_device):
     x, weight, bias = make(kernel_device, 0, 16, torch.float32)
     _, gradients = outputs_and_gradients(layer_norm, (x, weight, bias), (True, True, True))

@@ -93,7 +93,7 @@ def forward_tile(columns: int) -> TileConfig:
 def backward_tile(columns: int) -> TileConfig:
     """As forward, looping over rows."""
     block = min(next_power_of_2(columns), 1024)
-    return TileConfig(rows=4096 // block, columns=block, warps=4, programs=4)
+    return TileConfig(rows=2048 // block, columns=block, warps=4, programs=4, stages=3)
 
 
 def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:

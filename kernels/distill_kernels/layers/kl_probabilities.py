@@ -22,7 +22,7 @@ from distill_kernels.layers.op import KernelOp, check_dtype
 
 Reduction = Literal["none", "sum", "mean", "batchmean"]
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
-BLOCK, WARPS, PROGRAMS = 2048, 4, 8
+BLOCK, WARPS, PROGRAMS = 2048, 8, 8  # fastest in a sweep on an H200
 
 
 def reference_kl_probabilities(

@@ -5,7 +5,8 @@
     dn = dy * w,  dx = r (dn - mean(dn) - n mean(dn * n)),  dw = sum over rows of dy * n,  db = sum over rows of dy
 
 Ba, Kiros and Hinton, 2016 (arXiv:1607.06450). All arithmetic is fp32, as in torch. For N rows of H elements of b bytes,
-forward moves 2 N H b, backward 3 N H b, plus 8 N for mean and r and the partial sums of dw and db.
+forward moves 2 N H b, backward 3 N H b (5 N H b beyond 8,192 columns, where a program's registers do not hold a row
+and the sums for dw and db together), plus 8 N for mean and r and the partial sums.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from distill_kernels.layers.op import KernelOp, check_dtype
 from distill_kernels.layers.rows import as_rows, backward_rows, forward_rows
 
 MAX_HIDDEN = 16_384
+SUMS_APART_FROM = 8192
 
 
 def reference_layer_norm(
@@ -42,7 +44,7 @@ def _forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
     mask = (rows < n_rows) & (cols < H)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     mean = tl.sum(x, 1, keep_dims=True) / H  # [ROWS, 1]
     centred = tl.where(cols < H, x - mean, 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / H + eps)
@@ -96,6 +98,50 @@ def _backward_kernel(
         tl.store(partial_ptr + H + cols, tl.sum(dbias, 0, keep_dims=True), mask=cols < H)
 
 
+@triton.jit(do_not_specialize=["n_rows", "rows_per_group"])
+def _column_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, partial_ptr, dy_stride, x_stride, n_rows, rows_per_group,
+    H: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column_blocks: tl.constexpr = (H + COLUMNS - 1) // COLUMNS
+    group = tl.program_id(0) // column_blocks
+    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]  # [1, COLUMNS]
+    dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
+    dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    first = group * rows_per_group
+    last = tl.minimum(first + rows_per_group, n_rows)
+    for start in tl.range(first, last, ROWS, num_stages=STAGES):
+        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)  # [ROWS, 1]
+        mask = (rows < last) & (cols < H)
+        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + rows, mask=rows < last, other=0.0)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < last, other=0.0)
+        dweight += dy * ((x - mean) * rstd)
+        dbias += dy
+    partial_ptr += group.to(tl.int64) * 2 * H  # [groups, 2, H]
+    tl.store(partial_ptr + cols, tl.sum(dweight, 0, keep_dims=True), mask=cols < H)
+    tl.store(partial_ptr + H + cols, tl.sum(dbias, 0, keep_dims=True), mask=cols < H)
+
+
+def _column_partials(
+    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, dy_stride: int, x_stride: int
+) -> torch.Tensor:
+    """Partial sums of dw and db, fp32 [groups, 2 H], where a whole row's sums do not fit a program's registers."""
+    hidden, n_rows = x.shape[-1], rstd.shape[0]
+    rows, columns = 8, 256
+    column_blocks = cdiv(hidden, columns)
+    wanted = cdiv(4 * device_facts(x.device).multiprocessors, column_blocks)
+    rows_per_group = cdiv(cdiv(n_rows, wanted), rows) * rows
+    groups = cdiv(n_rows, rows_per_group)
+    partials = torch.empty((groups, 2 * hidden), dtype=torch.float32, device=x.device)
+    _column_kernel[(groups * column_blocks,)](
+        dy, x, mean, rstd, partials, dy_stride, x_stride, n_rows, rows_per_group,
+        H=hidden, ROWS=rows, COLUMNS=columns, STAGES=3, num_warps=4,
+    )  # fmt: skip
+    return partials
+
+
 def _launch_forward(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,7 +153,7 @@ def _launch_forward(
     mean = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
-        config = forward_rows(hidden)
+        config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
         _forward_kernel[(cdiv(n_rows, config.rows),)](
             x, weight, bias, y, mean, rstd, x_stride, n_rows, eps,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
@@ -141,12 +187,17 @@ def _launch_backward(
     if not n_rows:
         return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
     config = backward_rows(hidden)
-    programs = min(cdiv(n_rows, config.rows), device_facts(x.device).multiprocessors * config.programs)
-    partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device) if need_sums else rstd
+    apart = need_sums and hidden > SUMS_APART_FROM  # the sums by columns, in a pass of their own
+    programs = cdiv(n_rows, config.rows)
+    if need_sums and not apart:
+        programs = min(programs, device_facts(x.device).multiprocessors * config.programs)
+        partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device)
+    else:
+        partials = _column_partials(dy, x, mean, rstd, dy_stride, x_stride) if apart else rstd
     _backward_kernel[(programs,)](
         dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows,
         H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
-        NEED_SUMS=need_sums, STAGES=config.stages, num_warps=config.warps,
+        NEED_SUMS=need_sums and not apart, STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
     return dx, column_sums(partials, torch.float32).view(2, hidden) if need_sums else rstd.new_empty(0)
 

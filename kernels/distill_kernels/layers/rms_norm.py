@@ -57,7 +57,7 @@ def _forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
     mask = (rows < n_rows) & (cols < H)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     narrow = x_ptr.dtype.element_ty
     if HAS_RESIDUAL:
         narrow = sum_ptr.dtype.element_ty
@@ -127,7 +127,7 @@ def _launch_forward(
     y = torch.empty(x.shape, dtype=wide, device=x.device)
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
-        config = forward_rows(hidden)
+        config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
         _forward_kernel[(cdiv(n_rows, config.rows),)](
             x, residual, weight, y, total, rstd, x_stride, residual_stride, n_rows, eps,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,

@@ -22,12 +22,14 @@ class RowConfig(NamedTuple):
 # The rules below were read off a sweep on an H200, 1 MiB to 128 MiB of bf16, rows of 128 to 16,384 elements.
 
 
-@functools.cache
-def forward_rows(columns: int) -> RowConfig:
-    """One pass over a row: about 16 elements a thread; small rows share a program."""
+@functools.lru_cache(maxsize=4096)
+def forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
+    """One pass over a row: about 16 elements a thread; small rows share a program where there are many."""
     rows = max(1, 2048 // next_power_of_2(columns))
+    while rows > 1 and n_rows < rows * 4 * multiprocessors:
+        rows //= 2
     warps = 1 << ((rows * columns // 512).bit_length() - 1) if rows * columns >= 512 else 1
-    return RowConfig(rows=rows, warps=min(max(warps, 4), 32))
+    return RowConfig(rows=rows, warps=min(max(warps, 4), 16))
 
 
 @functools.cache
