@@ -53,7 +53,8 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
     student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
     if student == torch.float16 and recipe.student.lora is None:
         raise ValueError("student.dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
-    teacher = compute if recipe.teacher.dtype == "auto" else COMPUTE[recipe.teacher.dtype]
+    named = "bfloat16" if recipe.teacher.dtype == "fp8" else recipe.teacher.dtype
+    teacher = compute if named == "auto" else COMPUTE[named]
     return Precision(compute, student, teacher)
 
 

@@ -9,6 +9,7 @@ events without stopping the device.
     compile         the same, each decoder layer and the divergence under torch.compile
     liger           Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
     distill         our patches, attention, loss and AdamW
+    distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def bench_step(
     length: int,
     loss: Loss,
     *,
-    variants: tuple[str, ...] = ("plain", "compile", "liger", "distill"),
+    variants: tuple[str, ...] = ("plain", "compile", "liger", "distill", "distill-fp8"),
     steps: int = 8,
     seed: int = 0,
 ) -> list[StepTime]:
@@ -239,6 +240,7 @@ def bench_step(
     Returns:
         A row for each variant, then "plain (again)" if plain ran first and others followed.
     """
+    from distill_kernels.matmul.fp8 import swap_linears_for_fp8
     from distill_kernels.optim.adamw import FusedAdamW
 
     results: list[StepTime] = []
@@ -272,6 +274,9 @@ def bench_step(
                 patch(teacher, "teacher", attention=chosen[0])
                 patch(student, "student", attention=chosen[1])
                 objective = DistillationObjective(teacher, student, loss)
+                if variant == "distill-fp8":
+                    swap_linears_for_fp8(teacher)
+                    torch.cuda.empty_cache()
                 step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
             result = measure(variant, step, tokens, flops, steps)
             result.note = note

@@ -163,7 +163,8 @@ def load_config(section: ModelSection, field: str) -> Any:
 
 
 def _named_dtype(name: str) -> torch.dtype | None:
-    return None if name == "auto" else getattr(torch, name)
+    # an fp8 teacher is loaded in bf16 and quantised later (fp8_teacher.py)
+    return None if name == "auto" else torch.bfloat16 if name == "fp8" else getattr(torch, name)
 
 
 def _attention(section: ModelSection) -> dict[str, Any]:

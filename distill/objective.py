@@ -116,6 +116,12 @@ class DistillationObjective:
         inner.forward = types.MethodType(forward, inner)
         self._student = inner
 
+    @property
+    def student(self) -> Any:
+        """The transformers model whose forward is patched, inside whatever wraps it."""
+        assert self._student is not None, "the objective is detached"
+        return self._student
+
     def detach(self) -> None:
         """Give the student its own forward back."""
         if self._student is None:

@@ -26,6 +26,7 @@ from distill.recipe_yaml import apply_overrides, parse_yaml, to_yaml
 __all__ = ["Data", "Loss", "Recipe", "RecipeError", "Student", "Teacher", "Train", "dump", "load", "parse"]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -58,7 +59,8 @@ class ModelSection(Section):
         config: a config.json, its folder, or the name of a shipped architecture such as `llama-3.2-1b`; only read
             when `init` is `random`.
         dtype: what the weights are kept in; `auto` is float32 for weights that are trained, and what is computed in
-            (`train.precision`) for frozen ones: the teacher's, and a LoRA student's.
+            (`train.precision`) for frozen ones: the teacher's, and a LoRA student's. `fp8` is for teachers: bfloat16
+            with the linear layers but the head in fp8; by how much that moves the teacher is measured and printed.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run the Python code a hub model brings.
         attention: `auto`, or a transformers attention implementation.
@@ -67,7 +69,7 @@ class ModelSection(Section):
     model: Text | None = None
     init: Literal["pretrained", "random"] = "pretrained"
     config: Text | None = None
-    dtype: DType = "auto"
+    dtype: Weights = "auto"
     revision: Text | None = None
     trust_remote_code: bool = False
     attention: Text = "auto"
@@ -147,6 +149,12 @@ class Student(ModelSection):
     from_teacher: FromTeacher | None = None
     lora: Lora | None = None
     vocabulary: Literal["keep", "extend"] = "keep"
+
+    @model_validator(mode="after")
+    def _trains_in_a_dtype_with_gradients(self) -> Self:
+        if self.dtype == "fp8":
+            raise ValueError("dtype: fp8 is for teachers; a student is trained in float32, bfloat16 or float16")
+        return self
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:

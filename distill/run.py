@@ -125,6 +125,8 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
     trainer.remove_callback(transformers.PrinterCallback)
     if device.type == "cuda":
         _patch(models, recipe, arguments.per_device_train_batch_size)
+    if recipe.teacher.dtype == "fp8":
+        _quantise(trainer, splits, arguments.per_device_train_batch_size)
     plan = Plan(
         arguments.max_steps,
         recipe.train.batch_size * recipe.data.max_length * accumulation * world_size(),
@@ -261,6 +263,17 @@ def _patch(models: Models, recipe: Recipe, batch_size: int) -> None:
         report = patch(model, role, attention=backend)  # type: ignore[arg-type]
         if _first():
             console.say(f"{'kernels':<12}{role}: {report}")
+
+
+def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> None:
+    """Turn the teacher's linear layers to fp8 and say what that costs."""
+    from distill.fp8_teacher import quantise_teacher
+
+    rows = [splits.validation[index] for index in range(min(batch_size, len(splits.validation)))]
+    batch = trainer._prepare_inputs(trainer.data_collator(rows))
+    report = quantise_teacher(trainer.objective, batch)
+    if _first():
+        console.say(f"{'fp8':<12}{report}")
 
 
 def _held_out(
