@@ -69,18 +69,20 @@ def split_k_kernel(
     m, n = tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     first = split * part
-    # rows beyond the edge are read from the last row and not written
-    x_ptrs = x_ptr + tl.minimum(m, M - 1)[None, :].to(tl.int64) * stride_x + (first + k)[:, None]  # [K, M]
+    # outputs beyond the edge read the last row of W and are not written; rows beyond M are not read, since sixteen
+    # reads of one line by every program (a clamped index) crowd one slice of the L2 cache
+    x_ptrs = x_ptr + m[None, :].to(tl.int64) * stride_x + (first + k)[:, None]  # [K, M]
+    in_rows = (m < M)[None, :]
     weight_ptrs = weight_ptr + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_weight + (first + k)[None, :]
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, part, BLOCK_K):
         if EVEN:
             weight = tl.load(weight_ptrs, eviction_policy="evict_first")
-            x = tl.load(x_ptrs)
+            x = tl.load(x_ptrs, mask=in_rows, other=0.0)
         else:
             left = K - first - start
             weight = tl.load(weight_ptrs, mask=k[None, :] < left, other=0.0, eviction_policy="evict_first")
-            x = tl.load(x_ptrs, mask=k[:, None] < left, other=0.0)
+            x = tl.load(x_ptrs, mask=in_rows & (k[:, None] < left), other=0.0)
         total = tl.dot(weight, x, total)
         weight_ptrs += BLOCK_K
         x_ptrs += BLOCK_K
@@ -106,16 +108,19 @@ def split_k_kernel(
 
 def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) -> Config:
     """Tiles and splits for a shape: enough programs to keep every multiprocessor reading, in whole waves."""
-    block_n, block_k, resident = 64, 128, 2
-    tiles, steps = cdiv(outputs, block_n), cdiv(inputs, block_k)
-    slots = resident * multiprocessors
+    tiles, steps = cdiv(outputs, 64), cdiv(inputs, 128)
+    if rows > 32:  # x takes as much shared memory as W: one deep pipeline a multiprocessor, or two shallower ones
+        if 2 * tiles <= multiprocessors and steps >= 2:
+            return Config(64, 128, 2, 4, 4)
+        if multiprocessors < cdiv(outputs, 128) <= 2 * multiprocessors:
+            return Config(128, 64, 1, 4, 4)
     best, least = 1, float("inf")
     for splits in range(1, min(steps, 16) + 1):
-        waves = cdiv(tiles * splits, slots)
+        waves = cdiv(tiles * splits, 2 * multiprocessors)
         cost = waves * (cdiv(steps, splits) + 4)  # a program's start and end cost about four steps
         if cost < least:
             best, least = splits, cost
-    return Config(block_n, block_k, best, 4, 4)
+    return Config(64, 128, best, 4, 3 if rows > 32 else 4)
 
 
 _counters: dict[tuple[torch.device, int | str], torch.Tensor] = {}
