@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from distill_kernels import FusedJSDLoss, FusedKLLoss, LossTerm
+from helpers import relative_error
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
@@ -309,3 +310,14 @@ def test_a_batch_without_labels_is_refused():
     objective = DistillationObjective(tiny_model(seed=1), tiny_model())
     with pytest.raises(ValueError, match="labels"):
         objective.compare({"input_ids": torch.ones(1, 3, dtype=torch.int64)})
+
+
+def test_autocast_gives_the_same_loss_to_rounding():
+    student, teacher = tiny_model(), tiny_model(seed=1)
+    objective = DistillationObjective(teacher, student, MIXED)
+    exact = gradients(student, student(**objective.compare(batch()))["loss"])
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = student(**objective.compare(batch()))["loss"]
+    assert loss.dtype == torch.float32
+    for name, gradient in gradients(student, loss).items():
+        assert relative_error(gradient, exact[name]) < 0.05, name

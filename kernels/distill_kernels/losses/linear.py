@@ -158,7 +158,9 @@ def linear_divergence(
     path = reference_linear_divergence
     if runs_on_triton(student.hidden) and dtype != torch.float64:
         from distill_kernels.losses.fused import fused_linear_divergence as path
-    return path(student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace)
+    # dtypes are chosen here, once; autocast would change those of products inside
+    with torch.autocast(student.hidden.device.type, enabled=False):
+        return path(student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace)
 
 
 def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
