@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-
 from distill_kernels import FusedDistillationLoss, LossTerm
 from distill_kernels.losses.linear import Batch, Head, Wanted, reference_linear_divergence
+
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -82,6 +82,15 @@ class Inputs:
             loss(self).backward()
 
         return step
+
+    def peak(self, step: Callable[[], None]) -> float:
+        """MiB above the inputs at the peak of `step`, the gradients that it leaves included."""
+
+        def run() -> None:
+            step()
+            self.clear()
+
+        return peak_above_inputs(run)
 
 
 def floor(inputs: Inputs, *, head: bool = True) -> Callable[[], None]:
@@ -221,7 +230,7 @@ def compare(shape: Shape, term: LossTerm, candidates: dict[str, Callable], round
     for name, make in candidates.items():
         try:
             step = inputs.run(make())
-            row = Row(case, str(shape), name, math.nan, peak_mib=peak_above_inputs(step))
+            row = Row(case, str(shape), name, math.nan, peak_mib=inputs.peak(step))
             if right is not None:
                 row.error = gradient_errors(inputs, step, right)
         except (ImportError, torch.OutOfMemoryError) as error:
@@ -262,12 +271,12 @@ def variants(rounds: int) -> list[Row]:
         "forward KL, max_workspace_mib=256": ours(KL, workspace=256),
     }
     steps = {name: inputs.run(loss) for name, loss in kinds.items()}
-    peaks = {name: peak_above_inputs(step) for name, step in steps.items()}
+    peaks = {name: inputs.peak(step) for name, step in steps.items()}
     small = gradient_errors(inputs, steps["forward KL, max_workspace_mib=256"], exact_gradients(inputs, KL))
     frozen = Inputs(MAIN)
     frozen.w.requires_grad_(False)
     steps["forward KL, frozen head"] = frozen.run(ours(KL))
-    peaks["forward KL, frozen head"] = peak_above_inputs(steps["forward KL, frozen head"])
+    peaks["forward KL, frozen head"] = frozen.peak(steps["forward KL, frozen head"])
     inputs.clear()
     frozen.clear()
     floors = {"floor: bare products": floor(inputs), "floor: without dW": floor(frozen, head=False)}

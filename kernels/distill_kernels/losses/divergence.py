@@ -33,6 +33,8 @@ import torch
 from distill_kernels.losses import terms
 from distill_kernels.losses.terms import Objective, TokenStats
 
+MOST_LOG_RATIO = 80.0  # of the two probabilities in a mixture; beyond it the smaller one no longer matters
+
 
 class RowResult(NamedTuple):
     """What the rows of one chunk give.
@@ -73,20 +75,20 @@ def reference_terms(
     if kind == terms.TVD:
         difference = p_s - p_t
         return difference.abs() * 0.5, p_s * difference.sign() * 0.5
-    share = parameter
+    # with e = p_t / p_s, q = m / p_s = 1 + share (e - 1): exactly 1 where the distributions are equal
+    share = 1 - parameter if kind == terms.SKEW_REVERSE_KL else parameter  # the teacher's part of the mixture
+    d = (log_t - log_s).nan_to_num_(0.0).clamp_(-MOST_LOG_RATIO, MOST_LOG_RATIO)
+    e = d.exp()
+    q = 1 + share * (e - 1)
+    log_q = q.log()
+    m = p_s + share * (p_t - p_s)
     if kind == terms.SKEW_REVERSE_KL:
-        m = share * p_s + (1 - share) * p_t
-        log_ratio = _log_ratio_product(p_s, log_s, m.log())
-        ratio = torch.where(m > 0, p_s / m, 1.0)
-        return log_ratio - p_s + m, log_ratio + share * p_s * (1 - ratio)
-    m = share * p_t + (1 - share) * p_s
-    log_m = m.log()
+        return m - p_s - p_s * log_q, p_s * (parameter * (1 - 1 / q) - log_q)
     if kind == terms.SKEW_FORWARD_KL:
-        ratio = torch.where(m > 0, p_t / m, 1.0)
-        return _log_ratio_product(p_t, log_t, log_m) - p_t + m, (1 - share) * p_s * (1 - ratio)
+        return p_t * (d - log_q) - p_t + m, (1 - share) * p_s * (1 - e / q)
     assert kind == terms.JSD, kind
-    g = (1 - share) * _log_ratio_product(p_s, log_s, log_m)
-    return share * _log_ratio_product(p_t, log_t, log_m) + g, g
+    g = (share - 1) * p_s * log_q
+    return share * p_t * (d - log_q) + g, g
 
 
 def reference_rows(
@@ -181,7 +183,8 @@ def reference_stats(
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
             divergence = divergence + weight * f.sum(-1).clamp_min(0)
         teacher_entropy = -torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1)
-        agreement = (z.argmax(-1) == z_teacher.argmax(-1)).to(z.dtype)
+        tops = [logits == logits.amax(-1, keepdim=True) for logits in (z, z_teacher)]
+        agreement = (tops[0] & tops[1]).any(-1).to(z.dtype)
         teacher_label = zeros if targets is None else log_t.gather(-1, targets[:, None]).squeeze(-1)
     figures = (divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label)
     return TokenStats(*(torch.where(kept, figure, 0.0).float() for figure in figures))

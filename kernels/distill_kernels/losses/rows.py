@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
-from distill_kernels.losses import terms
+from distill_kernels.losses import divergence, terms
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.terms import Objective
 
@@ -24,6 +24,7 @@ if HAS_TRITON:
     SKEW_FORWARD_KL = tl.constexpr(terms.SKEW_FORWARD_KL)
     SKEW_REVERSE_KL = tl.constexpr(terms.SKEW_REVERSE_KL)
     TVD = tl.constexpr(terms.TVD)
+    MOST_LOG_RATIO = tl.constexpr(divergence.MOST_LOG_RATIO)
 
 
 @triton.jit
@@ -44,29 +45,34 @@ def _one_divergence(KIND: tl.constexpr, share, log_s, log_t, p_s, p_t):
         difference = p_s - p_t
         f = 0.5 * tl.abs(difference)
         g = 0.5 * tl.where(difference > 0.0, p_s, tl.where(difference < 0.0, -p_s, 0.0))
-    elif KIND == SKEW_REVERSE_KL:
-        m = share * p_s + (1.0 - share) * p_t
-        ratio = tl.where(m > 0.0, p_s / m, 1.0)
-        product = _log_ratio_product(p_s, log_s, tl.log(m))
-        f = product - p_s + m
-        g = product + share * p_s * (1.0 - ratio)
     else:
-        m = share * p_t + (1.0 - share) * p_s
-        log_m = tl.log(m)
-        if KIND == SKEW_FORWARD_KL:
-            ratio = tl.where(m > 0.0, p_t / m, 1.0)
-            f = _log_ratio_product(p_t, log_t, log_m) - p_t + m
-            g = (1.0 - share) * p_s * (1.0 - ratio)
+        d = log_t - log_s
+        d = tl.where(d == d, d, 0.0)  # both -inf
+        d = tl.maximum(tl.minimum(d, MOST_LOG_RATIO), -MOST_LOG_RATIO)
+        e = tl.exp(d)
+        teacher_share = share
+        if KIND == SKEW_REVERSE_KL:
+            teacher_share = 1.0 - share
+        q = 1.0 + teacher_share * (e - 1.0)
+        log_q = tl.log(q)
+        if KIND == JSD:
+            g = (share - 1.0) * p_s * log_q
+            f = share * p_t * (d - log_q) + g
         else:
-            tl.static_assert(KIND == JSD)
-            g = (1.0 - share) * _log_ratio_product(p_s, log_s, log_m)
-            f = share * _log_ratio_product(p_t, log_t, log_m) + g
+            m = p_s + teacher_share * (p_t - p_s)
+            if KIND == SKEW_REVERSE_KL:
+                f = m - p_s - p_s * log_q
+                g = p_s * (share * (1.0 - 1.0 / q) - log_q)
+            else:
+                tl.static_assert(KIND == SKEW_FORWARD_KL)
+                f = p_t * (d - log_q) - p_t + m
+                g = (1.0 - share) * p_s * (1.0 - e / q)
     return f, g
 
 
 @triton.jit
 def _all_divergences(log_s, log_t, weights, shares, KINDS: tl.constexpr):
-    """Weighted sums of `f` and of `g` over the terms, and `p_s`."""
+    """Weighted sums of `f` and of `g` over the terms, `p_s` and `p_t`."""
     p_s = tl.exp(log_s)
     p_t = tl.exp(log_t)
     f = tl.zeros_like(p_s)
@@ -75,7 +81,7 @@ def _all_divergences(log_s, log_t, weights, shares, KINDS: tl.constexpr):
         f_i, g_i = _one_divergence(KINDS[i], shares[i], log_s, log_t, p_s, p_t)
         f += weights[i] * f_i
         g += weights[i] * g_i
-    return f, g, p_s
+    return f, g, p_s, p_t
 
 
 @triton.jit
@@ -102,12 +108,6 @@ def _logit(values_ptr, shift_ptr, column, V, TILE: tl.constexpr):
     inside = (column >= 0) & (column < V)
     value = tl.load(values_ptr + column, mask=inside, other=-float("inf")).to(tl.float32)
     return value + tl.load(shift_ptr + column // TILE, mask=inside, other=0.0)
-
-
-@triton.jit
-def _first_maximum(z, maximum, columns):
-    """Least column of each element's place whose logit is the row's maximum."""
-    return tl.where(z == maximum, columns, 2147483647)
 
 
 @triton.jit
@@ -158,11 +158,11 @@ def _row_kernel(
         lse1_t = lse_t
         if TEMPERED and STATS:
             _, lse1_t = _normaliser(teacher_shift_ptr, teacher_hard_ptr + here * tiles, tiles, 1.0, TILES)
-    label = tl.full((), -1, tl.int64)
+    label = tl.full((), -1, tl.int32)
     student_label = 0.0
     teacher_label = 0.0
     if HAS_LABELS:
-        label = tl.load(labels_ptr + row).to(tl.int64)
+        label = tl.load(labels_ptr + row).to(tl.int32)
         student_label = _logit(student_ptr, student_shift_ptr, label, V, TILE) - lse1_s
         if HAS_TEACHER and STATS:
             teacher_label = _logit(teacher_ptr, teacher_shift_ptr, label, V, TILE) - lse1_t
@@ -173,8 +173,7 @@ def _row_kernel(
     stat_f = tl.zeros((BLOCK, TILE), tl.float32)
     entropy_s = tl.zeros((BLOCK, TILE), tl.float32)
     entropy_t = tl.zeros((BLOCK, TILE), tl.float32)
-    first_s = tl.full((BLOCK, TILE), 2147483647, tl.int32)
-    first_t = tl.full((BLOCK, TILE), 2147483647, tl.int32)
+    common_top = tl.zeros((BLOCK, TILE), tl.float32)
     g_mean = 0.0
     for sweep in tl.static_range(0 if SWEEP_FIRST else 1, 2 if GRADIENT else 1):
         for count in range(blocks):
@@ -183,34 +182,42 @@ def _row_kernel(
             columns = tile[:, None] * TILE + within
             z_s = _load(student_ptr, student_shift_ptr, tile, columns, V, tiles)
             z_t = z_s
-            g = tl.zeros((BLOCK, TILE), tl.float32)
-            p_s = g
             if HAS_TEACHER:
                 z_t = _load(teacher_ptr, teacher_shift_ptr, tile, columns, V, tiles)
+            log_s = z_s * inverse_t - lse_s
+            log_t = z_t * inverse_t - lse_t
+            g = tl.zeros((BLOCK, TILE), tl.float32)
+            p_s = g
+            p_t = g
             if len(KINDS) > 0:
-                f, g, p_s = _all_divergences(z_s * inverse_t - lse_s, z_t * inverse_t - lse_t, weights, shares, KINDS)
+                f, g, p_s, p_t = _all_divergences(log_s, log_t, weights, shares, KINDS)
                 if sweep == 0 or not SWEEP_FIRST:
                     f_sum += f
                 if sweep == 0:
                     g_sum += g
+            p1 = p_s  # the student at T = 1
+            if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
+                p1 = tl.exp(z_s - lse1_s)
             if (sweep == 0 or not SWEEP_FIRST) and SMOOTHED:
                 z_sum += tl.where(columns < V, z_s, 0.0)
             if (sweep == 0 or not SWEEP_FIRST) and STATS:
-                log_s = z_s - lse1_s
-                entropy_s -= _log_ratio_product(tl.exp(log_s), log_s, 0.0)
+                if TEMPERED:
+                    log_s = z_s - lse1_s
+                entropy_s += tl.where(p1 > 0.0, p1 * log_s, 0.0)
                 if HAS_TEACHER:
-                    log_t = z_t - lse1_t
-                    entropy_t -= _log_ratio_product(tl.exp(log_t), log_t, 0.0)
-                    first_s = tl.minimum(first_s, _first_maximum(z_s, student_max, columns))
-                    first_t = tl.minimum(first_t, _first_maximum(z_t, teacher_max, columns))
-                    stat_block, _g, _p = _all_divergences(log_s, log_t, stats_weights, shares, KINDS)
-                    stat_f += stat_block
+                    if TEMPERED:
+                        log_t = z_t - lse1_t
+                        stat_f += _all_divergences(log_s, log_t, stats_weights, shares, KINDS)[0]
+                    if TEMPERED or len(KINDS) == 0:
+                        p_t = tl.exp(log_t)
+                    entropy_t += tl.where(p_t > 0.0, p_t * log_t, 0.0)
+                    both = (z_s == student_max) & (z_t == teacher_max)
+                    common_top = tl.where(both, 1.0, common_top)
             if sweep == 1:
                 if SWEEP_FIRST:
                     g -= p_s * g_mean
                 g *= inverse_t
                 if HARD:
-                    p1 = tl.exp(z_s - lse1_s)
                     if Z_LOSS:
                         p1 *= 1.0 + 2.0 * z_loss * lse1_s
                     if SMOOTHED:
@@ -226,6 +233,9 @@ def _row_kernel(
             g_mean = tl.sum(g_sum)
 
     loss = tl.maximum(tl.sum(f_sum), 0.0)
+    divergence = loss
+    if TEMPERED:
+        divergence = tl.maximum(tl.sum(stat_f), 0.0)
     if HARD:
         hard = -(1.0 - smoothing) * student_label
         if SMOOTHED:
@@ -235,14 +245,11 @@ def _row_kernel(
         loss += hard_weight * hard
     tl.store(loss_ptr + row, loss * scale)
     if STATS:
-        agreement = 0.0
-        if HAS_TEACHER:
-            agreement = (tl.min(first_s) == tl.min(first_t)).to(tl.float32)
-        tl.store(stats_ptr + row, tl.maximum(tl.sum(stat_f), 0.0))
+        tl.store(stats_ptr + row, divergence)
         tl.store(stats_ptr + stats_stride + row, -student_label)
-        tl.store(stats_ptr + 2 * stats_stride + row, tl.sum(entropy_s))
-        tl.store(stats_ptr + 3 * stats_stride + row, tl.sum(entropy_t))
-        tl.store(stats_ptr + 4 * stats_stride + row, agreement)
+        tl.store(stats_ptr + 2 * stats_stride + row, -tl.sum(entropy_s))
+        tl.store(stats_ptr + 3 * stats_stride + row, -tl.sum(entropy_t))
+        tl.store(stats_ptr + 4 * stats_stride + row, tl.max(common_top))
         tl.store(stats_ptr + 5 * stats_stride + row, student_label)
         tl.store(stats_ptr + 6 * stats_stride + row, teacher_label)
 

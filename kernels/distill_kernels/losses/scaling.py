@@ -18,7 +18,7 @@ def _scale_kernel(gradient_ptr, factor_ptr, elements, BLOCK: tl.constexpr):
     if factor == 1.0:
         return
     for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
-        at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         gradient = tl.load(gradient_ptr + at, mask=at < elements).to(tl.float32)
         tl.store(gradient_ptr + at, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=at < elements)
 

@@ -1,0 +1,73 @@
+"""The losses from their definitions, over full logits, differentiated by autograd: what ours is held against."""
+
+from __future__ import annotations
+
+import torch
+from distill_kernels import LossTerm
+
+ALL_TERMS = [
+    LossTerm("forward_kl", 1.0),
+    LossTerm("reverse_kl", 1.0),
+    LossTerm("jsd", 1.0, beta=0.3),
+    LossTerm("skew_forward_kl", 1.0, alpha=0.2),
+    LossTerm("skew_reverse_kl", 1.0, alpha=0.2),
+    LossTerm("tvd", 1.0),
+    LossTerm("cross_entropy", 1.0),
+]
+
+
+def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Sum of p (log p - log q) over the last dimension."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def mix(log_p: torch.Tensor, log_q: torch.Tensor, share: float) -> torch.Tensor:
+    """log(share p + (1 - share) q)."""
+    return (share * log_p.exp() + (1 - share) * log_q.exp()).log()
+
+
+def dense_divergence(term: LossTerm, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Tensor:
+    """One divergence per row from log-probabilities of student and teacher."""
+    if term.type == "forward_kl":
+        return kl(log_t, log_s)
+    if term.type == "reverse_kl":
+        return kl(log_s, log_t)
+    if term.type == "tvd":
+        return 0.5 * (log_t.exp() - log_s.exp()).abs().sum(-1)
+    if term.type == "jsd":
+        log_m = mix(log_t, log_s, term.beta)
+        return term.beta * kl(log_t, log_m) + (1 - term.beta) * kl(log_s, log_m)
+    if term.type == "skew_forward_kl":
+        return kl(log_t, mix(log_t, log_s, term.alpha))
+    assert term.type == "skew_reverse_kl"
+    return kl(log_s, mix(log_s, log_t, term.alpha))
+
+
+def dense_rows(
+    z: torch.Tensor,
+    z_teacher: torch.Tensor | None,
+    terms: list[LossTerm],
+    labels: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Row losses [N] from logits after scale and soft cap."""
+    total = z.new_zeros(z.shape[0], dtype=torch.float64 if z.dtype == torch.float64 else torch.float32)
+    for term in terms:
+        if term.type == "cross_entropy":
+            hard = torch.nn.functional.cross_entropy(
+                z.to(total.dtype), labels, reduction="none", label_smoothing=label_smoothing
+            )
+            total = total + term.weight * (hard + z_loss * z.to(total.dtype).logsumexp(-1).square())
+        elif term.weight:
+            assert z_teacher is not None
+            log_s, log_t = ((x.to(total.dtype) / temperature).log_softmax(-1) for x in (z, z_teacher))
+            total = total + term.weight * temperature**2 * dense_divergence(term, log_s, log_t)
+    return total
+
+
+def softcap(z: torch.Tensor, scale: float = 1.0, cap: float | None = None) -> torch.Tensor:
+    """cap * tanh(scale z / cap)."""
+    return scale * z if cap is None else cap * torch.tanh(scale * z / cap)

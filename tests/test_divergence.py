@@ -1,0 +1,221 @@
+"""Row arithmetic: the PyTorch specification against definitions in fp64, and the row kernel against both."""
+
+import math
+
+import pytest
+import torch
+from dense_loss import ALL_TERMS, dense_rows, softcap
+from distill_kernels import LossTerm
+from distill_kernels.losses.divergence import reference_rows
+from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.rows import run_rows
+from distill_kernels.losses.terms import Objective, TokenStats, make_objective
+from helpers import assert_as_good_as_torch, realistic_logits, relative_error
+
+names = lambda term: term.type  # noqa: E731
+
+
+def relative_logits(z, temperature=1.0, dtype=torch.float32):
+    """What projection.py leaves for the row kernel, made by PyTorch."""
+    n, vocab = z.shape
+    tiles = -(-vocab // TILE)
+    padded = torch.nn.functional.pad(z.float(), (0, tiles * TILE - vocab), value=-math.inf).view(n, tiles, TILE)
+    shift = padded.amax(-1)
+    shift = torch.where(shift == -math.inf, 0.0, shift)
+    relative = padded - shift[:, :, None]
+    totals = [(relative / t).exp().sum(-1).contiguous() for t in (temperature, 1.0)]
+    return Logits(relative.view(n, -1)[:, :vocab].to(dtype).contiguous(), shift, *totals)
+
+
+def run_kernel(z, z_teacher, objective, labels=None, row_scale=None, rows=None, stats=False, gradient=True):
+    """The row kernel over dense fp32 logits, all outputs poisoned."""
+    n = z.shape[0]
+    nan = float("nan")
+    scale = torch.ones(n, device=z.device) if row_scale is None else row_scale
+    loss = torch.full((scale.shape[0],), nan, device=z.device)
+    figures = torch.full((7, scale.shape[0]), nan, device=z.device) if stats else None
+    grad = torch.full_like(z, nan, dtype=torch.float32) if gradient else None
+    run_rows(
+        relative_logits(z, objective.temperature),
+        None if z_teacher is None else relative_logits(z_teacher, objective.temperature),
+        objective,
+        labels=labels,
+        row_scale=scale,
+        rows=rows,
+        loss=loss,
+        stats=figures,
+        gradient=grad,
+    )
+    return loss, grad, figures
+
+
+def exact_rows(z, z_teacher, terms, labels=None, *, scale=1.0, cap=None, **settings):
+    z = z.double().detach().clone().requires_grad_()
+    loss = dense_rows(softcap(z, scale, cap), z_teacher.double(), terms, labels, **settings)
+    loss.sum().backward()
+    return loss.detach(), z.grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("term", ALL_TERMS, ids=names)
+def test_specification_equals_the_definitions(term, temperature):
+    z, z_teacher = realistic_logits(5, 33)
+    labels = torch.randint(0, 33, (5,))
+    hard = {"label_smoothing": 0.1, "z_loss": 0.01} if term.type == "cross_entropy" else {}
+    loss, grad = exact_rows(z, z_teacher, [term], labels, temperature=temperature, scale=0.7, cap=9.0, **hard)
+    objective = make_objective(
+        [term], temperature=temperature, student_logit_scale=0.7, student_softcap=9.0, **hard
+    )  # fmt: skip
+    ours = reference_rows(z, z_teacher, objective, labels=labels, row_scale=torch.ones(5, dtype=torch.float64))
+    assert relative_error(ours.loss, loss) < 1e-12
+    assert relative_error(ours.gradient, grad) < 1e-11
+
+
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 3000])
+def test_kernel_sizes(kernel_device, vocab):
+    terms = [LossTerm("reverse_kl", 0.5), LossTerm("cross_entropy", 0.5)]
+    z, z_teacher = realistic_logits(3, vocab, device=kernel_device)
+    labels = torch.randint(0, vocab, (3,), device=kernel_device)
+    exact, exact_grad = exact_rows(z, z_teacher, terms, labels)
+    loss, grad, _ = run_kernel(z.float(), z_teacher.float(), make_objective(terms), labels)
+    assert relative_error(loss, exact) < 2e-6
+    assert relative_error(grad, exact_grad) < 5e-6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("term", ALL_TERMS, ids=names)
+def test_kernel_is_as_good_as_eager(kernel_device, term, temperature):
+    z, z_teacher = realistic_logits(4, 700, device=kernel_device)
+    labels = torch.randint(0, 700, (4,), device=kernel_device)
+    hard = {"label_smoothing": 0.1, "z_loss": 0.01} if term.type == "cross_entropy" else {}
+    exact, exact_grad = exact_rows(z, z_teacher, [term], labels, temperature=temperature, **hard)
+    eager_z = z.float().requires_grad_()
+    eager = dense_rows(eager_z, z_teacher.float(), [term], labels, temperature=temperature, **hard)
+    eager.sum().backward()
+    objective = make_objective([term], temperature=temperature, **hard)
+    teacher = None if term.type == "cross_entropy" else z_teacher.float()
+    loss, grad, _ = run_kernel(z.float(), teacher, objective, labels if term.type == "cross_entropy" else None)
+    assert_as_good_as_torch(loss, eager.detach(), exact, torch.float32, "loss")
+    assert_as_good_as_torch(grad, eager_z.grad, exact_grad, torch.float32, "gradient")
+    without, none, _ = run_kernel(z.float(), teacher, objective, labels, gradient=False)
+    assert none is None
+    assert relative_error(without, exact) < 2e-6
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_kernel_statistics_equal_the_specification(kernel_device, temperature):
+    terms = [LossTerm("jsd", 0.5, beta=0.5), LossTerm("cross_entropy", 0.5)]
+    z, z_teacher = realistic_logits(6, 300, device=kernel_device)
+    z[1] = z_teacher[1]
+    labels = torch.randint(0, 300, (6,), device=kernel_device)
+    row_scale = torch.tensor([1.0, 1.0, 0.0, 0.5, 1.0, 1.0], device=kernel_device)
+    objective = make_objective(terms, temperature=temperature)
+    expected = reference_rows(
+        z, z_teacher, objective, labels=labels, row_scale=row_scale.double(), with_stats=True
+    ).stats
+    _, _, figures = run_kernel(z.float(), z_teacher.float(), objective, labels, row_scale, stats=True)
+    for name, ours, right in zip(TokenStats._fields, figures, expected, strict=True):
+        assert relative_error(ours, right) < 5e-6, name
+    assert expected.agreement[1] == 1 and expected.divergence[1] == 0 and expected.divergence[2] == 0
+
+
+@pytest.mark.parametrize("path", ["specification", "kernel"])
+@pytest.mark.parametrize("term", ALL_TERMS[:-1], ids=names)
+def test_equal_distributions_give_zero_and_nothing_is_negative(kernel_device, term, path):
+    def rows(z, z_teacher):
+        objective = make_objective([term])
+        if path == "kernel":
+            return run_kernel(z, z_teacher, objective)[0]
+        return reference_rows(z, z_teacher, objective, labels=None, row_scale=torch.ones(4, device=z.device)).loss
+
+    z = realistic_logits(4, 300, device=kernel_device)[0].float()
+    assert rows(z.clone(), z).abs().max() == 0
+    close = z * (1 + 1e-4)
+    loss = rows(close, z)
+    assert (loss >= 0).all()
+
+
+@pytest.mark.parametrize("path", ["specification", "kernel"])
+@pytest.mark.parametrize("term", ALL_TERMS[:-1], ids=names)
+def test_extreme_logits_give_no_nan(kernel_device, term, path):
+    z, z_teacher = (t.float() for t in realistic_logits(4, 300, device=kernel_device))
+    z[0, 5], z_teacher[0, 7] = 1e4, -1e4
+    z[1], z_teacher[1] = z[1] * 1e3, z_teacher[1] * 1e3
+    z[2, :5] = z_teacher[2, :5] = -math.inf  # both: the term is 0
+    objective = make_objective([term])
+    scale = torch.ones(4, device=z.device)
+    if path == "kernel":
+        loss, grad, _ = run_kernel(z, z_teacher, objective)
+    else:
+        result = reference_rows(z.clone(), z_teacher, objective, labels=None, row_scale=scale)
+        loss, grad = result.loss, result.gradient
+    assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
+    z[3, 9] = -math.inf  # the student alone: forward KL is infinite, the others are not
+    if path == "kernel":
+        loss, grad, _ = run_kernel(z, z_teacher, objective)
+    else:
+        result = reference_rows(z, z_teacher, objective, labels=None, row_scale=scale)
+        loss, grad = result.loss, result.gradient
+    assert (loss[3] == math.inf) if term.type == "forward_kl" else torch.isfinite(loss[3])
+    assert torch.isfinite(grad).all()
+
+
+def test_rows_of_scale_zero_are_zero_whatever_they_hold(kernel_device):
+    z, z_teacher = (t.float() for t in realistic_logits(3, 300, device=kernel_device))
+    z[1] = float("nan")
+    labels = torch.tensor([1, -100, 2], device=kernel_device)
+    row_scale = torch.tensor([1.0, 0.0, 2.0], device=kernel_device)
+    terms = [LossTerm("forward_kl", 1.0), LossTerm("cross_entropy", 1.0)]
+    loss, grad, figures = run_kernel(z, z_teacher, make_objective(terms), labels, row_scale, stats=True)
+    assert loss[1] == 0 and (grad[1] == 0).all() and (figures[:, 1] == 0).all()
+    assert torch.isfinite(loss).all() and torch.isfinite(grad).all()
+
+
+def test_rows_are_placed_where_they_belong(kernel_device):
+    z, z_teacher = (t.float() for t in realistic_logits(2, 300, device=kernel_device))
+    rows = torch.tensor([4, 1], device=kernel_device)
+    scale = torch.arange(1.0, 6.0, device=kernel_device)
+    loss, _, _ = run_kernel(z, z_teacher, make_objective([ALL_TERMS[0]]), row_scale=scale, rows=rows)
+    plain, _, _ = run_kernel(z, z_teacher, make_objective([ALL_TERMS[0]]))
+    assert torch.equal(loss[rows], plain * scale[rows])
+    assert loss[[0, 2, 3]].isnan().all()  # not this launch's to write
+
+
+def test_objective_survives_as_text():
+    objective = make_objective([*ALL_TERMS], temperature=2.0, z_loss=1e-4, teacher_softcap=30.0)
+    assert Objective.decode(objective.encode()) == objective
+
+
+@pytest.mark.parametrize(
+    "terms, settings, field",
+    [
+        ([LossTerm("kl", 1.0)], {}, "terms[0].type"),
+        ([LossTerm("forward_kl", -1.0)], {}, "terms[0].weight"),
+        ([LossTerm("forward_kl", float("nan"))], {}, "terms[0].weight"),
+        ([LossTerm("forward_kl", 0.0)], {}, "terms"),
+        ([LossTerm("forward_kl", 1.0, beta=0.5)], {}, "beta"),
+        ([LossTerm("jsd", 1.0, beta=1.5)], {}, "jsd.beta"),
+        ([LossTerm("jsd", 1.0, alpha=0.5)], {}, "alpha"),
+        ([LossTerm("skew_forward_kl", 1.0, alpha=1.0)], {}, "skew_forward_kl.alpha"),
+        ([LossTerm("forward_kl", 1.0)], {"temperature": 0.0}, "temperature"),
+        ([LossTerm("forward_kl", 1.0)], {"temperature": math.inf}, "temperature"),
+        ([LossTerm("forward_kl", 1.0)], {"label_smoothing": 0.1}, "label_smoothing"),
+        ([LossTerm("cross_entropy", 1.0)], {"label_smoothing": 1.1}, "label_smoothing"),
+        ([LossTerm("cross_entropy", 1.0)], {"z_loss": -1.0}, "z_loss"),
+        ([LossTerm("forward_kl", 1.0)], {"student_softcap": 0.0}, "student_softcap"),
+        ([LossTerm("forward_kl", 1.0)], {"teacher_logit_scale": -1.0}, "teacher_logit_scale"),
+    ],
+)
+def test_mistakes_are_named(terms, settings, field):
+    with pytest.raises(ValueError, match=field.replace("[", r"\[").replace("]", r"\]")):
+        make_objective(terms, **settings)
+
+
+def test_ends_of_the_mixtures_are_the_plain_divergences():
+    for term, plain in (
+        (LossTerm("jsd", 1.0, beta=0.0), "forward_kl"),
+        (LossTerm("jsd", 1.0, beta=1.0), "reverse_kl"),
+        (LossTerm("skew_forward_kl", 1.0, alpha=0.0), "forward_kl"),
+        (LossTerm("skew_reverse_kl", 1.0, alpha=0.0), "reverse_kl"),
+    ):
+        assert make_objective([term]) == make_objective([LossTerm(plain, 1.0)])
