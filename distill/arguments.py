@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from distill_kernels.optim.adamw import FusedAdamW
 from transformers import TrainingArguments
 
 from distill.recipe import Data, Recipe, Train
 
+FUSED = "fused_adamw"
 COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -91,6 +93,26 @@ def total_steps(train: Train, rows: int, accumulation: int, world: int) -> int:
     return max(int(-(-train.epochs * per_epoch // 1)), 1)
 
 
+def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[Any], dict[str, Any]] | None:
+    """FusedAdamW and its settings, as `Trainer(optimizer_cls_and_kwargs=)` takes them; None for another optimizer.
+
+    On a CPU the same algorithm runs as torch's AdamW, which is faster there than the kernel's reference.
+    """
+    train = recipe.train
+    if train.optimizer != FUSED or arguments.device.type == "cpu":
+        return None
+    states = None if train.optimizer_states == "auto" else COMPUTE[train.optimizer_states]
+    return FusedAdamW, {
+        "lr": arguments.learning_rate,
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "eps": arguments.adam_epsilon,
+        "state_dtype": states,
+        "stochastic_rounding": not train.master_weights,
+        "master_weights": train.master_weights,
+        "seed": train.seed,
+    }
+
+
 def training_arguments(
     recipe: Recipe, folder: Path, *, rows: int, device: torch.device, precision: Precision
 ) -> TrainingArguments:
@@ -120,7 +142,7 @@ def training_arguments(
         "warmup_steps": train.warmup if train.warmup >= 1 else round(train.warmup * steps),
         "weight_decay": train.weight_decay,
         "max_grad_norm": train.max_grad_norm,
-        "optim": train.optimizer,
+        "optim": "adamw_torch" if train.optimizer == FUSED else train.optimizer,
         "bf16": precision.autocast == torch.bfloat16,
         "fp16": precision.autocast == torch.float16,
         "seed": train.seed,

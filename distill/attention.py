@@ -26,6 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from distill.head import bare
+
 log = logging.getLogger(__name__)
 
 NAME = "distill"
@@ -231,3 +233,15 @@ def fastest_attention(
             samples.append(start.elapsed_time(end) / 3)
         times[backend] = statistics.median(samples)
     return min(times, key=times.__getitem__), times
+
+
+def choose_attention(model: nn.Module, batch: int, length: int, *, backward: bool) -> tuple[str, dict[str, float]]:
+    """`fastest_attention` for a model's heads, on batches of `batch` sequences of `length` tokens."""
+    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dtype = torch.float16 if next(model.parameters()).dtype == torch.float16 else torch.bfloat16
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    name, times = fastest_attention(batch, heads, kv_heads, length, width, dtype, backward=backward)
+    log.info("attention: %s (%s)", name, ", ".join(f"{key} {ms:.3f} ms" for key, ms in times.items()))
+    return name, times

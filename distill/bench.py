@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from distill.attention import fastest_attention
+from distill.attention import choose_attention
 from distill.head import bare, decoder_of, find_head, read_head
 from distill.metrics import peak_flops, work_of
 from distill.objective import DistillationObjective
@@ -202,20 +202,6 @@ def fresh_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def choose_attention(model: nn.Module, batch: Batch, *, backward: bool) -> str:
-    """The fastest attention back end for this model on this batch's shape."""
-    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rows, length = batch["input_ids"].shape
-    dtype = next(model.parameters()).dtype
-    name, times = fastest_attention(
-        rows, heads, getattr(config, "num_key_value_heads", heads), length, width, dtype, backward=backward
-    )
-    log.info("attention: %s (%s)", name, ", ".join(f"{key} {ms:.3f} ms" for key, ms in times.items()))
-    return name
-
-
 def bench_step(
     load: Callable[[], tuple[nn.Module, nn.Module]],
     batch_size: int,
@@ -269,7 +255,7 @@ def bench_step(
                 _apply_liger(student)
                 step = liger_step(teacher, student, batch, fused)
             else:
-                chosen = [choose_attention(m, batch, backward=m is student) for m in (teacher, student)]
+                chosen = [choose_attention(m, batch_size, length, backward=m is student)[0] for m in (teacher, student)]
                 note = "attention " + " / ".join(chosen)
                 patch(teacher, "teacher", attention=chosen[0])
                 patch(student, "student", attention=chosen[1])

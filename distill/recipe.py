@@ -270,7 +270,9 @@ class Train(Section):
         warmup: a number of steps, or below 1 a share of all steps.
         weight_decay: decoupled (AdamW).
         max_grad_norm: gradients are clipped to this norm; 0 for no clipping.
-        optimizer: a transformers optimizer name.
+        optimizer: `fused_adamw` (ours; on a CPU torch's), or a transformers optimizer name.
+        optimizer_states: dtype of fused_adamw's two moments; `auto` is that of the weights.
+        master_weights: fused_adamw keeps a float32 copy of bfloat16 weights; without it they are rounded at random.
         precision: what the student computes in, weights of another dtype through autocast.
         gradient_checkpointing: keep fewer activations and compute them again.
         seed: of initialisation, data order, split and dropout.
@@ -292,7 +294,9 @@ class Train(Section):
     warmup: Annotated[int | float, BeforeValidator(_steps_or_ratio)] = 0.03
     weight_decay: NotNegative = 0.0
     max_grad_norm: NotNegative = 1.0
-    optimizer: Text = "adamw_torch"
+    optimizer: Text = "fused_adamw"
+    optimizer_states: Literal["auto", "float32", "bfloat16"] = "auto"
+    master_weights: bool = False
     precision: DType = "auto"
     gradient_checkpointing: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
@@ -309,6 +313,8 @@ class Train(Section):
         if (self.steps is None) == (self.epochs is None):
             came = "neither" if self.steps is None else f"steps {self.steps} and epochs {self.epochs:g}"
             raise ValueError(f"give exactly one of steps and epochs; came {came}")
+        if self.optimizer != "fused_adamw" and (self.master_weights or self.optimizer_states != "auto"):
+            raise ValueError(f"master_weights and optimizer_states belong to fused_adamw; came {self.optimizer}")
         for name in self.arguments:
             if name in OWNED_ARGUMENTS:
                 raise ValueError(f"arguments.{name} is set by {OWNED_ARGUMENTS[name]}; set it there")

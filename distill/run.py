@@ -31,6 +31,7 @@ from distill.adapters import add_lora
 from distill.arguments import (
     Precision,
     accumulation_steps,
+    fused_optimizer,
     resolve_device,
     resolve_precision,
     training_arguments,
@@ -121,6 +122,7 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
         eval_dataset=splits.validation,
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder / "metrics.jsonl"), progress],
+        optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     if device.type == "cuda":
@@ -245,21 +247,14 @@ def _check_length(recipe: Recipe, model: Any, field: str) -> None:
 
 def _patch(models: Models, recipe: Recipe, batch_size: int) -> None:
     """Put our kernels into both models; on a CPU they stay as they are."""
-    from distill.attention import fastest_attention
+    from distill.attention import choose_attention
     from distill.patching import patch
 
     for model, role in ((models.teacher, "teacher"), (models.student, "student")):
         section = recipe.teacher if role == "teacher" else recipe.student
         backend = None
         if section.attention == "auto":
-            config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-            heads = config.num_attention_heads
-            width = getattr(config, "head_dim", None) or config.hidden_size // heads
-            dtype = torch.float16 if model.dtype == torch.float16 else torch.bfloat16
-            kv_heads = getattr(config, "num_key_value_heads", heads)
-            backend, _ = fastest_attention(
-                batch_size, heads, kv_heads, recipe.data.max_length, width, dtype, backward=role == "student"
-            )
+            backend, _ = choose_attention(model, batch_size, recipe.data.max_length, backward=role == "student")
         report = patch(model, role, attention=backend)  # type: ignore[arg-type]
         if _first():
             console.say(f"{'kernels':<12}{role}: {report}")

@@ -1,0 +1,44 @@
+"""The recipe's optimizer: FusedAdamW on a GPU, the same algorithm of torch on a CPU, others by their own names."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from distill_kernels.optim.adamw import FusedAdamW
+
+from distill.arguments import fused_optimizer, resolve_precision, training_arguments
+from distill.recipe import RecipeError, parse
+
+RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
+
+
+def arguments(recipe, device, folder):
+    device = torch.device(device)
+    return training_arguments(recipe, folder, rows=8, device=device, precision=resolve_precision(recipe, device))
+
+
+def test_on_a_cpu_torch_serves(tmp_path: Path):
+    recipe = parse(RECIPE)
+    made = arguments(recipe, "cpu", tmp_path)
+    assert fused_optimizer(recipe, made) is None
+    assert made.optim == "adamw_torch"
+
+
+def test_another_optimizer_by_its_name(tmp_path: Path):
+    recipe = parse(RECIPE, ["train.optimizer=adafactor"])
+    made = arguments(recipe, "cpu", tmp_path)
+    assert fused_optimizer(recipe, made) is None and made.optim == "adafactor"
+
+
+def test_settings_of_ours_are_refused_for_others():
+    with pytest.raises(RecipeError, match="belong to fused_adamw"):
+        parse(RECIPE, ["train.optimizer=adafactor", "train.master_weights=true"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_ours_with_its_settings(tmp_path: Path):
+    recipe = parse(RECIPE, ["train.optimizer_states=float32", "train.arguments.adam_beta2=0.95"])
+    chosen = fused_optimizer(recipe, arguments(recipe, "cuda", tmp_path))
+    assert chosen is not None and chosen[0] is FusedAdamW
+    assert chosen[1]["betas"] == (0.9, 0.95) and chosen[1]["state_dtype"] == torch.float32
+    assert chosen[1]["stochastic_rounding"] and not chosen[1]["master_weights"]
