@@ -110,8 +110,8 @@ def choose_config(rows: int, outputs: int, inputs: int, multiprocessors: int) ->
     """Tiles and splits for a shape: enough programs to keep every multiprocessor reading, in whole waves."""
     tiles, steps = cdiv(outputs, 64), cdiv(inputs, 128)
     if rows > 32:  # x takes as much shared memory as W: one deep pipeline a multiprocessor, or two shallower ones
-        if 2 * tiles <= multiprocessors and steps >= 2:
-            return Config(64, 128, 2, 4, 4)
+        if multiprocessors // 2 < tiles <= multiprocessors or (2 * tiles <= multiprocessors < 4 * tiles and steps >= 2):
+            return Config(64, 128, 1 if 2 * tiles > multiprocessors else 2, 4, 4)
         if multiprocessors < cdiv(outputs, 128) <= 2 * multiprocessors:
             return Config(128, 64, 1, 4, 4)
     best, least = 1, float("inf")

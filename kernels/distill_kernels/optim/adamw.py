@@ -17,7 +17,7 @@ import torch
 from distill_kernels.optim.adamw_kernels import Options, Signals, update, update_by_reference
 from distill_kernels.optim.multi_tensor import Member, Plan, squares_over_ranks
 
-BLOCK = 4096
+BLOCK = 2048
 
 
 class FusedAdamW(torch.optim.AdamW):
