@@ -91,7 +91,8 @@ def test_reference_on_the_cpu():
 
 def test_chunks_fill_the_machine_and_hold_a_tile():
     assert chunk_count(64, 1, 132) == 1
-    assert chunk_count(8192, 8, 132) == 66
+    assert chunk_count(8192, 8, 132) == 33
+    assert chunk_count(8192, 64, 132) == 4  # 256 programs, not 320 in two waves
     assert chunk_count(8192, 1024, 132) == 1
     assert chunk_count(1 << 20, 1, 132) == 128
 

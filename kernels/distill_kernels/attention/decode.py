@@ -23,8 +23,7 @@ from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 
 MAX_NEW_TOKENS = 16
-KEYS_AT_A_TIME = 64
-PROGRAMS = 4  # a multiprocessor: enough loads in flight, few enough chunks to combine
+PROGRAMS = 2  # a multiprocessor, which is as many as their tiles leave shared memory for: all run at once
 
 
 def reference_decode_attention(
@@ -125,9 +124,8 @@ def _combine_kernel(
 
 
 def chunk_count(slots: int, heads: int, multiprocessors: int, programs: int = PROGRAMS) -> int:
-    """Chunks a cache is split into: `programs` a multiprocessor, but none for less than one tile of keys."""
-    wanted = cdiv(programs * multiprocessors, heads)
-    return max(1, min(wanted, cdiv(slots, KEYS_AT_A_TIME), 128))
+    """Chunks a cache is split into: at most `programs` a multiprocessor, so that no program waits for another wave."""
+    return max(1, min(programs * multiprocessors // heads, cdiv(slots, 64), 128))
 
 
 def decode_on_triton(
@@ -137,7 +135,7 @@ def decode_on_triton(
     lengths: torch.Tensor,
     masking: Masking,
     out: torch.Tensor,
-    keys_at_a_time: int = KEYS_AT_A_TIME,
+    keys_at_a_time: int | None = None,
     programs: int = PROGRAMS,
     warps: int = 4,
     stages: int = 3,
@@ -156,7 +154,7 @@ def decode_on_triton(
         q, k, v, lengths, parts, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], kv_heads, new, slots,
         UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, GROUP=group,
         HEAD_DIM=size, BLOCK_D=block_d, ROWS=max(16, next_power_of_2(group * new)),
-        BLOCK_N=keys_at_a_time if block_d <= 128 else keys_at_a_time // 2,
+        BLOCK_N=keys_at_a_time or min(128, 8192 // block_d),
         SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip

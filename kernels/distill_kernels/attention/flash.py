@@ -37,40 +37,11 @@ from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, trito
 
 
 @triton.jit
-def _attend(
-    acc, m_i, l_i, q, k_desc, v_desc, batch, head, start, end, inside, outside, low, high,
-    score_scale, cap, cap_rate, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASK: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Fold key tiles [start, end) into the accumulator, running maximum and running sum (base 2)."""
-    for n in tl.range(start, end, BLOCK_N):
-        n = tl.multiple_of(n, BLOCK_N)
-        k = k_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
-        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        if SOFTCAP:
-            s, _ = softcapped(s, cap_rate, cap)
-        if MASK == "always" or (MASK == "by tile" and ((n < inside) | (n >= outside))):
-            column = n + tl.arange(0, BLOCK_N)
-            keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
-            s = tl.where(keep, s, float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
-        p = tl.exp2(s * score_scale - m_new[:, None])
-        alpha = tl.exp2(m_i - m_new)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        v = v_desc.load([batch, head, n, 0]).reshape(BLOCK_N, BLOCK_D)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        m_i = m_new
-    return acc, m_i, l_i
-
-
-@triton.jit
 def _forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, ranges_ptr, stride_ob, stride_oh, stride_om,
     batches, heads, group, queries, keys, window, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -86,25 +57,25 @@ def _forward_kernel(
     m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if SPLIT:
-        if LEFT:
-            acc, m_i, l_i = _attend(
-                acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, start, inside, inside, outside, low, high,
-                score_scale, cap, cap_rate, BLOCK_N, BLOCK_D, "always", SOFTCAP, PRECISION,
-            )  # fmt: skip
-        acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, inside, outside, inside, outside, low, high,
-            score_scale, cap, cap_rate, BLOCK_N, BLOCK_D, "never", SOFTCAP, PRECISION,
-        )  # fmt: skip
-        acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, outside, end, inside, outside, low, high,
-            score_scale, cap, cap_rate, BLOCK_N, BLOCK_D, "always", SOFTCAP, PRECISION,
-        )  # fmt: skip
-    else:
-        acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q, k_desc, v_desc, batch, kv_head, start, end, inside, outside, low, high,
-            score_scale, cap, cap_rate, BLOCK_N, BLOCK_D, "by tile", SOFTCAP, PRECISION,
-        )  # fmt: skip
+    for n in tl.range(start, end, BLOCK_N):
+        n = tl.multiple_of(n, BLOCK_N)
+        k = k_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        if SOFTCAP:
+            s, _ = softcapped(s, cap_rate, cap)
+        # a branch in one loop, not two loops: those would each wait for the first of their own tiles
+        if (n < inside) | (n >= outside):
+            column = n + tl.arange(0, BLOCK_N)
+            keep = (column[None, :] >= low[:, None]) & (column[None, :] < high[:, None])
+            s = tl.where(keep, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1) * score_scale)
+        p = tl.exp2(s * score_scale - m_new[:, None])
+        alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m_i = m_new
 
     empty = l_i == 0
     acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
@@ -136,7 +107,7 @@ def forward_on_triton(
         batches, heads, heads // kv_heads, queries, keys, UNBOUNDED if masking.window is None else masking.window,
         *masking.score_factors, HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         CAUSAL=masking.causal, LEFT=masking.packed or masking.window is not None, PACKED=masking.packed,
-        SOFTCAP=masking.softcap is not None, SPLIT=tile.split, PRECISION=dot_precision(q.dtype),
+        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

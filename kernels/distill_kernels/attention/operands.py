@@ -79,7 +79,6 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
-    split: bool = False  # tiles that need comparing in a loop of their own, rather than behind a branch in one loop
 
 
 def forward_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
@@ -105,7 +104,7 @@ def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> 
         return Tiles(32, 64, 4, 2) if block_d <= 128 else Tiles(16, 64, 4, 1)
     if block_d <= 64:
         return Tiles(128, 64, 4, 2)
-    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(64, 64, 8, 1)
+    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(64, 64, 8, 2)
 
 
 def query_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
