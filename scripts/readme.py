@@ -33,6 +33,8 @@ HEADINGS = {
     "tb_per_s": "TB/s",
     "tflop_per_s": "TFLOP/s",
     "host_us": "host us",
+    "tokens_per_s": "tokens/s",
+    "mfu": "MFU",
     "note": "note",
 }
 
@@ -54,9 +56,9 @@ def cell(row: dict[str, Any], column: str) -> str:
         return ""
     if column == "error":
         return " / ".join(f"{error:.1e}" for error in value.values())
-    if column == "peak_mib":
+    if column in ("peak_mib", "tokens_per_s"):
         return f"{value:,.0f}"
-    if column in ("floor_ratio", "tb_per_s"):
+    if column in ("floor_ratio", "tb_per_s", "mfu"):
         return f"{value:.2f}"
     if column in ("tflop_per_s", "host_us"):
         return f"{value:.0f}"

@@ -35,6 +35,8 @@ class Row:
     tb_per_s: float | None = None
     tflop_per_s: float | None = None
     host_us: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
     note: str = ""
 
 
@@ -165,6 +167,8 @@ def table(rows: list[Row]) -> str:
             (row.tflop_per_s, "{:6.0f} TFLOP/s"),
             (row.peak_mib, "{:8.0f} MiB"),
             (row.host_us, "{:6.1f} us host"),
+            (row.tokens_per_s, "{:7.0f} tokens/s"),
+            (row.mfu, "MFU {:.3f}"),
         ):
             if value is not None:
                 cells.append(form.format(value))
