@@ -14,6 +14,7 @@ from distill_kernels.layers.layer_norm import LayerNorm, layer_norm
 from distill_kernels.layers.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from distill_kernels.layers.rope import rope
 from distill_kernels.layers.softmax import softmax
+from distill_kernels.losses.logits import cross_entropy, distillation_loss, jsd, kl_div, skew_kl, tvd
 from distill_kernels.losses.modules import (
     FusedCrossEntropyLoss,
     FusedDistillationLoss,
@@ -23,9 +24,14 @@ from distill_kernels.losses.modules import (
     FusedTVDLoss,
 )
 from distill_kernels.losses.terms import LossTerm, TokenStats
+from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
+from distill_kernels.matmul.split_k import SplitKLinear, split_k_linear
+from distill_kernels.optim.adamw import FusedAdamW
 
 __all__ = [
     "BiasGELU",
+    "Fp8Linear",
+    "FusedAdamW",
     "FusedCrossEntropyLoss",
     "FusedDistillationLoss",
     "FusedJSDLoss",
@@ -36,18 +42,29 @@ __all__ = [
     "LayerNorm",
     "LossTerm",
     "RMSNorm",
+    "SplitKLinear",
     "TokenStats",
     "add_rms_norm",
     "bias_gelu",
+    "cross_entropy",
     "cu_seqlens_from_position_ids",
     "decode_attention",
+    "distillation_loss",
     "flash_attention",
+    "fp8_linear",
     "geglu",
     "glu",
+    "jsd",
+    "kl_div",
     "kl_probabilities",
     "layer_norm",
+    "quantize_rows",
     "rms_norm",
     "rope",
+    "skew_kl",
     "softmax",
+    "split_k_linear",
+    "swap_linears_for_fp8",
     "swiglu",
+    "tvd",
 ]
