@@ -22,11 +22,15 @@ class Precision(NamedTuple):
     compute: torch.dtype
     student: torch.dtype
     teacher: torch.dtype
+    lora: bool = False
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast, None where weights are in the compute dtype already."""
-        return None if self.compute == self.student else self.compute
+        """The dtype of autocast, None where all weights are in the compute dtype already.
+
+        PEFT keeps adapters in float32 beside frozen 16-bit weights: without autocast their products would be float32.
+        """
+        return None if self.compute in (torch.float32, None if self.lora else self.student) else self.compute
 
 
 def resolve_device(train: Train) -> torch.device:
@@ -57,7 +61,7 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
         raise ValueError("student.dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
     named = "bfloat16" if recipe.teacher.dtype == "fp8" else recipe.teacher.dtype
     teacher = compute if named == "auto" else COMPUTE[named]
-    return Precision(compute, student, teacher)
+    return Precision(compute, student, teacher, lora=recipe.student.lora is not None)
 
 
 def world_size() -> int:

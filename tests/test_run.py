@@ -160,3 +160,21 @@ def test_tokens_per_step_is_kept_whatever_the_number_of_devices(tokens, world, s
 def test_epochs_become_steps():
     train = Train(epochs=1.5, batch_size=4)
     assert run_arguments.total_steps(train, rows=50, accumulation=2, world=2) == 6
+
+
+@pytest.mark.parametrize(
+    "overrides, student, autocast",
+    [
+        ([], torch.float32, torch.bfloat16),
+        (["student.dtype=bfloat16"], torch.bfloat16, None),
+        (["student.lora={r: 4}"], torch.bfloat16, torch.bfloat16),  # adapters are float32
+        (["train.precision=float32"], torch.float32, None),
+        (["train.precision=float32", "student.dtype=bfloat16"], torch.bfloat16, None),
+    ],
+)
+def test_precision_on_a_gpu_with_bf16(monkeypatch, overrides, student, autocast):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    found = run_arguments.resolve_precision(recipe(*overrides), torch.device("cuda"))
+    assert (found.student, found.autocast) == (student, autocast)
+    on_cpu = run_arguments.resolve_precision(recipe(), torch.device("cpu"))
+    assert (on_cpu.compute, on_cpu.student, on_cpu.autocast) == (torch.float32, torch.float32, None)
