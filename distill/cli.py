@@ -1,4 +1,4 @@
-"""The command `distill`: run and validate recipes, list and copy those that ship.
+"""The command `distill`: run and validate recipes, list and copy those that ship; the rest is in the `cli_` modules.
 
 Exit codes: 0 done; 1 something broke (with its traceback); 2 the user's input (one line a fault, no traceback); 130 for
 Ctrl-C. Nothing heavy is imported before a run starts.
@@ -6,7 +6,6 @@ Ctrl-C. Nothing heavy is imported before a run starts.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -16,10 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import __version__, console
+from distill import __version__, cli_plan, console
+from distill.cli_arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
 from distill.folders import run_folder
-from distill.recipe import Recipe, dump, load
-from distill.shipped import copy_recipe, find_architecture, find_recipe, shipped_architectures, shipped_recipes
+from distill.recipe import dump
+from distill.shipped import copy_recipe, shipped_architectures, shipped_recipes
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
@@ -34,6 +34,8 @@ app = typer.Typer(
     distill recipes                            what ships
     distill recipes copy chat-8b-to-1b         a recipe of your own to edit
     distill validate chat-8b-to-1b.yaml        is it right? prints every setting
+    distill check chat-8b-to-1b.yaml           will it fit, how long will it take?
+    distill inspect chat-8b-to-1b.yaml         what will be learned, token by token
     distill run chat-8b-to-1b.yaml             teach
     distill run quickstart train.steps=20      a shipped recipe, one setting changed
     """,
@@ -42,28 +44,7 @@ recipes_app = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
 )
 app.add_typer(recipes_app, name="recipes")
-
-
-def _complete_recipe(incomplete: str) -> list[str]:
-    """Shell completion: shipped names, and recipe files below the folder typed so far."""
-    names = [recipe.name for recipe in shipped_recipes()]
-    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
-    files = [str(path) + ("/" if path.is_dir() else "") for path in folder.glob("*")] if folder.is_dir() else []
-    files = [name for name in files if name.endswith((".yaml", ".yml", "/"))]
-    return [name for name in [*names, *files] if name.startswith(incomplete)]
-
-
-RecipeArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="A recipe file, or the name of one that ships.", autocompletion=_complete_recipe
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the recipe's; the value is YAML."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+cli_plan.register(app)
 
 
 @app.callback()
@@ -103,7 +84,7 @@ def run(
     \b
     distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
     """
-    path, resolved = _load(recipe, overrides)
+    path, resolved = load_recipe(recipe, overrides)
     first = os.environ.get("RANK", "0") == "0"  # of several processes, one may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume) if first else None
     from distill.run import run as run_recipe
@@ -124,9 +105,9 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
     distill validate chat-8b-to-1b.yaml
     distill validate quickstart train.steps=20 --json
     """
-    _, resolved = _load(recipe, overrides)
+    _, resolved = load_recipe(recipe, overrides)
     if as_json:
-        console.say(json.dumps(resolved.model_dump(mode="json"), indent=2, ensure_ascii=False))
+        say_json(resolved.model_dump(mode="json"))
     else:
         console.say(dump(resolved).rstrip())
 
@@ -142,7 +123,7 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
             "recipes": [{"name": recipe.name, "title": recipe.title, "path": str(recipe.path)} for recipe in recipes],
             "architectures": shipped_architectures(),
         }
-        console.say(json.dumps(listing, indent=2, ensure_ascii=False))
+        say_json(listing)
         return
     console.show_table(["recipe", "what it does"], [[recipe.name, recipe.title] for recipe in recipes])
     console.say(f"\nshapes for dry runs (config:)  {', '.join(shipped_architectures())}")
@@ -151,7 +132,7 @@ def list_recipes(context: typer.Context, as_json: AsJson = False) -> None:
 
 @recipes_app.command("copy")
 def copy(
-    name: Annotated[str, typer.Argument(help="A recipe that ships.", autocompletion=_complete_recipe)],
+    name: Annotated[str, typer.Argument(help="A recipe that ships.", autocompletion=complete_recipe)],
     destination: Annotated[Path | None, typer.Argument(help="A file or folder; else the working directory.")] = None,
 ) -> None:
     """Copy a shipped recipe, to edit it; overwrites nothing.
@@ -162,16 +143,6 @@ def copy(
     """
     target = copy_recipe(name, destination)
     console.say(f"wrote {target}; run it with: distill run {shlex.quote(str(target))}")
-
-
-def _load(argument: str, overrides: Sequence[str] | None) -> tuple[Path, Recipe]:
-    """The recipe's file and its resolved content; a `config:` that is read must exist."""
-    path = find_recipe(argument)
-    recipe = load(path, overrides or ())
-    for field, spec in (("teacher.config", recipe.teacher), ("student.config", recipe.student)):
-        if spec.init == "random" and spec.config is not None:
-            find_architecture(spec.config, field)
-    return path, recipe
 
 
 def _say_how_to_resume(folder: Path, recipe: str, overrides: Sequence[str]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -40,6 +41,17 @@ def show_table(
             for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
         ]
         print("  ".join(aligned).rstrip())
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on standard error that something takes a while; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(escape(what)):
+        yield
 
 
 def say(line: str) -> None:

@@ -110,10 +110,10 @@ def test_recipes_are_listed_and_copied(folder, capsys):
 
 
 def test_completion_offers_recipes(folder):
-    from distill.cli import _complete_recipe
+    from distill.cli_arguments import complete_recipe
 
-    assert _complete_recipe("quick") == ["quickstart"]
-    assert _complete_recipe("mi") == ["mine.yaml"]
+    assert complete_recipe("quick") == ["quickstart"]
+    assert complete_recipe("mi") == ["mine.yaml"]
     assert distill(_DISTILL_COMPLETE="complete_bash", COMP_WORDS="distill val", COMP_CWORD="1").stdout == "validate\n"
 
 

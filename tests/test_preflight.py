@@ -1,0 +1,292 @@
+"""`distill check`: parameters counted exactly, memory that follows the settings, advice that holds, problems found."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from distill.adapters import add_lora
+from distill.cli import run_command
+from distill.memory import GIB, layer_activations, shape_of
+from distill.metrics import parameters_of
+from distill.preflight import check, find_device, meta_models, planned_precision
+from distill.recipe import Lora, load, parse
+from distill.shipped import shipped_architectures, shipped_recipes
+
+# as published on the models' cards or counted from their released weights
+PUBLISHED = {
+    "granite-3.3-8b": 8_170_864_640,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "smollm2-135m": 134_515_008,
+}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def recipe(*overrides):
+    return load(ROOT / "recipes" / "llama3-8b-to-1b.yaml", overrides)
+
+
+def meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize("name", shipped_architectures())
+def test_shipped_architectures_have_the_published_number_of_parameters(name):
+    teacher, _ = meta_models(recipe(f"teacher={{init: random, config: {name}}}"))
+    assert shape_of(teacher).parameters == PUBLISHED[name]
+
+
+def test_gpt2_is_124_44_million():
+    shape = shape_of(meta(GPT2Config()))
+    assert shape.parameters == 124_439_808 and shape.tied and not shape.gated
+    assert (shape.intermediate, shape.query, shape.key_value, shape.layers) == (3072, 768, 768, 12)
+    assert shape.linear == 12 * (768 * 2304 + 2304 + 768 * 768 + 768 + 2 * 768 * 3072 + 3072 + 768)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "granite"])
+def test_counts_agree_with_a_real_model(kind):
+    model = tiny_model(kind=kind, layers=3, tie=kind != "qwen2")
+    shape = shape_of(model)
+    assert (shape.parameters, shape.trained) == parameters_of(model)
+    assert shape.tied is (kind != "qwen2") and shape.gated and shape.rank == 0
+    lora = add_lora(model, Lora(r=4, targets=["q_proj", "down_proj"]))
+    adapted = shape_of(lora)
+    assert (adapted.parameters, adapted.trained) == parameters_of(lora)
+    assert adapted.linear == shape.linear and adapted.rank == 4
+    assert adapted.adapted == 3 * (32 + 64)
+
+
+def test_activations_are_what_autograd_keeps():
+    """One layer's formula against the tensors that PyTorch saves, in fp32, where our kernels save what eager does."""
+    from torch.autograd.graph import saved_tensors_hooks
+
+    def kept(layers):
+        model = tiny_model(layers=layers, hidden=64).train()
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        found = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                found[storage.data_ptr()] = storage  # the reference keeps the address from being used again
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = model(input_ids=torch.zeros(1, 128, dtype=torch.int64), use_cache=False).logits
+        total = sum(storage.nbytes() for storage in found.values())
+        del output
+        return total / 128
+
+    measured = kept(3) - kept(2)
+    predicted = layer_activations(shape_of(tiny_model(hidden=64)), compute=4, residual=4, autocast=False)
+    # eager norms and SiLU keep intermediate results that ours do not; nothing of the formula's may be missing
+    assert predicted <= measured <= 2 * predicted
+
+
+# ---------------------------------------------------------------- memory
+
+
+def of(*overrides, gpu="H200", gpus=1):
+    return check(recipe(*overrides), find_device(gpu), gpus=gpus, look_at_data=False)
+
+
+def test_weights_gradients_and_states_are_exact():
+    memory = of().memory
+    trained = PUBLISHED["llama-3.2-1b"]
+    assert memory.parts["teacher"] == 2 * PUBLISHED["llama-3.1-8b"]
+    assert memory.parts["student"] == memory.parts["gradients"] == 4 * trained
+    assert memory.parts["optimizer states"] == 8 * trained
+    assert memory.logits_avoided == 2 * 4 * 8192 * 128_256
+    assert memory.peak == max(memory.moments.values())
+
+
+@pytest.mark.parametrize(
+    "override, part, factor",
+    [
+        ("train.batch_size=1", "activations", 0.5),
+        ("data.max_length=2048", "activations", 0.5),
+        ("student.dtype=bfloat16", "gradients", 0.5),
+        ("student.dtype=bfloat16", "weight copies", 0),
+        ("teacher.dtype=float32", "teacher", 2),
+        ("train.optimizer=adamw_torch", "optimizer states", 1),
+        ("train.optimizer_states=bfloat16", "optimizer states", 0.5),
+        ("student.dtype=bfloat16", "optimizer states", 0.5),
+        ("train.optimizer=sgd", "optimizer states", 0),
+        ("loss.terms=[{type: cross_entropy}]", "head gradient", 1),
+    ],
+)
+def test_a_setting_changes_its_part(override, part, factor):
+    assert of(override).memory.parts[part] == pytest.approx(of().memory.parts[part] * factor, rel=0.01)
+
+
+def test_optimizers_keep_what_they_keep():
+    trained = PUBLISHED["llama-3.2-1b"]
+    masters = of("student.dtype=bfloat16", "train.master_weights=true", "train.optimizer_states=float32")
+    assert masters.memory.parts["optimizer states"] == (8 + 4) * trained
+    assert of("train.optimizer=adamw_torch").memory.parts["optimizer temporary"] == 4 * trained
+    assert of().memory.parts["optimizer temporary"] == 0
+
+
+def test_checkpointing_keeps_one_layer():
+    whole, few = of().memory.parts["activations"], of("train.gradient_checkpointing=true").memory.parts["activations"]
+    assert few < whole / 5
+
+
+def test_devices_share_what_the_strategy_lets_them():
+    ddp, fsdp = (of(f"parallel.strategy={name}", gpus=8).memory for name in ("ddp", "fsdp"))
+    assert ddp.parts["gradients"] == of().memory.parts["gradients"] == ddp.parts["gradient buckets"]
+    assert fsdp.parts["gradients"] == ddp.parts["gradients"] / 8
+    assert fsdp.parts["optimizer states"] == ddp.parts["optimizer states"] / 8
+    assert fsdp.parts["teacher"] == ddp.parts["teacher"] and fsdp.peak < ddp.peak
+
+
+# ---------------------------------------------------------------- advice and verdicts
+
+
+def test_what_does_not_fit_is_said_with_what_helps():
+    report = of(gpu="24GB")
+    assert not report.fits and not report.ok and "memory: the peak of" in report.problems[0]
+    saved = [gib for _, gib, _ in report.advice]
+    assert saved == sorted(saved, reverse=True) and saved[0] > 5
+    assert of(gpu="H100").ok
+
+
+@pytest.mark.parametrize("gpu", ["H100", "24GB"])
+def test_advice_saves_what_it_says(gpu):
+    before = of(gpu=gpu, gpus=2)
+    assert {label.split("=")[0] for label, _, _ in before.advice} >= {
+        "train.gradient_checkpointing", "train.batch_size", "parallel.strategy"
+    }  # fmt: skip
+    for label, saved, fits in before.advice:
+        settings = label.split(" (")[0].split()
+        after = of(*settings, gpu=gpu, gpus=2)
+        assert (before.memory.peak - after.memory.peak) / GIB == pytest.approx(saved), label
+        assert after.fits is fits, label
+
+
+def test_time_and_disk_follow_the_sizes():
+    one, eight = of(gpu="H100"), of(gpu="H100", gpus=8)
+    assert one.tokens_per_step == eight.tokens_per_step == 65_536
+    assert (one.accumulation, eight.accumulation) == (8, 1)
+    assert one.flops_per_step == pytest.approx(eight.flops_per_step)
+    assert one.seconds_per_step == pytest.approx(8 * eight.seconds_per_step)
+    # 2 P tokens of the teacher and 6 P of the student are most of it
+    assert one.flops_per_step == pytest.approx(65_536 * (2 * 8.03e9 + 6 * 1.236e9), rel=0.1)
+    assert one.seconds == pytest.approx(2000 * one.seconds_per_step)
+    weights = 4 * PUBLISHED["llama-3.2-1b"]
+    assert one.disk == weights + 3 * 3 * weights
+    assert of("train.save_every=null").disk == weights
+    assert of(gpu="24GB").seconds_per_step is None
+
+
+@pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
+def test_every_shipped_recipe_fits_its_hardware(shipped):
+    gpu = "RTX 4090" if shipped.name.endswith("lora") else "H100"
+    report = check(load(shipped.path), find_device(gpu), look_at_data=False)
+    assert report.fits, report.problems
+
+
+def test_precision_is_that_of_the_planned_device():
+    auto = recipe("train.precision=auto", "teacher.dtype=auto")
+    assert planned_precision(auto, find_device("H100")).compute == torch.bfloat16
+    assert planned_precision(auto, find_device("cpu")).teacher == torch.float32
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=4), tokenizer)
+    save_tiny(tmp_path / "other", tiny_model(vocab_size=270), tiny_tokenizer(270))
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of some text to learn" for i in range(100)))
+    (tmp_path / "mine.yaml").write_text(
+        "{teacher: {model: teacher}, student: {from_teacher: {layers: 2}}, data: {source: text.txt, max_length: 32, "
+        "cache: false}, train: {epochs: 2, batch_size: 2}}"
+    )
+    return tmp_path
+
+
+def test_check_prints_a_plan_and_succeeds(workplace, capsys):
+    assert run_command(["check", "mine.yaml", "--gpu", "H100"]) == 0
+    out = capsys.readouterr().out
+    for expected in ("vocabularies match", " learned) in", "peak, in the", "s a step", "it fits and can run"):
+        assert expected in out, expected
+    assert not Path("runs").exists()
+
+
+def test_check_as_json(workplace, capsys):
+    assert run_command(["check", "mine.yaml", "--gpu", "A100", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and found["vocabulary_ok"] and found["student"]["layers"] == 2
+    assert found["steps"] > 2 and found["memory"]["peak"] == max(found["memory"]["moments"].values())
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (["student={model: other}"], "vocabulary:"),
+        (["data.max_length=1024"], "data.max_length: 1024 exceeds the teacher's 512 positions"),
+        (["data.source=gone.jsonl"], "data.source: gone.jsonl does not exist"),
+        (["--gpu", "0.0001GB"], "memory: the peak of"),
+    ],
+)
+def test_a_run_that_cannot_work_has_exit_code_1(arguments, problem, workplace, capsys):
+    assert run_command(["check", "mine.yaml", *arguments]) == 1
+    out = capsys.readouterr().out
+    assert f"PROBLEM     {problem}" in out and "verdict" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--gpu", "H1000"], "did you mean h100?"),
+        (["train.tokens_per_step=100"], "train.tokens_per_step: expected a multiple"),
+        (["student.from_teacher.layers=9"], "student.from_teacher.layers: expected 1 to 4"),
+        (["teacher={init: random, config: llama-9}"], "teacher.config"),
+    ],
+)
+def test_a_mistake_has_exit_code_2(arguments, message, workplace, capsys):
+    assert run_command(["check", "mine.yaml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_probe_needs_a_gpu(workplace, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_command(["check", "mine.yaml", "--probe"]) == 2
+    assert "--probe: expected a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_prediction_holds_on_this_gpu():
+    from distill.preflight_probe import probe
+
+    small = parse(
+        """
+        teacher: {init: random, config: llama-3.2-1b, dtype: bfloat16}
+        student: {init: random, config: smollm2-135m, dtype: float32}
+        data: {source: synthetic, max_length: 2048}
+        train: {steps: 2, batch_size: 4, precision: bfloat16}
+        """
+    )
+    predicted = check(small, find_device(None), look_at_data=False).memory.peak
+    assert probe(small).peak == pytest.approx(predicted, rel=0.1)
+
+
+def test_tiny_configurations_of_every_kind_are_counted():
+    for kind in ("llama", "gpt2", "cohere"):
+        assert shape_of(meta(tiny_config(kind))).parameters > 0
