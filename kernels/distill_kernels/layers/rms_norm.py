@@ -57,7 +57,7 @@ def _forward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
     mask = (rows < n_rows) & (cols < H)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     narrow = x_ptr.dtype.element_ty
     if HAS_RESIDUAL:
         narrow = sum_ptr.dtype.element_ty
