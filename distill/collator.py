@@ -24,11 +24,14 @@ class Collator:
         pad_token_id: the id put into padding.
         pad_to_multiple_of: round the batch's length up to a multiple of this.
         padding_side: where padding goes; the loss is the same either way.
+        omit_plain_positions: leave `position_ids` out where every row is one document and padding is on the right:
+            causal attention then needs none, and attention kernels that cannot take packed documents may run.
     """
 
     pad_token_id: int
     pad_to_multiple_of: int | None = None
     padding_side: Literal["right", "left"] = "right"
+    omit_plain_positions: bool = False
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Make a batch of `rows`, each with `input_ids`, `labels` (not shifted) and `position_ids`.
@@ -52,8 +55,15 @@ class Collator:
             for name, tensor in batch.items():
                 tensor[number, text] = torch.as_tensor(row[name], dtype=torch.int64)
             batch["position_ids"][number, gap] = torch.arange(padding)
+        if self.omit_plain_positions and self.padding_side == "right" and all(map(_is_one_document, rows)):
+            del batch["position_ids"]
         batch["valid_rows"] = valid_rows(batch["labels"])
         return batch
+
+
+def _is_one_document(row: Mapping[str, Sequence[int]]) -> bool:
+    """Positions that end at the row's length less one have never restarted."""
+    return row["position_ids"][-1] == len(row["input_ids"]) - 1
 
 
 def valid_rows(labels: torch.Tensor) -> torch.Tensor:

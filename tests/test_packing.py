@@ -140,3 +140,16 @@ def test_the_collator_draws_no_random_numbers():
 
 def test_nothing_learned_gives_no_valid_rows():
     assert valid_rows(torch.full((2, 4), IGNORED)).shape == (0,)
+
+
+def test_positions_are_left_out_only_where_nothing_needs_them():
+    one = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "position_ids": [0, 1, 2]}
+    two = {"input_ids": [5, 6, 7], "labels": [-100, 6, -100], "position_ids": [0, 1, 0]}
+    short = {"input_ids": [5, 6], "labels": [-100, 6], "position_ids": [0, 1]}
+    plain = Collator(0, omit_plain_positions=True)
+    assert "position_ids" not in plain([one, short])
+    assert "position_ids" in plain([one, two])
+    assert "position_ids" in Collator(0, omit_plain_positions=True, padding_side="left")([one, short])
+    assert "position_ids" in Collator(0)([one, short])
+    kept, left_out = Collator(0)([one, short]), plain([one, short])
+    assert all(torch.equal(kept[name], left_out[name]) for name in left_out)
