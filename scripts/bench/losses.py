@@ -115,8 +115,11 @@ def floor(inputs: Inputs, *, head: bool = True) -> Callable[[], None]:
 
 
 def ours(*terms: LossTerm, workspace: float | None = None, half: bool = False, stats: bool = False) -> Callable:
-    """Our loss of these terms, at its defaults but for `workspace`; labels of half the rows ignored if `half`."""
-    module = FusedDistillationLoss(terms, max_workspace_mib=workspace)
+    """Our loss of these terms, at its defaults but for `workspace`; labels of half the rows ignored if `half`.
+
+    Without ignored rows there is none to skip, so none is looked for, as where the collator gives the valid rows.
+    """
+    module = FusedDistillationLoss(terms, max_workspace_mib=workspace, skip_ignored_rows=half)
     hard = any(term.type == "cross_entropy" for term in terms)
 
     def loss(i: Inputs) -> torch.Tensor:

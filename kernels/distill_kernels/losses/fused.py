@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
+from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.linear import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.plan import CHUNK_ROWS, Plan, plan_chunks
 from distill_kernels.losses.projection import TILE, Logits, Transform, product_fp32, project
@@ -192,7 +193,9 @@ def _add_weight_gradient(
             product_fp32(gradients.t(), hidden, d_weight[:vocab])
         else:
             torch.mm(gradients.t(), hidden, out=d_weight[:vocab])
-    elif not fp32 or hidden.dtype == torch.float32:
+    elif not fp32:
+        add_product_(d_weight[:vocab], gradients, hidden)
+    elif hidden.dtype == torch.float32:
         d_weight[:vocab].addmm_(gradients.t(), hidden)
     elif hidden.is_cuda:
         inner = d_weight[:vocab]
