@@ -37,6 +37,7 @@ from distill.arguments import (
     training_arguments,
     world_size,
 )
+from distill.checkpoints import checkpoints, half_written
 from distill.curves import draw_curves
 from distill.data import Splits, load_data
 from distill.evaluate import HeldOut, evaluate, gap_closed
@@ -48,7 +49,7 @@ from distill.preamble import Plan, model_name, preamble, result_table, show_samp
 from distill.progress import MetricsFile, ProgressReport, read_metrics
 from distill.recipe import Recipe, dump
 from distill.samples import generate, write_samples
-from distill.trainer import DistillationTrainer, checkpoints
+from distill.trainer import DistillationTrainer
 from distill.vocabulary import compare, extend_student
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,8 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
     last = checkpoints(folder)[-1] if resume and checkpoints(folder) else None
     if resume and _first():
         console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+        for path in half_written(folder):
+            console.say(f"{path} was not finished when the run ended, and is not used")
     try:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:

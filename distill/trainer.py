@@ -22,13 +22,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
+from distill.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.collator import Collator
 from distill.metrics import Meter, named_means, work_of
 from distill.objective import STATISTICS, DistillationObjective, LossSpec
 
 log = logging.getLogger(__name__)
-
-CHECKPOINT, UNFINISHED, STATE = "checkpoint-", ".unfinished", "trainer_state.json"
 
 
 class DistillationTrainer(Trainer):
@@ -196,16 +195,11 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
+                make_lasting(unfinished / name)
                 os.replace(unfinished / name, folder / name)
-                self._drop_old(folder, unfinished, limit)
+                drop_old(folder, limit)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
-
-    @staticmethod
-    def _drop_old(folder: Path, unfinished: Path, limit: int | None) -> None:
-        """Keep the newest `limit` checkpoints; an old one is renamed before it is deleted."""
-        for old in checkpoints(folder)[: -limit if limit else 0]:
-            os.replace(old, unfinished / f"old-{old.name}")
 
     @contextlib.contextmanager
     def _without_rotation(self) -> Iterator[int | None]:
@@ -228,16 +222,6 @@ class PlainRows:
         return self.collator(
             [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
         )
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, by step."""
-    found = [
-        (int(path.name.removeprefix(CHECKPOINT)), path)
-        for path in folder.glob(CHECKPOINT + "*")
-        if path.name.removeprefix(CHECKPOINT).isdigit() and (path / STATE).is_file()
-    ]
-    return [path for _, path in sorted(found)]
 
 
 def _padding_token(tokenizer: Any, model: nn.Module) -> int:

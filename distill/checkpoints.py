@@ -1,0 +1,44 @@
+"""Checkpoints in a run's folder: which are complete, which are not, and taking old ones away.
+
+A checkpoint is written into `.unfinished/` and renamed, so that a folder called `checkpoint-N` is whole, whenever the
+process was killed. `trainer_state.json` is the last file `Trainer` writes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CHECKPOINT, UNFINISHED, STATE = "checkpoint-", ".unfinished", "trainer_state.json"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, by step."""
+    return [path for _, path in sorted(_numbered(folder)) if (path / STATE).is_file()]
+
+
+def half_written(folder: Path) -> list[Path]:
+    """Checkpoints in `folder` whose writing was cut off; nothing reads them."""
+    found = [path for _, path in sorted(_numbered(folder)) if not (path / STATE).is_file()]
+    return found + sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
+
+
+def drop_old(folder: Path, limit: int | None) -> None:
+    """Keep the newest `limit` checkpoints; an old one loses its name before it is deleted."""
+    for old in checkpoints(folder)[: -limit if limit else 0]:
+        os.replace(old, folder / UNFINISHED / f"old-{old.name}")
+
+
+def make_lasting(folder: Path) -> None:
+    """Have the system write all files below `folder` to the disk, so that they survive a power cut."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    names = [(path.name.removeprefix(CHECKPOINT), path) for path in folder.glob(CHECKPOINT + "*")]
+    return [(int(number), path) for number, path in names if number.isdigit()]

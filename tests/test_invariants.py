@@ -1,0 +1,281 @@
+"""Each invariant holds for tiny models, and is shown to fail once its fault is put in."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from distill_kernels import FusedDistillationLoss
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model, tiny_tokenizer
+from torch.nn import functional as F
+
+from distill import head, invariants, invariants_runs, objective
+from distill.collator import Collator
+from distill.invariants import CHECKS, Subject
+from distill.objective import DistillationObjective
+from distill.recipe_loss import Loss
+from distill.trainer import DistillationTrainer
+
+SUM = {"temperature": 2.0, "label_smoothing": 0.1, "z_loss": 1e-3,
+       "terms": [{"type": "forward_kl"}, {"type": "skew_reverse_kl", "alpha": 0.2}, {"type": "jsd", "beta": 0.3},
+                 {"type": "cross_entropy", "weight": 0.5}]}  # fmt: skip
+
+
+def rows(count=6):
+    """Packed rows of two documents, of different lengths, with different shares of trained tokens."""
+    generator = torch.Generator().manual_seed(4)
+    made = []
+    for number in range(count):
+        length = 10 + 3 * (number % 4)
+        ids = torch.randint(3, 250, (length,), generator=generator).tolist()
+        half = length // 2
+        labels = [-100, *ids[1:half], -100, *ids[half + 1 :]]
+        for masked in range(1, 1 + number % 3):
+            labels[masked] = -100
+        made.append({"input_ids": ids, "labels": labels, "position_ids": [*range(half), *range(length - half)]})
+    return made
+
+
+def subject(loss=None, *, student=None, dtype=torch.float32, tokenizers=True, **model):
+    tokenizer = tiny_tokenizer()
+    return Subject(
+        student if student is not None else tiny_model(tokenizer, dtype=dtype, **model),
+        tiny_model(tokenizer, hidden=64, seed=1, dtype=dtype, **model),
+        rows(),
+        Loss.model_validate(loss or {}),
+        tokenizers=(tokenizer, tokenizer) if tokenizers else None,
+    )
+
+
+def with_lora_head(**model):
+    torch.manual_seed(5)
+    student = get_peft_model(tiny_model(**model), LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    for name, parameter in student.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return student
+
+
+SUBJECTS = {
+    "forward kl": lambda: subject(),
+    "a sum of terms": lambda: subject(SUM),
+    "float64": lambda: subject(SUM, dtype=torch.float64),
+    "lora on the head": lambda: subject(student=with_lora_head(tie=False)),
+    "gemma2": lambda: subject(kind="gemma2", final_logit_softcapping=5.0),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kind", SUBJECTS)
+def test_holds(kind, check):
+    finding = check(SUBJECTS[kind]())
+    assert finding.passed, finding
+    assert str(finding).startswith("pass  ")
+
+
+def test_a_check_leaves_the_models_as_they_were():
+    made = SUBJECTS["lora on the head"]()
+    made.student.train()
+    before = {name: p.detach().clone() for name, p in made.student.named_parameters()}
+    frozen = {name for name, p in made.student.named_parameters() if not p.requires_grad}
+    for check in CHECKS:
+        check(made)
+        assert made.student.training, check.__name__
+    for name, p in made.student.named_parameters():
+        assert torch.equal(p, before[name]) and p.grad is None, name
+    assert frozen == {name for name, p in made.student.named_parameters() if not p.requires_grad}
+    assert "forward" not in head.bare(made.student).__dict__
+
+
+# ------------------------------------------------------------------ faults
+
+
+class OffByOne:
+    """torch.nn.functional with a pad that shifts labels by two."""
+
+    def __getattr__(self, name):
+        return getattr(F, name)
+
+    @staticmethod
+    def pad(tensor, pad, value=0):
+        return F.pad(tensor[..., 1:], (0, 2), value=value)
+
+
+def head_without_lora(patch):
+    read = head.read_head
+    patch.setattr(objective, "read_head", lambda found: read(found)._replace(lora=None))
+    call = objective.call_head
+    patch.setattr(
+        objective, "call_head", lambda h, x, compute: call(h, x, lambda x, w: compute(x, w._replace(lora=None)))
+    )
+
+
+def shift_by_two(patch):
+    patch.setattr(objective, "F", OffByOne())
+
+
+def cap_forgotten(patch):
+    build = objective._build_loss
+
+    def without(loss, reading):
+        return build(loss, reading._replace(student=reading.student._replace(softcap=None)))
+
+    patch.setattr(objective, "_build_loss", without)
+
+
+def cross_entropy_for_kl(patch):
+    forward = FusedDistillationLoss.forward
+
+    def with_entropy(self, student_hidden, student_weight, teacher_hidden, teacher_weight, *args, **kwargs):
+        found = forward(self, student_hidden, student_weight, teacher_hidden, teacher_weight, *args, **kwargs)
+        p = torch.softmax(F.linear(teacher_hidden, teacher_weight), -1)
+        entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
+        return found + (entropy.sum() if self.reduction != "none" else entropy)
+
+    patch.setattr(FusedDistillationLoss, "forward", with_entropy)
+
+
+def mean_of_means(patch):
+    patch.setattr(DistillationTrainer, "_get_num_items_in_batch", lambda *_: None)
+
+
+def cache_in_the_teacher(patch):
+    """What a teacher called as usual does: with a cache, packed documents see each other."""
+
+    def hidden(self, inputs):
+        with torch.inference_mode():
+            ones = torch.ones_like(inputs["input_ids"])
+            return objective.decoder_of(self.teacher)(
+                input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], attention_mask=ones, use_cache=False
+            ).last_hidden_state
+
+    patch.setattr(DistillationObjective, "teacher_hidden", hidden)
+
+
+def padding_joins_the_text(patch):
+    collate = Collator.__call__
+
+    def without_positions(self, given):
+        batch = collate(self, given)
+        batch["position_ids"] = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]).clone()
+        return batch
+
+    patch.setattr(Collator, "__call__", without_positions)
+
+
+def masked_token_counts(patch):
+    patch.setattr(invariants, "_with_masked_end", lambda row, token: {
+        "input_ids": [token, *row["input_ids"]], "labels": [-100, *row["labels"]],
+        "position_ids": [0, *(p + 1 for p in row["position_ids"])]})  # fmt: skip
+
+
+def a_norm_that_is_off(patch):
+    from distill import patching
+
+    put = patching.patch
+
+    def wrong(model, role, **settings):
+        report = put(model, role, **settings)
+        norm = objective.decoder_of(head.bare(model)).norm
+        forward = norm.forward
+        norm.forward = lambda *args, **kwargs: 1.01 * forward(*args, **kwargs)
+        return report
+
+    patch.setattr(patching, "patch", wrong)
+
+
+def last_chunk_lost(patch):
+    forward = FusedDistillationLoss.forward
+
+    def lossy(self, hidden, *args, **kwargs):
+        found = forward(self, hidden, *args, **kwargs)
+        return found * 0.99 if self.workspace else found
+
+    patch.setattr(FusedDistillationLoss, "forward", lossy)
+
+
+def teacher_reads_ids_shifted(patch):
+    hidden = DistillationObjective.teacher_hidden
+    patch.setattr(
+        DistillationObjective, "teacher_hidden",
+        lambda self, inputs: hidden(self, {**inputs, "input_ids": inputs["input_ids"].roll(1, dims=1)}),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "check, fault, kind",
+    [
+        (invariants.fused_equals_reference, head_without_lora, "lora on the head"),
+        (invariants.fused_equals_reference, shift_by_two, "forward kl"),
+        (invariants.fused_equals_reference, cap_forgotten, "gemma2"),
+        (invariants.divergence_is_one, cross_entropy_for_kl, "forward kl"),
+        (invariants.accumulation_changes_nothing, mean_of_means, "forward kl"),
+        (invariants.packing_changes_nothing, cache_in_the_teacher, "forward kl"),
+        (invariants.padding_changes_nothing, padding_joins_the_text, "forward kl"),
+        (invariants.padding_changes_nothing, masked_token_counts, "forward kl"),
+        (invariants.patching_changes_nothing, a_norm_that_is_off, "forward kl"),
+        (invariants.workspace_changes_nothing, last_chunk_lost, "forward kl"),
+        (invariants.both_read_the_same, teacher_reads_ids_shifted, "forward kl"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_fails_where_its_fault_is_put_in(check, fault, kind, monkeypatch):
+    made = SUBJECTS[kind]()
+    assert check(made).passed
+    fault(monkeypatch)
+    finding = check(made)
+    assert not finding.passed and str(finding).startswith("FAIL  "), finding
+
+
+def test_a_vocabulary_that_means_something_else_fails():
+    made = subject()
+    other = tiny_tokenizer(specials=("<|fin|>", "<|start|>", "<|pad|>"))
+    made.tokenizers = (made.tokenizers[0], other)
+    finding = invariants.both_read_the_same(made)
+    assert not finding.passed and "<|fin|>" in finding.detail
+
+
+# ------------------------------------------------------------------ whole runs
+
+
+def dropping():
+    return subject({"terms": [{"type": "jsd"}]}, attention_dropout=0.1)
+
+
+def test_resume_is_exact():
+    finding = invariants_runs.resume_is_exact(dropping())
+    assert finding.passed, finding
+
+
+def forget_optimizer(patch):
+    patch.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
+
+
+def forget_random_state(patch):
+    patch.setattr(DistillationTrainer, "_load_rng_state", lambda *_: None)
+
+
+@pytest.mark.parametrize("fault", [forget_optimizer, forget_random_state], ids=lambda fault: fault.__name__)
+def test_resume_fails_where_something_is_forgotten(fault, monkeypatch):
+    fault(monkeypatch)
+    finding = invariants_runs.resume_is_exact(dropping())
+    assert not finding.passed and "weights" in finding.detail
+
+
+def test_ranks_change_nothing():
+    finding = invariants_runs.ranks_change_nothing(subject({"terms": [{"type": "jsd"}]}))
+    assert finding.passed, finding
+
+
+def test_ranks_fail_where_each_divides_by_its_own_count(tmp_path):
+    program = tmp_path / "faulty.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\nfrom distill import invariants_runs\n"
+        "from distill.trainer import DistillationTrainer\n"
+        "count = lambda self, batches, device: sum((b['labels'][:, 1:] != -100).sum() for b in batches) * 2\n"
+        "DistillationTrainer._get_num_items_in_batch = count\n"
+        "invariants_runs._main(Path(sys.argv[-1]))\n"
+    )
+    assert Path(program).exists()
+    finding = invariants_runs.ranks_change_nothing(subject({"terms": [{"type": "jsd"}]}), program=[str(program)])
+    assert not finding.passed and "differ by" in finding.detail, finding
