@@ -14,6 +14,14 @@ from distill_kernels.layers.layer_norm import LayerNorm, layer_norm
 from distill_kernels.layers.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from distill_kernels.layers.rope import rope
 from distill_kernels.layers.softmax import softmax
+from distill_kernels.losses.functional import (
+    fused_cross_entropy_loss,
+    fused_distillation_loss,
+    fused_jsd_loss,
+    fused_kl_loss,
+    fused_skew_kl_loss,
+    fused_tvd_loss,
+)
 from distill_kernels.losses.logits import cross_entropy, distillation_loss, jsd, kl_div, skew_kl, tvd
 from distill_kernels.losses.modules import (
     FusedCrossEntropyLoss,
@@ -52,6 +60,12 @@ __all__ = [
     "distillation_loss",
     "flash_attention",
     "fp8_linear",
+    "fused_cross_entropy_loss",
+    "fused_distillation_loss",
+    "fused_jsd_loss",
+    "fused_kl_loss",
+    "fused_skew_kl_loss",
+    "fused_tvd_loss",
     "geglu",
     "glu",
     "jsd",

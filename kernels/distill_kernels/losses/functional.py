@@ -1,0 +1,86 @@
+"""The fused losses as functions: what the modules compute, with every setting a keyword.
+
+    loss = fused_kl_loss(student_hidden, student_weight, teacher_hidden, teacher_weight, labels, direction="reverse")
+
+Each takes the tensors of `FusedDistillationLoss.forward` (positionally or by name) and, by name, the settings of its
+module's constructor; returns what the module returns. Modules are made once for each set of settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from distill_kernels.losses.modules import (
+    FusedCrossEntropyLoss,
+    FusedDistillationLoss,
+    FusedJSDLoss,
+    FusedKLLoss,
+    FusedSkewKLLoss,
+    FusedTVDLoss,
+)
+from distill_kernels.losses.terms import LossTerm, TokenStats
+
+Result = torch.Tensor | tuple[torch.Tensor, TokenStats]
+
+
+@functools.lru_cache(maxsize=128)
+def _module(kind: type[FusedDistillationLoss], settings: tuple[tuple[str, Hashable], ...]) -> FusedDistillationLoss:
+    return kind(**dict(settings))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _inputs_of(kind: type[FusedDistillationLoss]) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.forward).parameters)
+
+
+def _call(kind: type[FusedDistillationLoss], tensors: tuple[Any, ...], named: dict[str, Any]) -> Result:
+    inputs = _inputs_of(kind)  # type: ignore[arg-type]
+    settings = tuple(sorted((name, value) for name, value in named.items() if name not in inputs))
+    return _module(kind, settings)(*tensors, **{name: value for name, value in named.items() if name in inputs})  # type: ignore[arg-type]
+
+
+def fused_kl_loss(*tensors: torch.Tensor | None, direction: str = "forward", **named: Any) -> Result:
+    """Forward or reverse KL divergence from hidden states and heads, plus hard labels: `FusedKLLoss`.
+
+    Args:
+        tensors: student_hidden [..., Hs], student_weight [Vs, Hs], teacher_hidden [..., Ht], teacher_weight [Vt, Ht],
+            labels [...] or None.
+        direction: "forward", KL(p_t || p_s), or "reverse", KL(p_s || p_t).
+        named: other inputs of `FusedDistillationLoss.forward` and settings of `FusedKLLoss`.
+
+    Raises:
+        ValueError: as the module, naming the field.
+    """
+    return _call(FusedKLLoss, tensors, {"direction": direction, **named})
+
+
+def fused_jsd_loss(*tensors: torch.Tensor | None, beta: float = 0.5, **named: Any) -> Result:
+    """Generalised Jensen-Shannon divergence: `FusedJSDLoss`; arguments as in `fused_kl_loss`."""
+    return _call(FusedJSDLoss, tensors, {"beta": beta, **named})
+
+
+def fused_skew_kl_loss(
+    *tensors: torch.Tensor | None, alpha: float = 0.1, direction: str = "forward", **named: Any
+) -> Result:
+    """Skewed KL divergence: `FusedSkewKLLoss`; arguments as in `fused_kl_loss`."""
+    return _call(FusedSkewKLLoss, tensors, {"alpha": alpha, "direction": direction, **named})
+
+
+def fused_tvd_loss(*tensors: torch.Tensor | None, **named: Any) -> Result:
+    """Total variation distance: `FusedTVDLoss`; arguments as in `fused_kl_loss`."""
+    return _call(FusedTVDLoss, tensors, named)
+
+
+def fused_cross_entropy_loss(*tensors: torch.Tensor | None, **named: Any) -> Result:
+    """Hard-label cross-entropy: `FusedCrossEntropyLoss`; tensors are student_hidden, student_weight, labels."""
+    return _call(FusedCrossEntropyLoss, tensors, named)
+
+
+def fused_distillation_loss(*tensors: torch.Tensor | None, terms: Sequence[LossTerm], **named: Any) -> Result:
+    """A weighted sum of divergences and cross-entropy: `FusedDistillationLoss`; arguments as in `fused_kl_loss`."""
+    return _call(FusedDistillationLoss, tensors, {"terms": tuple(terms), **named})

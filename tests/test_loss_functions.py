@@ -1,0 +1,48 @@
+"""The losses as functions give what the modules give."""
+
+import distill_kernels
+import pytest
+import torch
+from distill_kernels import LossTerm
+from helpers import realistic_heads
+
+PAIRS = {
+    "kl": {"direction": "reverse", "temperature": 2.0},
+    "jsd": {"beta": 0.3},
+    "skew_kl": {"alpha": 0.2, "direction": "reverse"},
+    "tvd": {"ce_weight": 0.5, "label_smoothing": 0.1},
+    "distillation": {"terms": (LossTerm("forward_kl", 0.7), LossTerm("cross_entropy", 0.3))},
+}
+NAMES = {"kl": "KL", "jsd": "JSD", "skew_kl": "SkewKL", "tvd": "TVD", "distillation": "Distillation"}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_functions_equal_modules(kind):
+    heads = realistic_heads(12, 97, 16, 24)
+    labels = torch.randint(0, 97, (12,))
+    labels[3] = -100
+    module = getattr(distill_kernels, f"Fused{NAMES[kind]}Loss")(**PAIRS[kind])
+    function = getattr(distill_kernels, f"fused_{kind}_loss")
+    results = []
+    for call, more in ((module, {}), (function, PAIRS[kind])):
+        hidden, weight = heads[0].clone().requires_grad_(), heads[1].clone().requires_grad_()
+        loss, stats = call(hidden, weight, *heads[2:], labels, num_items=5, return_stats=True, **more)
+        loss.backward()
+        results.append((loss, hidden.grad, weight.grad, *stats))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_cross_entropy_takes_no_teacher():
+    hidden, weight, *_ = realistic_heads(12, 97, 16, 24)
+    labels = torch.randint(0, 97, (12,))
+    loss = distill_kernels.fused_cross_entropy_loss(hidden, weight, labels, label_smoothing=0.1)
+    expected = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_mistakes_name_the_field():
+    heads = realistic_heads(4, 31, 8, 8)
+    with pytest.raises(ValueError, match="direction"):
+        distill_kernels.fused_kl_loss(*heads, direction="sideways")
+    with pytest.raises(TypeError, match="temprature"):
+        distill_kernels.fused_kl_loss(*heads, temprature=2.0)
