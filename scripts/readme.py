@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "bench" / "results"
 END = "<!-- end rows -->"
+PLOT = ("linear forward_kl", "8192 x 128256, H 2048 / 4096")
 
 HEADINGS = {
     "shape": "shape",
@@ -114,6 +115,41 @@ def fill(text: str, rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:
+    """Time against peak memory of the fused losses, coloured by the error of dW, as an SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    chosen = [row for row in rows if row["case"] == PLOT[0] and row["shape"] == PLOT[1]]
+    floor = next(row["ms"] for row in chosen if "floor_ratio" in row and row["candidate"].startswith("floor"))
+    chosen = [row for row in chosen if "error" in row and "peak_mib" in row]
+    matplotlib.rcParams.update({"svg.hashsalt": "distill", "font.size": 10})
+    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+    errors = [row["error"]["dW"] for row in chosen]
+    dots = axes.scatter(
+        [row["ms"] for row in chosen], [row["peak_mib"] for row in chosen], c=errors, s=110,
+        norm=LogNorm(2e-3, 4e-2), cmap="viridis_r", edgecolors="black", zorder=3,
+    )  # fmt: skip
+    for row in chosen:
+        ours = row["candidate"].startswith("ours")
+        axes.annotate(
+            row["candidate"], (row["ms"], row["peak_mib"]), xytext=(8, 6), textcoords="offset points",
+            fontweight="bold" if ours else "normal",
+        )  # fmt: skip
+    axes.axvline(floor, color="grey", linestyle=":", label=f"the matrix products alone, {floor:.1f} ms")
+    axes.set(xlabel="forward + backward, ms", ylabel="peak memory above the inputs, MiB", yscale="log")
+    axes.set_xlim(floor * 0.93, max(row["ms"] for row in chosen) * 1.4)
+    axes.set_title(f"Forward KL from hidden states, {PLOT[1]}, {chosen[0]['gpu']}", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="center right", frameon=False)
+    figure.colorbar(dots, label="relative error of dW against fp64")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.readme", description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if README.md is not what the rows give")
@@ -126,6 +162,7 @@ def main() -> int:
             print("README.md: tables differ from the benchmark rows; run python -m scripts.readme", file=sys.stderr)
         return int(filled != text)
     path.write_text(filled)
+    plot_losses(newest_rows(), RESULTS / "losses.svg")
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import subprocess
 import time
@@ -121,7 +122,7 @@ def copy_bandwidth(gib: float = 4.0) -> float:
 
 
 def environment() -> dict[str, str]:
-    """Versions that a row depends on."""
+    """Versions that a row depends on; BENCH_COMMIT names the commit where the working tree has no git."""
     import triton
 
     def ask(*command: str) -> str:
@@ -136,7 +137,7 @@ def environment() -> dict[str, str]:
         "driver": driver[0] if driver else "",
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "commit": ask("git", "rev-parse", "--short", "HEAD") or "unknown",
+        "commit": os.environ.get("BENCH_COMMIT") or ask("git", "rev-parse", "--short", "HEAD") or "unknown",
         "date": time.strftime("%Y-%m-%d"),
     }
 
