@@ -15,8 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import __version__, cli_plan, console
+from distill import __version__, cli_judge, cli_plan, console
 from distill.cli_arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
+from distill.faults import RunError
 from distill.folders import run_folder
 from distill.recipe import dump
 from distill.shipped import copy_recipe, shipped_architectures, shipped_recipes
@@ -38,6 +39,7 @@ app = typer.Typer(
     distill inspect chat-8b-to-1b.yaml         what will be learned, token by token
     distill run chat-8b-to-1b.yaml             teach
     distill run quickstart train.steps=20      a shipped recipe, one setting changed
+    distill report quickstart                  a page about the run
     """,
 )
 recipes_app = typer.Typer(
@@ -45,6 +47,7 @@ recipes_app = typer.Typer(
 )
 app.add_typer(recipes_app, name="recipes")
 cli_plan.register(app)
+cli_judge.register(app)
 
 
 @app.callback()
@@ -166,6 +169,11 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
         command = error.ctx.command_path if error.ctx else "distill"
         console.complain(f"{error.format_message()} ({command} --help says more)")
         return 2
+    except RunError as error:
+        if os.environ.get("DISTILL_TRACEBACK") == "1":
+            raise
+        console.complain(str(error))
+        return 1
     except ValueError as error:
         if os.environ.get("DISTILL_TRACEBACK") == "1":
             raise

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import console
+from distill.folders import RECIPE_FILE, RUNS
 from distill.recipe import Recipe, load
 from distill.shipped import find_architecture, find_recipe, shipped_recipes
 
@@ -23,6 +24,11 @@ def complete_recipe(incomplete: str) -> list[str]:
     files = [str(path) + ("/" if path.is_dir() else "") for path in folder.glob("*")] if folder.is_dir() else []
     files = [name for name in files if name.endswith((".yaml", ".yml", "/"))]
     return [name for name in [*names, *files] if name.startswith(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Shell completion: runs under runs/."""
+    return [path.name for path in sorted(RUNS.glob(f"{incomplete}*")) if (path / RECIPE_FILE).is_file()]
 
 
 RecipeArgument = Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -62,7 +64,9 @@ def probe(recipe: Recipe) -> Measured:
         models = _load_models(recipe, None, device, precision)
     splits = load_data(data, None, seed=0, vocab_size=models.vocab_size)
     watch = _Stopwatch()
-    with tempfile.TemporaryDirectory() as folder, working("two steps"):
+    # what loading and patching say belongs beside the result, not into it
+    aside = contextlib.redirect_stdout(sys.stderr)
+    with tempfile.TemporaryDirectory() as folder, working("two steps"), aside:
         arguments = training_arguments(recipe, Path(folder), rows=len(splits.train), device=device, precision=precision)
         trainer = DistillationTrainer(
             models.student, models.teacher, arguments, loss=recipe.loss, vocab_size=models.vocab_size,

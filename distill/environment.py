@@ -1,0 +1,39 @@
+"""What a run ran on: versions of the libraries, the GPU and its driver, the machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+
+import torch
+
+LIBRARIES = ("torch", "triton", "transformers", "datasets", "accelerate", "peft")
+
+
+def environment() -> dict[str, str]:
+    """Names and values for people; what is not there is left out."""
+    found = {"distill": _version("distill-toolkit"), "python": platform.python_version()}
+    found |= {name: _version(name) for name in LIBRARIES}
+    found["system"] = f"{platform.system()} {platform.machine()}"
+    if torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found["gpu"] = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
+        found["cuda"], found["driver"] = torch.version.cuda or "", _driver()
+    return {name: value for name, value in found.items() if value}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout.splitlines()[0].strip() if answer.stdout else ""
