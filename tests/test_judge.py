@@ -1,0 +1,75 @@
+"""`distill eval`: figures equal those of training's evaluation, intervals cover, calibration is what it says."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from distill.bootstrap import interval, share_interval
+from distill.evaluate import evaluate
+from distill.judge import FIGURES, _calibration_error, _count, judge
+
+KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
+
+
+def rows(count=6, length=24):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        ids = torch.randint(3, 259, (length,), generator=generator).tolist()
+        yield {"input_ids": ids, "labels": [-100, *ids[1:-4], *[-100] * 4], "position_ids": list(range(length))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_figures_are_those_of_the_evaluation_in_training(kind):
+    tokenizer = tiny_tokenizer()
+    student = tiny_model(tokenizer, kind=kind, seed=2, **KINDS[kind]).train()
+    teacher = tiny_model(tokenizer, kind=kind, hidden=48, seed=1, **KINDS[kind])
+    data = list(rows())
+    found, expected = judge(student, teacher, data), evaluate(student, teacher, data)
+    assert student.training and found.tokens == expected.tokens == 6 * 19
+    for name in FIGURES:
+        assert found.figures[name].value == pytest.approx(getattr(expected, name), rel=1e-4), name
+        assert found.figures[name].low <= found.figures[name].value <= found.figures[name].high
+    assert found.perplexity("teacher").value == pytest.approx(expected.teacher_perplexity, rel=1e-4)
+    assert found.gap_closed(found).value == 0
+    assert judge(teacher, teacher, data).gap_closed(found).value == pytest.approx(1)
+
+
+def test_masked_rows_are_an_error():
+    data = [{"input_ids": [3, 4, 5], "labels": [-100] * 3, "position_ids": [0, 1, 2]}]
+    with pytest.raises(ValueError, match="no trained tokens"):
+        judge(tiny_model(), tiny_model(seed=1), data)
+
+
+def test_intervals_cover_the_truth_about_as_often_as_they_say():
+    random, hits = np.random.default_rng(0), 0
+    for trial in range(200):
+        counts = random.integers(5, 50, 60).astype(float)
+        # rows differ from each other far more than tokens within a row do
+        sums = counts * (2.0 + random.normal(0, 1, 60))
+        found = interval(sums, counts, draws=400, seed=trial)
+        hits += found.low <= 2.0 <= found.high
+    assert 0.88 <= hits / 200 <= 0.99, hits
+
+
+def test_intervals_follow_the_spread_and_the_seed():
+    counts, sums = np.full(50, 10.0), np.full(50, 20.0)
+    assert tuple(interval(sums, counts)) == (2, 2, 2)
+    spread = sums + np.linspace(-20, 20, 50)
+    assert interval(spread, counts).low < 1.9 < 2.1 < interval(spread, counts).high
+    assert interval(spread, counts, seed=1) == interval(spread, counts, seed=1)
+    with pytest.raises(ValueError, match="at least one token"):
+        interval(sums, np.zeros(50))
+    closed = share_interval(spread, spread / 4)
+    assert tuple(closed) == pytest.approx((0.75, 0.75, 0.75))
+
+
+def test_calibration_error_is_the_gap_between_sure_and_right():
+    probabilities = torch.tensor([[0.8, 0.2], [0.8, 0.2], [0.55, 0.45], [0.55, 0.45]])
+    bins = torch.zeros(3, 15, dtype=torch.float64)
+    _count(bins, probabilities.log(), torch.tensor([0, 0, 0, 1]))
+    # half the tokens: sure 0.8, right 1.0; the other half: sure 0.55, right 0.5
+    assert _calibration_error(bins) == pytest.approx(0.5 * 0.2 + 0.5 * 0.05, abs=1e-6)
+    certain = torch.zeros(3, 15, dtype=torch.float64)
+    _count(certain, torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]))
+    assert _calibration_error(certain) == 0
