@@ -49,6 +49,10 @@ class RecipeError(ValueError):
         super().__init__("\n".join(self.faults))
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on, for a reason outside of the recipe; the message is one line and says what to do."""
+
+
 class Section(BaseModel):
     """A part of a recipe: unknown fields, wrong types, NaN and infinity are refused; the values cannot be changed."""
 

@@ -42,6 +42,7 @@ from distill.curves import draw_curves
 from distill.data import Splits, load_data
 from distill.evaluate import HeldOut, evaluate, gap_closed
 from distill.folders import RECIPE_FILE, run_folder
+from distill.failures import explained
 from distill.head import bare, find_head
 from distill.model_card import write_model_card
 from distill.models import kept_layers, load_student, load_teacher, load_tokenizer, save_student
@@ -96,6 +97,8 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
     Raises:
         ValueError: the user's input, one line a fault; nothing has been written then.
     """
+        RunError: the machine or the numbers, one line that says what to do.
+        SystemExit: with code 0, after SIGTERM and a checkpoint.
     transformers.utils.logging.disable_progress_bar()
     # --- what was asked for
     device = resolve_device(recipe.train)
@@ -152,14 +155,19 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
     # --- train
     last = checkpoints(folder)[-1] if resume and checkpoints(folder) else None
     if resume and _first():
-        console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
         for path in half_written(folder):
             console.say(f"{path} was not finished when the run ended, and is not used")
     try:
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+        with explained(recipe, folder):
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
         progress.stop()
 
+    if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
+        if _first():
+            console.say(f"stopped by SIGTERM behind step {trainer.state.global_step}; continue with --resume")
+        raise SystemExit(0)
     # --- what came of it
     after = _held_out(recipe, models, trainer, splits, precision)
     result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)

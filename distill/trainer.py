@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 
 from distill.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.collator import Collator
+from distill.health import Health
 from distill.metrics import Meter, named_means, work_of
 from distill.objective import STATISTICS, DistillationObjective, LossSpec
 
@@ -98,6 +99,14 @@ class DistillationTrainer(Trainer):
             args.device, work_of(teacher, trains=False), work_of(model, trains=True), self.objective.divergence
         )
         self._checkpoints_go_to: str | None = None
+        self.health = Health(
+            lambda values: self.accelerator.reduce(values, "sum"),
+            self.accelerator.num_processes,
+            Path(args.output_dir or "."),
+        )
+        if self.accelerator.scaler is not None:  # float16: its scale is found by steps that overflow
+            self.health.limit *= 10
+        self.add_callback(_Watch(self))
 
     # ------------------------------------------------------------------ loss
 
@@ -117,6 +126,17 @@ class DistillationTrainer(Trainer):
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Trainer.training_step`; remembers the batch until its step is known to be finite."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.health.see_batch(inputs, loss)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        self.health.see_norm(norm)
+        return norm
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
         """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
         if not batch_samples:
@@ -131,12 +151,19 @@ class DistillationTrainer(Trainer):
         """Add the interval's figures to a training step's log; runs on every rank."""
         if "loss" in logs and self.is_in_train:
             logs = {**logs, **self.meter.read(lambda values: self.accelerator.reduce(values, "sum"))}
+            if self.health.skipped:
+                logs["skipped_steps"] = self.health.skipped
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`."""
+        """As `Trainer.train`; on SIGTERM it writes a checkpoint and returns, with `health.stopping` set.
+
+        Raises:
+            RunError: loss or gradients stay NaN or infinite.
+        """
         self.meter.restart()
-        return super().train(*args, **kwargs)
+        with self.health.stops_on_sigterm():
+            return super().train(*args, **kwargs)
 
     @torch.no_grad()
     def evaluate(
@@ -209,6 +236,24 @@ class DistillationTrainer(Trainer):
             yield limit
         finally:
             self.args.save_total_limit = limit
+
+
+class _Watch(TrainerCallback):
+    """Shows each optimizer step to `Health`, and stops training where it wants that."""
+
+    def __init__(self, trainer: DistillationTrainer) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gradients are there and not used yet."""
+        model = self.trainer.model
+        assert model is not None
+        self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log, write a checkpoint and stop."""
+        if self.trainer.health.stopping and state.global_step < state.max_steps:
+            control.should_log = control.should_save = control.should_training_stop = True
 
 
 class PlainRows:

@@ -1,0 +1,154 @@
+"""Steps that are not finite, and the wish to stop: looked at once an optimizer step, the same on every rank.
+
+A step whose loss or gradient is NaN or infinite is skipped: no weight and no optimizer state changes. It is counted
+and named in the log; after `LIMIT` of them in a row the run stops, with the last batch saved for study. SIGTERM ends
+the run behind the step that is being made, with a checkpoint.
+
+Nothing here waits for a GPU: the flags are made on the device, the optimizer skips by its `found_inf`, and the host
+reads a step's flags while the next one runs. On a CPU, or with an optimizer that has no `found_inf`, they are read at
+once.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from distill.faults import RunError
+
+log = logging.getLogger(__name__)
+
+LIMIT = 10
+
+
+class Health:
+    """Watches the steps of one trainer.
+
+    Args:
+        reduce: sums a tensor over the ranks.
+        ranks: how many there are.
+        folder: where a batch is saved.
+        limit: steps in a row that may be skipped.
+    """
+
+    def __init__(
+        self, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: int, folder: Path, limit: int = LIMIT
+    ) -> None:
+        self.reduce, self.ranks, self.folder, self.limit = reduce, ranks, folder, limit
+        self.skipped = 0
+        self.stopping = False
+        self._asked = threading.Event()
+        self._in_a_row = 0
+        self._norm: torch.Tensor | None = None
+        self._loss: torch.Tensor | None = None
+        self._batches: list[dict[str, Any]] = []
+        self._waiting: tuple[torch.Tensor, torch.cuda.Event | None, int, list[dict[str, Any]]] | None = None
+
+    def see_batch(self, inputs: dict[str, Any], loss: torch.Tensor) -> None:
+        """A micro-batch and its loss, of the step that is being made."""
+        self._batches.append(inputs)
+        loss = loss.detach().float()
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def see_norm(self, norm: Any) -> None:
+        """The norm of the step's gradients, where clipping has computed it."""
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self._norm = norm.detach() if isinstance(norm, torch.Tensor) else None
+
+    def before_step(self, model: nn.Module, optimizer: Any, step: int) -> None:
+        """Judge the step's gradients, and have the optimizer leave everything as it is where they are not finite.
+
+        Raises:
+            RunError: `limit` steps in a row were not finite.
+        """
+        assert self._loss is not None
+        norm = _norm(model) if self._norm is None else self._norm
+        flags = torch.stack([~torch.isfinite(norm.float() + self._loss), torch.zeros_like(norm, dtype=torch.bool)])
+        flags = flags.float()
+        flags[1] = float(self._asked.is_set())
+        if self.ranks > 1:
+            flags = self.reduce(flags)
+        seen, self._batches, self._norm, self._loss = self._batches, [], None, None
+        inner = getattr(optimizer, "optimizer", optimizer)
+        self._read()  # of the step before
+        if flags.device.type == "cuda" and _skips_by_itself(inner):
+            inner.found_inf = (flags[0] > 0).float()
+            host = torch.empty(2, pin_memory=True)
+            host.copy_(flags, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._waiting = (host, event, step, seen)
+            return
+        if flags[0] > 0:
+            for parameter in model.parameters():
+                parameter.grad = None
+        self._waiting = (flags.cpu(), None, step, seen)
+        self._read()
+
+    def _read(self) -> None:
+        """Count what the flags of the last step say."""
+        if self._waiting is None:
+            return
+        flags, event, step, seen = self._waiting
+        self._waiting = None
+        if event is not None:
+            event.synchronize()
+        bad, stop = flags.tolist()
+        self.stopping = self.stopping or stop > 0
+        if not bad:
+            self._in_a_row = 0
+            return
+        self.skipped += 1
+        self._in_a_row += 1
+        log.warning("step %d: loss or gradient is not finite; the step is skipped (%d so far)", step, self.skipped)
+        if self._in_a_row >= self.limit:
+            path = self._save(seen, step)
+            raise RunError(
+                f"stopped at step {step}: loss or gradient was NaN or infinite {self._in_a_row} steps in a row; the "
+                f"last batch is in {path}; lower train.learning_rate, lengthen train.warmup or lower "
+                "train.max_grad_norm, and continue from the last checkpoint with --resume"
+            )
+
+    def _save(self, batches: list[dict[str, Any]], step: int) -> Path:
+        path = self.folder / f"not-finite-step-{step}.safetensors"
+        tensors = {
+            f"{name}.{number}": value.detach().cpu().contiguous()
+            for number, batch in enumerate(batches)
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor)
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path)
+        return path
+
+    @contextmanager
+    def stops_on_sigterm(self) -> Iterator[None]:
+        """Within it, SIGTERM ends training behind the current step, with a checkpoint."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _skips_by_itself(optimizer: Any) -> bool:
+    """Whether the optimizer leaves all as it is where its `found_inf` is not 0: FusedAdamW, and torch's fused ones."""
+    return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))
+
+
+def _norm(model: nn.Module) -> torch.Tensor:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm: Any = torch.nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
