@@ -1,0 +1,255 @@
+"""Rows of logits that exist, to losses and gradients: the kernel behind logits.py, and its specification.
+
+Per row of `V` logits: the normalisers `log sum exp(z / T)` of student and teacher by an online sweep (Milakov and
+Gimelshein, 2018), then `f` and `g` of the table in divergence.py, then the student's gradient. Forward KL and
+cross-entropy need no sweep for `sum(g)`, which is 0. Rows of up to `WHOLE` columns stay in registers.
+
+Bytes a row of b-byte logits, fewest: `2 V b` read and `V b` written. Longer rows are read once more for every sweep
+after the first, less what the L2 cache keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.losses import terms
+from distill_kernels.losses.divergence import reference_rows
+from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS
+from distill_kernels.losses.rows import _all_divergences
+from distill_kernels.losses.terms import Objective
+
+WHOLE = 16_384
+STEPS = 4  # a block is [STEPS, LANES]: a thread holds STEPS pieces, so that maxima over them cost no exchange
+
+
+@triton.jit
+def _load(ptr, columns, V, EVICT: tl.constexpr):
+    z = tl.load(ptr + columns, mask=columns < V, other=-float("inf"), eviction_policy=EVICT)
+    return z.to(tl.float32)
+
+
+@triton.jit
+def _join(maxima, totals, hard, inverse_t):
+    """Lanes' maxima and sums of exps -> `log sum exp` of the row at temperature T and at 1."""
+    maximum = tl.max(maxima, 0)
+    base = tl.where(maximum == -float("inf"), 0.0, maximum)
+    total = tl.sum(totals * tl.exp((maxima - base) * inverse_t), 0)
+    total_hard = tl.sum(hard * tl.exp(maxima - base), 0)
+    return base * inverse_t + tl.log(total), base + tl.log(total_hard)
+
+
+@triton.jit
+def _online(z, maxima, totals, hard, inverse_t, BOTH: tl.constexpr):
+    """Fold a block [STEPS, LANES] into the lanes' running maxima and sums."""
+    after = tl.maximum(maxima, tl.max(z, 0))
+    base = tl.where(after == -float("inf"), 0.0, after)
+    totals = totals * tl.exp((maxima - base) * inverse_t) + tl.sum(tl.exp((z - base[None, :]) * inverse_t), 0)
+    if BOTH:
+        hard = hard * tl.exp(maxima - base) + tl.sum(tl.exp(z - base[None, :]), 0)
+    else:
+        hard = totals
+    return after, totals, hard
+
+
+@triton.jit
+def _gradient(
+    z, log_s, log_t, columns, label, lse1, g_mean, scale, V, inverse_t, weights, shares, hard_weight, smoothing, z_loss,
+    KINDS: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """The student's gradient and `f` of a block."""
+    f = tl.zeros_like(z)
+    g = tl.zeros_like(z)
+    if len(KINDS) > 0:
+        f, g, p_s, _pt = _all_divergences(log_s, log_t, weights, shares, KINDS)
+        if CENTRED:
+            g -= p_s * g_mean
+        g *= inverse_t
+    if HARD:
+        p = tl.exp(z - lse1)
+        if Z_LOSS:
+            p *= 1.0 + 2.0 * z_loss * lse1
+        if SMOOTHED:
+            p -= smoothing / V
+        g += hard_weight * (p - tl.where(columns == label, 1.0 - smoothing, 0.0))
+    return f, g * scale
+
+
+@triton.jit(do_not_specialize=["N", "S"])
+def _logits_kernel(
+    student_ptr, teacher_ptr, gradient_ptr, labels_ptr, scale_ptr, loss_ptr, N, S, V,
+    student_batch, student_row, teacher_batch, teacher_row, gradient_batch, gradient_row,
+    inverse_t, weights, shares, hard_weight, smoothing, z_loss,
+    KINDS: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
+    CENTRED: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    BLOCK: tl.constexpr = STEPS * LANES
+    SOFT: tl.constexpr = len(KINDS) > 0
+    BOTH: tl.constexpr = TEMPERED and HARD
+    within = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    blocks = tl.cdiv(V, BLOCK)
+    for row in range(tl.program_id(0), N, tl.num_programs(0)):
+        batch = (row // S).to(tl.int64)
+        inner = (row % S).to(tl.int64)
+        student = student_ptr + batch * student_batch + inner * student_row
+        teacher = teacher_ptr + batch * teacher_batch + inner * teacher_row
+        gradient = gradient_ptr + batch * gradient_batch + inner * gradient_row
+        scale = tl.load(scale_ptr + row)
+        if scale == 0.0:
+            tl.store(loss_ptr + row, 0.0)
+            if GRADIENT:
+                for block in range(blocks):
+                    columns = block * BLOCK + within
+                    nothing = tl.zeros((STEPS, LANES), tl.float32).to(gradient_ptr.dtype.element_ty)
+                    tl.store(gradient + columns, nothing, mask=columns < V)
+        else:
+            label = tl.full((), -1, tl.int64)
+            at_label = 0.0
+            if HARD:
+                label = tl.load(labels_ptr + row).to(tl.int64)
+                inside = (label >= 0) & (label < V)
+                at_label = tl.load(student + label, mask=inside, other=-float("inf")).to(tl.float32)
+            # the normalisers
+            zs = tl.full((STEPS, LANES), -float("inf"), tl.float32)
+            zt = zs
+            max_s = tl.full((LANES,), -float("inf"), tl.float32)
+            max_t = max_s
+            total_s = tl.zeros((LANES,), tl.float32)
+            total_t = total_s
+            hard_s = total_s
+            hard_t = total_s
+            z_sum = total_s
+            for block in range(1 if WHOLE else blocks):
+                columns = block * BLOCK + within
+                zs = _load(student, columns, V, "evict_last")
+                max_s, total_s, hard_s = _online(zs, max_s, total_s, hard_s, inverse_t, BOTH)
+                if SMOOTHED:
+                    z_sum += tl.sum(tl.where(columns < V, zs, 0.0), 0)
+                if SOFT:
+                    zt = _load(teacher, columns, V, "evict_last")
+                    max_t, total_t, hard_t = _online(zt, max_t, total_t, hard_t, inverse_t, False)
+            lse_s, lse1 = _join(max_s, total_s, hard_s, inverse_t)
+            if not BOTH:
+                lse1 = lse_s
+            lse_t = lse_s
+            if SOFT:
+                lse_t, _ = _join(max_t, total_t, hard_t, inverse_t)
+            # the divergences, and sum(g) where the gradient needs it
+            f_sum = tl.zeros((LANES,), tl.float32)
+            g_sum = f_sum
+            g_mean = 0.0
+            if SOFT and (CENTRED or not GRADIENT):
+                for block in range(1 if WHOLE else blocks):
+                    if not WHOLE:
+                        columns = block * BLOCK + within
+                        zs = _load(student, columns, V, "evict_last")
+                        zt = _load(teacher, columns, V, "evict_last")
+                    f, g, _ps, _pt = _all_divergences(
+                        zs * inverse_t - lse_s, zt * inverse_t - lse_t, weights, shares, KINDS
+                    )
+                    f_sum += tl.sum(f, 0)
+                    g_sum += tl.sum(g, 0)
+                g_mean = tl.sum(g_sum, 0)
+            if GRADIENT:
+                for count in range(1 if WHOLE else blocks):
+                    columns = (blocks - 1 - count) * BLOCK + within  # backwards: the row's end is still in the cache
+                    if not WHOLE:
+                        zs = _load(student, columns, V, "evict_first")
+                        if SOFT:
+                            zt = _load(teacher, columns, V, "evict_first")
+                    f, g = _gradient(
+                        zs, zs * inverse_t - lse_s, zt * inverse_t - lse_t, columns, label, lse1, g_mean, scale, V,
+                        inverse_t, weights, shares, hard_weight, smoothing, z_loss,
+                        KINDS, HARD, SMOOTHED, Z_LOSS, CENTRED,
+                    )  # fmt: skip
+                    if SOFT and not CENTRED:
+                        f_sum += tl.sum(f, 0)
+                    tl.store(gradient + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
+            loss = tl.maximum(tl.sum(f_sum, 0), 0.0)
+            if HARD:
+                hard = (1.0 - smoothing) * (lse1 - at_label)
+                if SMOOTHED:
+                    hard += smoothing * (lse1 - tl.sum(z_sum, 0) / V)
+                if Z_LOSS:
+                    hard += z_loss * lse1 * lse1
+                loss += hard_weight * hard
+            tl.store(loss_ptr + row, loss * scale)
+
+
+def launch_shape(vocab: int, rows: int, multiprocessors: int, soft: bool) -> tuple[bool, int, int, int]:
+    """Whether the row stays in registers, lanes of a block, warps of a program, and programs."""
+    whole = vocab <= (WHOLE if soft else 2 * WHOLE)
+    lanes = min(max(next_power_of_2(vocab) // STEPS, 128), 8192 if whole else 2048)
+    warps = min(max(lanes // 256, 4), 32)
+    return whole, lanes, warps, min(rows, multiprocessors * (64 // warps))
+
+
+def launch_logit_rows(
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: Objective,
+    gradient: torch.Tensor | None,
+) -> torch.Tensor:
+    """Row losses [N]; fills `gradient`. Logits are [B, S, V] with columns side by side."""
+    o = objective
+    batches, length, vocab = student.shape
+    loss = torch.empty(batches * length, dtype=torch.float32, device=student.device)
+    soft = bool(o.kinds)
+    other = student if teacher is None else teacher
+    out = student if gradient is None else gradient
+    whole, lanes, warps, programs = launch_shape(
+        vocab, batches * length, device_facts(student.device).multiprocessors, soft
+    )
+    if loss.numel() == 0:
+        return loss
+    _logits_kernel[(programs,)](
+        student, other, out, labels, row_scale, loss, batches * length, length, vocab,
+        *student.stride()[:2], *other.stride()[:2], *out.stride()[:2],
+        1.0 / o.temperature, o.weights, o.parameters, o.hard_weight, o.label_smoothing, o.z_loss,
+        KINDS=o.kinds, TEMPERED=o.temperature != 1.0, HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0,
+        Z_LOSS=o.z_loss != 0.0, CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds),
+        GRADIENT=gradient is not None, WHOLE=whole, STEPS=STEPS, LANES=lanes, num_warps=warps,
+    )  # fmt: skip
+    return loss
+
+
+def reference_logit_rows(
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: Objective,
+    gradient: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same in plain PyTorch, some rows at a time, in fp32 (fp64 for fp64 logits)."""
+    vocab, wide = student.shape[-1], row_scale.dtype
+    flat, loss = student.reshape(-1, vocab), row_scale.new_empty(row_scale.shape)
+    flat_teacher = None if teacher is None else teacher.reshape(-1, vocab)
+    made = None if gradient is None else torch.empty_like(flat)
+    chunk = max(REFERENCE_CHUNK_ELEMENTS // vocab, 1)
+    for start in range(0, loss.numel(), chunk):
+        here = slice(start, start + chunk)
+        result = reference_rows(
+            flat[here].to(wide),
+            None if flat_teacher is None else flat_teacher[here].to(wide),
+            objective,
+            labels=None if labels is None else labels[here],
+            row_scale=row_scale[here],
+            with_gradient=made is not None,
+        )
+        loss[here] = result.loss
+        if made is not None and result.gradient is not None:
+            made[here] = result.gradient.to(made.dtype)
+    if gradient is not None and made is not None:
+        gradient.copy_(made.view(gradient.shape))
+    return loss
+
+
+def logit_rows(student: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`launch_logit_rows` or `reference_logit_rows`, by the tensor's device and dtype."""
+    kernel = runs_on_triton(student) and student.dtype != torch.float64
+    return (launch_logit_rows if kernel else reference_logit_rows)(student, *rest)

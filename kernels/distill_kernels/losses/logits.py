@@ -1,0 +1,275 @@
+"""Divergences and cross-entropy over logits that already exist, with the gradient made in the forward pass.
+
+The gradient goes to new memory, or over the student's logits if asked; backward multiplies it by the upstream gradient
+in place, and not at all where that is 1. The arithmetic is in logit_rows.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distill_kernels.losses.linear import row_scales
+from distill_kernels.losses.logit_rows import logit_rows
+from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.terms import LossTerm, Objective, make_objective
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+SECOND_BACKWARD = "the loss was already differentiated: its gradient is made once, in the forward pass; call it again"
+
+
+@torch.library.custom_op("distill::logit_divergence", mutates_args=())
+def logit_divergence_op(
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: str,
+    with_gradient: bool,
+) -> list[torch.Tensor]:
+    """Row losses [N] and their sum's gradient for the student's logits [B, S, V] (empty where unwanted)."""
+    shape = student.shape if with_gradient else (0,)
+    gradient = torch.empty(shape, dtype=student.dtype, device=student.device)
+    wanted = gradient if with_gradient else None
+    return [logit_rows(student, teacher, labels, row_scale, Objective.decode(objective), wanted), gradient]
+
+
+@logit_divergence_op.register_fake
+def _(student, teacher, labels, row_scale, objective, with_gradient):
+    gradient = torch.empty(student.shape if with_gradient else (0,), dtype=student.dtype, device=student.device)
+    return [torch.empty_like(row_scale), gradient]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    ctx.save_for_backward(output[1])
+
+
+def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
+    (gradient,) = ctx.saved_tensors
+    factor = upstream[0].view(*gradient.shape[:2], 1)
+    return (gradient * factor).to(gradient.dtype), None, None, None, None, None
+
+
+logit_divergence_op.register_autograd(_op_backward, setup_context=_save)
+
+
+class _LogitLoss(torch.autograd.Function):
+    """Eager calls: the gradient is kept out of autograd's sight, scaled in place and handed out once."""
+
+    @staticmethod
+    def forward(ctx: Any, student: torch.Tensor, call: Any) -> torch.Tensor:
+        teacher, labels, row_scale, objective, per_row, wanted, in_place = call
+        gradient = None
+        if wanted:
+            gradient = (
+                student.detach() if in_place else torch.empty(student.shape, dtype=student.dtype, device=student.device)
+            )
+        loss = logit_rows(student.detach(), teacher, labels, row_scale, objective, gradient)
+        if wanted and in_place:
+            torch.autograd.graph.increment_version(student)
+        ctx.gradient, ctx.per_row = gradient, per_row
+        return loss if per_row else loss.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        if ctx.gradient is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        gradient, ctx.gradient = ctx.gradient, None
+        if ctx.per_row:
+            return gradient.mul_(upstream.view(*gradient.shape[:2], 1)), None
+        return scale_gradient_(gradient, upstream), None
+
+
+def _expect(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def _as_batches(logits: torch.Tensor) -> torch.Tensor:
+    """[..., V] as [B, S, V], a view wherever strides allow, columns side by side."""
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    return logits.unsqueeze(0) if logits.dim() == 2 else logits if logits.dim() == 3 else logits.flatten(0, -3)
+
+
+@functools.lru_cache(maxsize=256)
+def _objective(terms: tuple[LossTerm, ...], settings: tuple[tuple[str, Any], ...]) -> Objective:
+    return make_objective(terms, **dict(settings))
+
+
+@torch.compiler.assume_constant_result
+def _encoded(terms: tuple[LossTerm, ...], settings: tuple[tuple[str, Any], ...]) -> str:
+    return _objective(terms, settings).encode()
+
+
+def distillation_loss(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor | None,
+    labels: torch.Tensor | None = None,
+    *,
+    terms: Sequence[LossTerm],
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = True,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    token_weights: torch.Tensor | None = None,
+    num_items: torch.Tensor | int | None = None,
+    in_place: bool = False,
+) -> torch.Tensor:
+    """Any weighted sum of divergences at one temperature, plus hard labels, over logits that exist.
+
+    Where hidden states and heads are at hand, `FusedDistillationLoss` never makes the logits.
+
+    Args:
+        student_logits: [N, V] or [..., V], fp32, bf16, fp16 or fp64; gets a gradient. `logits[:, :-1]` is not copied.
+        teacher_logits: the same shape, any of these dtypes; None for cross-entropy alone.
+        labels: integers of the leading shape, already shifted; rows with `ignore_index` do not count. None: all count.
+        terms: `LossTerm(type, weight, beta, alpha)`.
+        temperature: T > 0, for the divergences; cross-entropy is at T = 1.
+        scale_by_temperature_squared: multiply the divergences by T^2.
+        label_smoothing: share of the hard target that is spread over the vocabulary.
+        z_loss: weight of the squared log-normaliser beside the cross-entropy.
+        ignore_index: label of rows that do not count.
+        reduction: "mean" over `num_items` or the rows that count, "sum", or "none" (per row).
+        token_weights: leading shape, what each row's loss is multiplied by.
+        num_items: what the mean divides by, int or integer tensor.
+        in_place: write the gradient over `student_logits`, whose values are lost; it may not be a leaf. Without a
+            gradient asked for, and under torch.compile (which plans memory itself), nothing is overwritten.
+
+    Returns:
+        fp32 scalar (fp64 for fp64 logits), or the leading shape for "none".
+
+    Raises:
+        ValueError: naming the argument that does not fit.
+    """
+    settings = (
+        ("temperature", temperature), ("scale_by_temperature_squared", scale_by_temperature_squared),
+        ("label_smoothing", label_smoothing), ("z_loss", z_loss),
+    )  # fmt: skip
+    terms = tuple(LossTerm(*term) for term in terms)
+    objective = _objective(terms, settings)
+    leading = student_logits.shape[:-1]
+    floating = student_logits.dim() >= 2 and student_logits.dtype in FLOATS
+    got = f"{list(student_logits.shape)} of {student_logits.dtype}"
+    _expect(floating, "student_logits", "floating [..., V] of at least 2 dimensions", got)
+    _expect(reduction in REDUCTIONS, "reduction", "one of mean, sum, none", repr(reduction))
+    if objective.needs_teacher:
+        _expect(teacher_logits is not None, "teacher_logits", "the teacher's logits", None)
+    else:
+        teacher_logits = None
+    if teacher_logits is not None:
+        same = teacher_logits.shape == student_logits.shape and teacher_logits.device == student_logits.device
+        expected = f"{list(student_logits.shape)} on {student_logits.device} as student_logits"
+        _expect(same, "teacher_logits", expected, f"{list(teacher_logits.shape)} on {teacher_logits.device}")
+        teacher_logits = _as_batches(teacher_logits.detach())
+    if labels is not None:
+        fits = labels.shape == leading and not labels.is_floating_point()
+        _expect(fits, "labels", f"integers of shape {list(leading)}", f"{list(labels.shape)} of {labels.dtype}")
+        labels = labels.reshape(-1)
+    _expect(labels is not None or objective.hard_weight == 0, "labels", "indices, for the cross-entropy term", None)
+    if token_weights is not None:
+        _expect(token_weights.shape == leading, "token_weights", f"shape {list(leading)}", list(token_weights.shape))
+        token_weights = token_weights.detach().reshape(-1)
+    wanted = student_logits.requires_grad and torch.is_grad_enabled()
+    if in_place:
+        free = not (student_logits.is_leaf and wanted) and student_logits.stride(-1) == 1
+        _expect(free, "in_place", "student_logits computed by an operation, its last dimension contiguous", "a leaf"
+                if student_logits.is_leaf else f"strides {student_logits.stride()}")  # fmt: skip
+    student = _as_batches(student_logits)
+    rows = student.shape[0] * student.shape[1]
+    scale = row_scales(
+        student_logits.new_empty(0).expand(rows, 0), labels, token_weights, num_items, None,
+        ignore_index=ignore_index, reduction=reduction,
+    )  # fmt: skip
+    per_row = reduction == "none"
+    if torch.compiler.is_compiling():
+        loss = logit_divergence_op(student, teacher_logits, labels, scale, _encoded(terms, settings), wanted)[0]
+        loss = loss if per_row else loss.sum()
+    else:
+        call = (teacher_logits, labels, scale, objective, per_row, wanted, in_place)
+        loss = _LogitLoss.apply(student, call)
+    return loss.view(leading) if per_row else loss
+
+
+def kl_div(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    **settings: Any,
+) -> torch.Tensor:
+    """KL(p_t || p_s), or KL(p_s || p_t) for direction "reverse"; `settings` as in `distillation_loss`."""
+    term = LossTerm(f"{_checked(direction)}_kl", 1.0)
+    return distillation_loss(
+        student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
+    )
+
+
+def jsd(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    **settings: Any,
+) -> torch.Tensor:
+    """Generalised Jensen-Shannon divergence, `beta` the teacher's share; `settings` as in `distillation_loss`."""
+    term = LossTerm("jsd", 1.0, beta=beta)
+    return distillation_loss(
+        student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
+    )
+
+
+def skew_kl(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    alpha: float = 0.1,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    **settings: Any,
+) -> torch.Tensor:
+    """Skewed KL (DistiLLM) of skew `alpha`, forward or reverse; `settings` as in `distillation_loss`."""
+    term = LossTerm(f"skew_{_checked(direction)}_kl", 1.0, alpha=alpha)
+    return distillation_loss(
+        student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
+    )
+
+
+def tvd(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    **settings: Any,
+) -> torch.Tensor:
+    """Total variation distance, half the sum of |p_t - p_s|; `settings` as in `distillation_loss`."""
+    term = LossTerm("tvd", 1.0)
+    return distillation_loss(
+        student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
+    )
+
+
+def cross_entropy(
+    student_logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean", **settings: Any
+) -> torch.Tensor:
+    """Hard-label cross-entropy; `settings` (label_smoothing, z_loss, ...) as in `distillation_loss`."""
+    term = LossTerm("cross_entropy", 1.0)
+    return distillation_loss(student_logits, None, labels, terms=[term], reduction=reduction, **settings)
+
+
+def _checked(direction: str) -> str:
+    _expect(direction in ("forward", "reverse"), "direction", "forward or reverse", repr(direction))
+    return direction
