@@ -1,0 +1,155 @@
+"""kill -9 at random moments of a real run: it resumes, ends as the undisturbed run does, and its files stay valid.
+
+Set DISTILL_KILLS for another number of kills; the slow test does 20.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 60
+RECIPE = f"""
+teacher: {{model: teacher}}
+student: {{model: student}}
+data: {{source: text.txt, max_length: 32, cache: false, validation: {{fraction: 0.1}}}}
+train: {{steps: {STEPS}, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-3, warmup: 0, log_every: 1,
+        save_every: 1, device: cpu}}
+generate: {{prompts: []}}
+"""
+TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
+TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("crash")
+    tokenizer = tiny_tokenizer()
+    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    save_tiny(folder / "student", tiny_model(tokenizer, seed=2, attention_dropout=0.1), tokenizer)
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def start(workplace, *arguments):
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "distill", "run", "recipe.yaml", *arguments]
+    with (workplace / "out.txt").open("a") as out:
+        return subprocess.Popen(command, cwd=workplace, env=environment, stdout=out, stderr=subprocess.STDOUT)
+
+
+def finish(workplace, *arguments):
+    code = start(workplace, *arguments).wait(timeout=300)
+    assert code == 0, (workplace / "out.txt").read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace):
+    finish(workplace, "--name", "whole")
+    return workplace / "runs" / "whole"
+
+
+def rows(folder):
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in TIMING}
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def kill_at_random_moments(workplace, name, kills, generator):
+    """Start, kill, resume, kill, ... and let it end; returns the steps of the checkpoints that were there."""
+    folder, found, killed = workplace / "runs" / name, [], 0
+    while killed < kills:
+        resume = ["--resume"] if (folder / "recipe.yaml").exists() else []
+        process = start(workplace, "--name", name, *resume)
+        before = time.monotonic()
+        seen = {path.name for path in folder.glob("checkpoint-*")}
+        # most kills fall into training: from the first new checkpoint on, at any moment of writing or computing
+        early = generator.random() < 0.15
+        while process.poll() is None:
+            if {path.name for path in folder.glob("checkpoint-*")} - seen or (early and time.monotonic() - before > 4):
+                break
+            time.sleep(0.002)
+        time.sleep(generator.random() * 0.4)
+        ended = process.poll()
+        if ended is not None:
+            assert ended == 0, (workplace / "out.txt").read_text()[-4000:]
+            return found, killed
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        killed += 1
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists():
+            *whole, _ = metrics.read_text().split("\n")  # a row that was being written has no line end yet
+            steps = [json.loads(line)["step"] for line in whole]
+            assert steps == sorted(set(steps)), steps
+        for path in folder.glob("checkpoint-*"):
+            assert (path / "trainer_state.json").exists() and load_file(path / "model.safetensors")
+        found.append(max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0))
+    finish(workplace, "--name", name, *(["--resume"] if (folder / "recipe.yaml").exists() else []))
+    return found, killed
+
+
+def check(workplace, undisturbed, name, kills, seed):
+    found, killed = kill_at_random_moments(workplace, name, kills, random.Random(seed))
+    print(f"{killed} kills, last complete checkpoint after each: {found}")
+    folder = workplace / "runs" / name
+    assert killed == kills, f"the run ended after {killed} kills, at {found}; give it more steps"
+    assert found == sorted(found) and found[-1] > 0
+    assert rows(folder) == rows(undisturbed)
+    assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
+    ours, theirs = (load_file(path / "student" / "model.safetensors") for path in (folder, undisturbed))
+    assert all(torch.equal(ours[weight], theirs[weight]) for weight in theirs)
+    results = [json.loads((path / "result.json").read_text()) for path in (folder, undisturbed)]
+    assert results[0]["after"] == results[1]["after"] and results[0]["before"] == results[1]["before"]
+    assert not (folder / ".unfinished").exists()
+
+
+def test_three_kills(workplace, undisturbed):
+    check(workplace, undisturbed, "three", int(os.environ.get("DISTILL_KILLS", "3")), seed=1)
+
+
+@pytest.mark.slow
+def test_twenty_kills(workplace, undisturbed):
+    check(workplace, undisturbed, "twenty", 20, seed=2)
+
+
+def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed):
+    process = start(workplace, "--name", "stopped")
+    folder = workplace / "runs" / "stopped"
+    while process.poll() is None and not list(folder.glob("checkpoint-*")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert "stopped by SIGTERM behind step" in (workplace / "out.txt").read_text()
+    assert not (folder / "student").exists()
+    finish(workplace, "--name", "stopped", "--resume")
+    assert rows(folder) == rows(undisturbed)
+
+
+def test_a_half_written_checkpoint_is_named_and_ignored(workplace, undisturbed):
+    folder = workplace / "runs" / "whole"
+    half = folder / "checkpoint-99"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"cut")
+    finish(workplace, "--name", "whole", "--resume")
+    assert "checkpoint-99 was not finished when the run ended, and is not used" in (workplace / "out.txt").read_text()
+    assert f"continuing from runs/whole/checkpoint-{STEPS}" in (workplace / "out.txt").read_text()
+    (half / "model.safetensors").unlink()
+    half.rmdir()
