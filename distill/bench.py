@@ -18,12 +18,13 @@ import gc
 import importlib.util
 import logging
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from distill_kernels.matmul.fp8 import swap_linears_for_fp8
+from distill_kernels.optim.adamw import FusedAdamW
 from torch import nn
 from torch.nn import functional as F
 
@@ -192,16 +193,6 @@ def flops_of(teacher: nn.Module, student: nn.Module, batch: Batch) -> float:
     return sum(w.of(rows * length, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
 
 
-@contextmanager
-def fresh_memory() -> Iterator[None]:
-    """Return what the previous variant cached, so that each one's peak is its own."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
 def bench_step(
     load: Callable[[], tuple[nn.Module, nn.Module]],
     batch_size: int,
@@ -226,9 +217,6 @@ def bench_step(
     Returns:
         A row for each variant, then "plain (again)" if plain ran first and others followed.
     """
-    from distill_kernels.matmul.fp8 import swap_linears_for_fp8
-    from distill_kernels.optim.adamw import FusedAdamW
-
     results: list[StepTime] = []
     order = list(variants) + (["plain (again)"] if variants[0] == "plain" and len(variants) > 1 else [])
     order.sort(key=lambda name: name == "liger")  # its patches change the modelling file for the whole process
@@ -236,42 +224,57 @@ def bench_step(
         if variant == "liger" and importlib.util.find_spec("liger_kernel") is None:
             log.warning("bench: liger-kernel is not installed; skipped")
             continue
-        with fresh_memory():
-            teacher, student = load()
-            vocabulary = min(read_head(find_head(model)).weight.shape[0] for model in (teacher, student))
-            batch = make_batch(batch_size, length, vocabulary, seed)
-            flops, tokens = flops_of(teacher, student, batch), batch["input_ids"].numel()
-            student.train()
-            fused: torch.optim.Optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
-            note = ""
-            if variant.startswith(("plain", "compile")):
-                if variant == "compile":
-                    for model in (teacher, student):
-                        for layer in decoder_of(model).layers:  # type: ignore[union-attr]
-                            layer.compile()
-                step = plain_step(teacher, student, batch, fused, variant == "compile")
-            elif variant == "liger":
-                _apply_liger(teacher)
-                _apply_liger(student)
-                step = liger_step(teacher, student, batch, fused)
-            else:
-                chosen = [choose_attention(m, batch_size, length, backward=m is student)[0] for m in (teacher, student)]
-                note = "attention " + " / ".join(chosen)
-                patch(teacher, "teacher", attention=chosen[0])
-                patch(student, "student", attention=chosen[1])
-                objective = DistillationObjective(teacher, student, loss)
-                if variant == "distill-fp8":
-                    swap_linears_for_fp8(teacher)
-                    torch.cuda.empty_cache()
-                step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
-            result = measure(variant, step, tokens, flops, steps)
-            result.note = note
-            results.append(result)
-            log.info("bench: %s %.1f ms", variant, result.ms)
-            del step
-            unpatch(teacher)
-            del teacher, student, fused
+        # in a function of its own, so that nothing of one variant is still in memory when the next one's peak is taken
+        results.append(_bench_variant(variant, load, batch_size, length, loss, steps, seed))
+        gc.collect()
+        torch.cuda.empty_cache()
+        log.info("bench: %s %.1f ms", variant, results[-1].ms)
     return results
+
+
+def _bench_variant(
+    variant: str,
+    load: Callable[[], tuple[nn.Module, nn.Module]],
+    batch_size: int,
+    length: int,
+    loss: Loss,
+    steps: int,
+    seed: int,
+) -> StepTime:
+    teacher, student = load()
+    vocabulary = min(read_head(find_head(model)).weight.shape[0] for model in (teacher, student))
+    batch = make_batch(batch_size, length, vocabulary, seed)
+    flops, tokens = flops_of(teacher, student, batch), batch["input_ids"].numel()
+    student.train()
+    note = ""
+    if variant.startswith("distill"):
+        chosen = [choose_attention(m, batch_size, length, backward=m is student)[0] for m in (teacher, student)]
+        note = "attention " + " / ".join(chosen)
+        patch(teacher, "teacher", attention=chosen[0])
+        patch(student, "student", attention=chosen[1])
+        objective = DistillationObjective(teacher, student, loss)
+        if variant == "distill-fp8":
+            swap_linears_for_fp8(teacher)
+            gc.collect()
+            torch.cuda.empty_cache()
+        step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
+    else:
+        optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
+        if variant == "liger":
+            _apply_liger(teacher)
+            _apply_liger(student)
+            step = liger_step(teacher, student, batch, optimizer)
+        else:
+            if variant == "compile":
+                for model in (teacher, student):
+                    for layer in decoder_of(model).layers:  # type: ignore[union-attr]
+                        layer.compile()
+            step = plain_step(teacher, student, batch, optimizer, variant == "compile")
+    result = measure(variant, step, tokens, flops, steps)
+    result.note = note
+    unpatch(teacher)
+    unpatch(student)
+    return result
 
 
 def _apply_liger(model: Any) -> None:
