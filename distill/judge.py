@@ -105,7 +105,7 @@ def judge(
                     _log_probabilities(model, h[part], shape, columns)
                     for model, h, shape in zip((student, teacher), hidden, shapes, strict=True)
                 ]
-                sums[number] += _figures(*logs, labels[part]).sum(1).cpu().numpy()
+                sums[number] += _figures(logs[0], logs[1], labels[part]).sum(1).cpu().numpy()
                 for which, log in enumerate(logs):
                     _count(bins[which], log, labels[part])
     finally:
@@ -114,8 +114,8 @@ def judge(
     if not counts.sum():
         raise ValueError("data: no trained tokens in the held-out rows (every label is masked)")
     figures = {name: interval(sums[:, i], counts, seed=seed) for i, name in enumerate(FIGURES)}
-    errors = [_calibration_error(part) for part in bins]
-    return Judgement(int(counts.sum()), len(rows), figures, *errors, sums, counts)
+    errors = _calibration_error(bins[0]), _calibration_error(bins[1])
+    return Judgement(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
 
 
 def _log_probabilities(model: Any, hidden: torch.Tensor, shape: Any, columns: int) -> torch.Tensor:

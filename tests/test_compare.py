@@ -1,0 +1,95 @@
+"""`distill compare` and `distill eval`: seeds grouped, differences named, p-values as tabulated; a run judged."""
+
+import json
+
+import pytest
+from test_run import TEXT
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.cli import run_command
+from distill.compare_runs import welch
+
+
+def make_run(name, kl, *, seed=0, rate="1e-4", result=True):
+    from pathlib import Path
+
+    folder = Path("runs") / name
+    folder.mkdir(parents=True)
+    (folder / "recipe.yaml").write_text(
+        f"name: {name}\nteacher: {{model: a}}\nstudent: {{model: b}}\ndata: {{source: x.txt}}\n"
+        f"train: {{steps: 5, seed: {seed}, learning_rate: {rate}}}\n"
+    )
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "kl": 2.0, "eval_kl": kl}) + "\n")
+    if result:
+        after = {"forward_kl": kl, "agreement": 0.5}
+        (folder / "result.json").write_text(json.dumps({"after": after, "gap_closed": 1 - kl}))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, kl in enumerate((0.50, 0.52, 0.54)):
+        make_run(f"slow-{number}", kl, seed=number)
+    for number, kl in enumerate((0.30, 0.31, 0.32)):
+        make_run(f"fast-{number}", kl, seed=number, rate="1e-3")
+    return tmp_path
+
+
+ALL = [f"{name}-{number}" for name in ("slow", "fast") for number in range(3)]
+
+
+def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
+    assert run_command(["compare", *ALL, "--plot", "curves.html"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[1].split()) == "slow-0 3 0.5200 ± 0.0200 0.5000 ± 0.0000 0.4800 ± 0.0200"
+    assert lines[2].split()[2:5] == ["0.3100", "±", "0.0100"] and float(lines[2].split()[-1]) < 0.01
+    assert lines[3] == "fast-0 differs from slow-0 in train.learning_rate=0.001"
+    page = (folder / "curves.html").read_text()
+    assert page.count("fast-1") >= 2 and "<script" not in page
+    assert run_command(["compare", *ALL, "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)
+    assert [group["runs"] for group in groups] == [ALL[:3], ALL[3:]] and groups[0]["p_value"] is None
+
+
+def test_one_seed_has_no_test(folder, capsys):
+    assert run_command(["compare", "slow-0", "fast-0"]) == 0
+    assert "one seed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "runs, message",
+    [(["slow-0", "slow-0"], "given twice"), (["slow-0", "gone"], "no such run"), (["half"], "no result")],
+)
+def test_mistakes(runs, message, folder, capsys):
+    make_run("half", 1.0, result=False)
+    assert run_command(["compare", *runs]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_welch_gives_the_tabulated_values():
+    # t = 2.776 at 4 degrees of freedom is the two-sided 5 % point; equal variances and sizes give 4
+    a = [-1.0, 0.0, 1.0]
+    shift = 2.776445 * (2 / 3) ** 0.5
+    assert welch(a, [x + shift for x in a]) == pytest.approx(0.05, abs=1e-5)
+    assert welch(a, a) == pytest.approx(1) and welch([1.0], a) is None
+    assert welch([1.0, 1.0], [2.0, 2.0]) == 0
+
+
+def test_eval_of_a_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_tiny(tmp_path / "other", tiny_model(vocab_size=270), tiny_tokenizer(270))
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = ["--teacher", "teacher", "--data", "text.txt", "--max-length", "64"]
+    assert run_command(["eval", "student", *more, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    mean, low, high = (found["figures"]["forward_kl"][name] for name in ("value", "low", "high"))
+    assert 0 < low < mean < high and 0 <= found["calibration_error"]["student"] <= 1
+    assert run_command(["eval", "teacher", *more, "--before", "student"]) == 0
+    out = capsys.readouterr().out
+    assert "gap closed" in out and "1.0000" in out and "student calibration error" in out
+    assert run_command(["eval", "other", *more]) == 2
+    assert run_command(["eval", "student", "--data", "text.txt"]) == 2
+    assert "--teacher: needed with a model" in capsys.readouterr().err
