@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import __version__, cli_judge, cli_plan, console
+from distill import __version__, cli_judge, cli_plan, cli_share, console
 from distill.cli_arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
 from distill.faults import RunError
 from distill.folders import run_folder
@@ -40,6 +40,10 @@ app = typer.Typer(
     distill run chat-8b-to-1b.yaml             teach
     distill run quickstart train.steps=20      a shipped recipe, one setting changed
     distill report quickstart                  a page about the run
+    distill eval quickstart                    held-out figures with intervals
+    distill compare quickstart quickstart-2    runs beside each other
+    distill generate quickstart -p "Hello"     let the student answer
+    distill export quickstart -o student       a folder to hand over
     """,
 )
 recipes_app = typer.Typer(
@@ -48,6 +52,7 @@ recipes_app = typer.Typer(
 app.add_typer(recipes_app, name="recipes")
 cli_plan.register(app)
 cli_judge.register(app)
+cli_share.register(app)
 
 
 @app.callback()

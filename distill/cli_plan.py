@@ -1,4 +1,4 @@
-"""Commands before a run: `check`."""
+"""Commands before a run: `check`, `inspect`, `bench`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ GIB = 2**30
 def register(app: typer.Typer) -> None:
     """Add the commands of this file to `app`."""
     app.command()(check)
+    app.command()(inspect)
+    app.command()(bench)
 
 
 def check(
@@ -130,3 +132,109 @@ def _duration(seconds: float | None) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def inspect(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Packed rows to show.")] = 2,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Rows that are held out, not those learned.")] = False,
+    shade: Annotated[
+        str | None, typer.Option(metavar="BY", help="entropy (the teacher's) or divergence (the student's KL).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show rows as training will see them: what is learned, what is only read, where documents begin.
+
+    In a terminal learned tokens are green and others dim; elsewhere what is only read stands in «».
+
+    \b
+    distill inspect chat-8b-to-1b.yaml
+    distill inspect quickstart --rows 1 --shade entropy
+    """
+    _, resolved = load_recipe(recipe, overrides)
+    if shade not in (None, "entropy", "divergence"):
+        raise ValueError(f"--shade: expected entropy or divergence, came {shade!r}")
+    from rich.console import Console
+
+    from distill.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
+    from distill.run import _load_models, _synthetic_size, _tokenizer
+
+    with console.working("reading data"):
+        from distill.arguments import resolve_device, resolve_precision
+        from distill.data import load_data
+
+        tokenizer = _tokenizer(resolved)
+        size = _synthetic_size(resolved, tokenizer)
+        splits = load_data(resolved.data, tokenizer, seed=resolved.train.seed, vocab_size=size)
+        split = splits.validation if held_out else splits.train
+        chosen = [split[number] for number in range(min(rows, len(split)))]
+        shades = None
+        if shade is not None:
+            device = resolve_device(resolved.train)
+            models = _load_models(resolved, tokenizer, device, resolve_precision(resolved, device))
+            models.student.eval()
+            shades = shade_rows(chosen, shade, models.teacher, models.student)
+    made = [tokens_of(row, tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)]
+    if as_json:
+        say_json({"report": splits.report.as_dict(), "rows": made})
+        return
+    out = Console()
+    for number, tokens in enumerate(made):
+        learned = sum(token.state == "learned" for token in tokens)
+        console.say(f"=== row {number + 1}: {len(tokens):,} tokens, {learned:,} learned")
+        if out.is_terminal:
+            out.print(rich_text(tokens))
+        else:
+            console.say(plain_text(tokens))
+
+
+def bench(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    variants: Annotated[
+        str, typer.Option(metavar="LIST", help="Of plain, compile, liger, distill, distill-fp8.")
+    ] = "plain,compile,liger,distill",
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps of each.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Time the recipe's training step on this GPU: ours beside plain transformers, torch.compile and Liger.
+
+    Random tokens, one micro-batch, a bfloat16 student; Liger only where it is installed.
+
+    \b
+    distill bench llama3-8b-to-1b teacher.init=random student.init=random
+    distill bench my.yaml --variants plain,distill --json
+    """
+    _, resolved = load_recipe(recipe, overrides)
+    known = ("plain", "compile", "liger", "distill", "distill-fp8")
+    chosen = tuple(name.strip() for name in variants.split(",") if name.strip())
+    if not chosen or set(chosen) - set(known):
+        raise ValueError(f"--variants: expected some of {', '.join(known)}, came {variants!r}")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench: expected a CUDA device in this machine, came none")
+    from distill.bench import bench_step
+    from distill.models import load_student, load_teacher
+
+    def models() -> tuple[Any, Any]:
+        teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)
+        return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
+
+    with console.working("timing"):
+        found = bench_step(
+            models, resolved.train.batch_size, resolved.data.max_length, resolved.loss, variants=chosen, steps=steps
+        )
+    if as_json:
+        say_json(found)
+        return
+    rows = [
+        [
+            row.variant, f"{row.ms:.1f}", f"{row.tokens_per_second:,.0f}",
+            "unknown" if row.mfu is None else f"{row.mfu:.0%}", f"{row.peak_gib:.1f}",
+            " / ".join(f"{name} {ms:.0f}" for name, ms in row.phases.items()),
+        ]
+        for row in found
+    ]  # fmt: skip
+    console.show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "of which ms"], rows)

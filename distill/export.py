@@ -1,0 +1,99 @@
+"""`distill export`: a run's student as a folder to hand over, read back and checked before it takes its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.faults import RecipeError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export(folder: Path, destination: Path, *, dtype: str | None = None, shard_size: str = "5GB") -> dict[str, Any]:
+    """Write the student of the run in `folder` to `destination`.
+
+    A LoRA student was merged when the run saved it. Weights are safetensors in shards; the tokenizer, the generation
+    configuration, the model card and the recipe go with them. The result is loaded again and must hold the same
+    weights, rounded to `dtype`.
+
+    Args:
+        folder: A finished run.
+        destination: A folder that does not exist or is empty.
+        dtype: float32, bfloat16 or float16; None as trained.
+        shard_size: The most a file may hold, as transformers takes it ("5GB").
+
+    Returns:
+        What was written: `folder`, `dtype`, `parameters`, `bytes`, `files`.
+
+    Raises:
+        RecipeError: no student, a destination in use, or values that this dtype cannot hold.
+    """
+    source = folder / "student"
+    if not (source / "config.json").is_file():
+        raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it"])
+    if dtype is not None and dtype not in DTYPES:
+        raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; came {dtype!r}"])
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    if dtype is not None:
+        model = model.to(getattr(torch, dtype))
+        for name, tensor in model.named_parameters():
+            if not torch.isfinite(tensor).all():
+                raise RecipeError([f"--dtype: {name} holds values that {dtype} cannot; use bfloat16"])
+    unfinished = destination.with_name(destination.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    model.save_pretrained(unfinished, max_shard_size=shard_size)
+    if (source / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
+    for path in (source / "README.md", folder / "recipe.yaml"):
+        if path.is_file():
+            shutil.copy(path, unfinished / path.name)
+    _check(model, unfinished)
+    if destination.is_dir():
+        destination.rmdir()
+    os.replace(unfinished, destination)
+    files = sorted(path.name for path in destination.iterdir())
+    return {
+        "folder": str(destination),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": sum((destination / name).stat().st_size for name in files),
+        "files": files,
+    }
+
+
+def _check(model: Any, folder: Path) -> None:
+    """Hold that what was written is what was meant."""
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    written = dict(again.named_parameters())
+    for name, tensor in model.named_parameters():
+        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["num_hidden_layers" if "num_hidden_layers" in config else "n_layer"]
+
+
+def push(folder: Path, repository: str, *, private: bool = True) -> str:
+    """Upload an exported folder to the hub; returns its address.
+
+    Raises:
+        RecipeError: the hub refused it.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RecipeError([f"--push: {repository}: {reason} (hf auth login logs in)"]) from error

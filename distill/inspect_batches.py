@@ -1,0 +1,99 @@
+"""`distill inspect`: rows as training will see them, token by token: learned, only read, and where documents begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+IGNORED = -100
+
+
+class Token(NamedTuple):
+    """One position of a row.
+
+    Attributes:
+        text: what the tokenizer makes of it alone.
+        id: its id.
+        state: `learned`, `read` (masked) or `padding`.
+        starts: a document begins here.
+        shade: teacher's entropy or student's divergence in nats, of the prediction *of* this token; None if not asked.
+    """
+
+    text: str
+    id: int
+    state: str
+    starts: bool
+    shade: float | None = None
+
+
+def tokens_of(row: dict[str, Any], tokenizer: Any, shades: Sequence[float | None] | None = None) -> list[Token]:
+    """The tokens of a packed row; `tokenizer` None for random tokens, shown by their ids."""
+    found = []
+    for place, (token, label, position) in enumerate(
+        zip(row["input_ids"], row["labels"], row["position_ids"], strict=True)
+    ):
+        text = f"{token} " if tokenizer is None else tokenizer.decode([token])
+        state = "read" if label == IGNORED else "learned"
+        found.append(Token(text, token, state, position == 0, shades[place] if shades else None))
+    return found
+
+
+def plain_text(tokens: Sequence[Token]) -> str:
+    """The row for a file or pipe: what is only read stands in «», each document after a line of its own."""
+    out: list[str] = []
+    document, masked = 0, False
+    for token in tokens:
+        if token.starts:
+            document += 1
+            out.append(("»" if masked else "") + ("\n" if out else "") + f"--- document {document}\n")
+            masked = False
+        if (token.state == "read") != masked:
+            out.append("«" if not masked else "»")
+            masked = not masked
+        out.append(token.text)
+    return "".join(out) + ("»" if masked else "")
+
+
+def rich_text(tokens: Sequence[Token]) -> Any:
+    """The row for a terminal: learned tokens in colour (brighter red with a larger shade), others dim."""
+    from rich.text import Text
+
+    text = Text()
+    highest = max((token.shade for token in tokens if token.shade is not None), default=0.0) or 1.0
+    for number, token in enumerate(tokens):
+        if token.starts:
+            text.append(("\n" if number else "") + "─── document\n", style="bold cyan")
+        if token.state == "read":
+            text.append(token.text, style="dim")
+        elif token.shade is None:
+            text.append(token.text, style="green" if number % 2 else "bright_green")
+        else:
+            red = int(40 + 215 * min(1.0, token.shade / highest))
+            text.append(token.text, style=f"white on rgb({red},40,60)")
+    return text
+
+
+@torch.no_grad()
+def shade_rows(rows: Sequence[dict[str, Any]], by: str, teacher: Any, student: Any | None) -> list[list[float | None]]:
+    """A figure for each learned token: the teacher's `entropy`, or the student's `divergence` (forward KL), nats.
+
+    The figure of a token is that of the distribution that predicts it, one position earlier.
+    """
+    shaded = []
+    device = next(teacher.parameters()).device
+    for row in rows:
+        inputs = {name: torch.tensor([row[name]], device=device) for name in ("input_ids", "position_ids")}
+        log_p = teacher(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
+        if by == "entropy":
+            values = -(log_p.exp() * log_p).sum(-1)
+        else:
+            assert student is not None
+            log_q = student(**inputs, use_cache=False).logits[0].float()
+            columns = min(log_p.shape[-1], log_q.shape[-1])
+            log_p, log_q = log_p[:, :columns].log_softmax(-1), log_q[:, :columns].log_softmax(-1)
+            values = (log_p.exp() * (log_p - log_q)).sum(-1)
+        found = [None, *values[:-1].tolist()]
+        shaded.append([v if label != IGNORED else None for v, label in zip(found, row["labels"], strict=True)])
+    return shaded

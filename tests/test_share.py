@@ -1,0 +1,173 @@
+"""`distill generate`, `export`, `inspect` and `bench` as a person meets them, on tiny models."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.cli import run_command
+from distill.export import export
+from distill.generate import Stream
+from distill.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
+from distill.samples import generate
+
+CHATS = [
+    {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"Hi {i}"}]} for i in range(9)
+]
+RECIPE = (
+    "{teacher: {model: teacher}, student: {from_teacher: {layers: 1}}, data: {source: chats.jsonl, max_length: 96, "
+    "cache: false}, train: {steps: 2}}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Models, chats, a recipe, and a finished run of it."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=2, seed=1), tokenizer)
+    save_tiny(tmp_path / "runs" / "mine" / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    (tmp_path / "runs/mine/student/README.md").write_text("# card")
+    (tmp_path / "runs/mine/recipe.yaml").write_text(RECIPE)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    return tmp_path
+
+
+# ---------------------------------------------------------------- generate
+
+
+def test_a_student_answers_beside_its_teacher(folder, capsys):
+    assert run_command(["generate", "mine", "-p", "What?", "--beside-teacher", "--max-new-tokens", "6"]) == 0
+    out = capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained("teacher")
+    for name, path in (("teacher", "teacher"), ("student", "runs/mine/student")):
+        model = AutoModelForCausalLM.from_pretrained(path)
+        (expected,) = generate(model, tokenizer, ["What?"], 6)
+        said = out.split(f"--- {name}\n")[1].split("\n---")[0]
+        assert said.strip() == expected
+    assert run_command(["generate", "teacher", "-p", "What?", "-p", "Why?", "--max-new-tokens", "3", "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)
+    assert [set(answer) for answer in answers] == [{"prompt", "student"}] * 2
+
+
+def test_a_stream_waits_for_whole_characters():
+    tokenizer, written = tiny_tokenizer(), []
+    stream = Stream(tokenizer, written.append)
+    stream.put(torch.tensor([[1, 2]]))  # the prompt
+    ids = tokenizer("né🤖!").input_ids
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(written) == "né🤖!" and len(ids) > 5
+    assert not any("\ufffd" in piece for piece in written)
+
+
+def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
+    Path("runs/half").mkdir()
+    Path("runs/half/recipe.yaml").write_text(RECIPE)
+    assert run_command(["generate", "half", "-p", "x"]) == 2
+    assert "has no student yet" in capsys.readouterr().err
+    assert run_command(["generate", "teacher", "-p", "x", "--beside-teacher"]) == 2
+    assert "--teacher: needed with a model" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- export
+
+
+def test_an_export_is_whole_and_in_the_dtype_asked_for(folder, capsys):
+    assert run_command(["export", "mine", "-o", "out", "--dtype", "bfloat16", "--shard-size", "40KB", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    names = {path.name for path in Path("out").iterdir()}
+    assert names == set(written["files"]) and not Path("out.unfinished").exists()
+    assert {"README.md", "recipe.yaml", "config.json", "generation_config.json", "tokenizer.json"} <= names
+    assert sum(name.endswith(".safetensors") for name in names) > 1
+    model = AutoModelForCausalLM.from_pretrained("out", dtype="auto")
+    source = AutoModelForCausalLM.from_pretrained("runs/mine/student")
+    assert model.dtype == torch.bfloat16 and written["parameters"] == model.num_parameters()
+    for ours, theirs in zip(model.parameters(), source.parameters(), strict=True):
+        assert torch.equal(ours, theirs.bfloat16())
+    assert AutoTokenizer.from_pretrained("out")("Hi").input_ids
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["mine", "-o", "teacher"], "--output: teacher exists"),
+        (["mine", "-o", "out", "--dtype", "int8"], "--dtype: expected one of float32"),
+        (["gone", "-o", "out"], "no such run"),
+    ],
+)
+def test_export_refuses(arguments, message, folder, capsys):
+    assert run_command(["export", *arguments]) == 2
+    assert message in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_values_that_float16_cannot_hold_are_refused(folder):
+    model = tiny_model(tiny_tokenizer())
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = 1e6
+    model.save_pretrained("runs/mine/student")
+    with pytest.raises(ValueError, match="values that float16 cannot"):
+        export(Path("runs/mine"), Path("out"), dtype="float16")
+    assert not Path("out").exists()
+
+
+# ---------------------------------------------------------------- inspect
+
+
+def test_inspect_marks_what_is_only_read(folder, capsys):
+    assert run_command(["inspect", "mine.yaml", "--rows", "1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("=== row 1: ") and "--- document 1\n«<|start|>user\nHello" in out
+    learned = "".join(part.split("«")[0] for part in out.split("»")[1:])
+    assert "Hi " in learned and "Hello" not in learned and "user" not in learned
+    assert run_command(["inspect", "mine.yaml", "--rows", "1", "--shade", "divergence", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    for token in row:
+        assert (token["shade"] is not None) == (token["state"] == "learned")
+        assert token["shade"] is None or token["shade"] > -1e-5
+    assert run_command(["inspect", "mine.yaml", "--shade", "loss"]) == 2
+
+
+def test_tokens_show_documents_and_shades():
+    row = {"input_ids": [10, 11, 12, 13], "labels": [-100, 11, -100, 13], "position_ids": [0, 1, 0, 1]}
+    tokens = tokens_of(row, None, [None, 0.5, None, 1.0])
+    assert plain_text(tokens) == "--- document 1\n«10 »11 \n--- document 2\n«12 »13 "
+    drawn = rich_text(tokens)
+    assert drawn.plain.count("document") == 2
+    assert {str(span.style) for span in drawn.spans} >= {"dim", "white on rgb(255,40,60)"}
+
+
+def test_shades_belong_to_the_token_that_is_predicted():
+    teacher, student = tiny_model(seed=1), tiny_model(seed=2)
+    ids = [5, 6, 7, 8, 9]
+    row = {"input_ids": ids, "labels": [-100, 6, 7, -100, 9], "position_ids": list(range(5))}
+    (entropy,) = shade_rows([row], "entropy", teacher, student)
+    with torch.no_grad():
+        p = teacher(input_ids=torch.tensor([ids[:2]])).logits[0, -1].softmax(-1)
+    assert entropy[2] == pytest.approx(-(p * p.log()).sum().item(), rel=1e-4)
+    assert entropy[0] is None and entropy[3] is None
+    (same,) = shade_rows([row], "divergence", teacher, teacher)
+    assert same[1] == pytest.approx(0, abs=1e-6)
+
+
+# ---------------------------------------------------------------- bench, help
+
+
+def test_bench_needs_a_gpu_and_known_variants(folder, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_command(["bench", "mine.yaml"]) == 2
+    assert "bench: expected a CUDA device" in capsys.readouterr().err
+    assert run_command(["bench", "mine.yaml", "--variants", "fast"]) == 2
+    assert "--variants: expected some of plain" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "inspect", "bench", "eval", "compare", "report", "generate", "export"])
+def test_every_command_shows_examples(command, capsys):
+    assert run_command([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"  distill {command} " in out and "--json" in out
