@@ -40,6 +40,7 @@ from distill.arguments import (
 from distill.checkpoints import checkpoints, half_written
 from distill.curves import draw_curves
 from distill.data import Splits, load_data
+from distill.environment import environment
 from distill.evaluate import HeldOut, evaluate, gap_closed
 from distill.folders import RECIPE_FILE, run_folder
 from distill.failures import explained
@@ -362,5 +363,8 @@ def _save(
         "after": result.after._asdict(),
         "gap_closed": result.gap_closed,
         "steps": result.steps,
+        "prompts": recipe.generate.prompts,
+        "answers": answers,
+        "environment": environment(),
     }
     _write(folder / "result.json", json.dumps(summary, indent=1))
