@@ -14,6 +14,7 @@ from distill_kernels.layers.layer_norm import LayerNorm, layer_norm
 from distill_kernels.layers.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from distill_kernels.layers.rope import rope
 from distill_kernels.layers.softmax import softmax
+from distill_kernels.losses.chunked import ChunkedLoss
 from distill_kernels.losses.functional import (
     fused_cross_entropy_loss,
     fused_distillation_loss,
@@ -38,6 +39,7 @@ from distill_kernels.optim.adamw import FusedAdamW
 
 __all__ = [
     "BiasGELU",
+    "ChunkedLoss",
     "Fp8Linear",
     "FusedAdamW",
     "FusedCrossEntropyLoss",

@@ -1,0 +1,283 @@
+"""Any loss of logits, row by row, from hidden states and heads: chunks of rows, never the logits of the whole batch.
+
+Per chunk: raw logits `x W^T (+ bias) (+ LoRA)` with an fp32 result, the rows' losses and their gradient `G` from a
+function, then `dx = G W` and `dW += G^T x`. `ChunkedLoss` lets autograd differentiate a function of the user's inside
+each chunk; `FusedTopKKLLoss` (topk.py) brings its own gradient. Gradients are made in the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill_kernels.launch import device_facts
+from distill_kernels.losses.arguments import check_arguments
+from distill_kernels.losses.linear import (
+    REFERENCE_CHUNK_ELEMENTS,
+    Batch,
+    Head,
+    Outcome,
+    Wanted,
+    find_rows,
+    row_scales,
+)
+from distill_kernels.losses.operator import SECOND_BACKWARD
+from distill_kernels.losses.projection import product_fp32
+from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.terms import LossTerm, make_objective
+
+Rows = slice | torch.Tensor
+RowLoss = Callable[[torch.Tensor, Rows, bool], tuple[torch.Tensor, torch.Tensor | None]]
+NO_TEACHER = make_objective([LossTerm("cross_entropy", 1.0)])._replace(hard_weight=0.0)
+
+
+def raw_logits(head: Head, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [n, V] of `hidden` [n, H] before scale and soft cap, fp32 (fp64 for fp64)."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if a.dtype == torch.float64:
+            return a @ b
+        return product_fp32(a, b, torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device))
+
+    logits = product(hidden, head.weight.t())
+    if head.bias is not None:
+        logits += head.bias
+    if head.lora_a is not None and head.lora_b is not None:
+        logits.add_(product(hidden @ head.lora_a.t(), head.lora_b.t()), alpha=head.lora_scale)
+    return logits
+
+
+def chunk_rows(vocab: int, workspace: int | None, device: torch.device) -> int:
+    """Rows of a chunk whose logits, gradient and intermediates (about six fp32 copies) fit the workspace."""
+    if workspace is None and device.type == "cpu":
+        return max(REFERENCE_CHUNK_ELEMENTS // vocab, 1)
+    budget = device_facts(device).memory_bytes // 24 if workspace is None else workspace
+    return min(max(budget // (24 * vocab), 1), 2048)
+
+
+def run_chunks(
+    student: Head, batch: Batch, wanted: Wanted, row_loss: RowLoss, *, vocab: int, dtype: torch.dtype, rows: int
+) -> Outcome:
+    """Losses of all rows and the wanted gradients of their sum.
+
+    Args:
+        student: the student's head; gradients come back in its tensors' dtypes.
+        batch: row scales and the rows to compute (its labels are `row_loss`'s business).
+        wanted: which gradients.
+        row_loss: `(raw logits [n, V], rows, with_gradient) -> (scaled row losses [n], gradient [n, V] or None)`.
+        vocab: columns that count.
+        dtype: of the products' operands.
+        rows: of a chunk.
+    """
+    narrow, student = student, student.cut(vocab, dtype)
+    hidden, n = narrow.hidden, narrow.hidden.shape[0]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    loss = batch.row_scale.new_zeros(n)
+    d_hidden = torch.zeros_like(hidden) if wanted.hidden else None
+
+    def zeros(tensor: torch.Tensor | None, want: bool) -> torch.Tensor | None:
+        return torch.zeros_like(tensor, dtype=wide) if want and tensor is not None else None
+
+    d_weight, d_bias = zeros(narrow.weight, wanted.weight), zeros(narrow.bias, wanted.bias)
+    d_a, d_b = zeros(narrow.lora_a, wanted.lora_a), zeros(narrow.lora_b, wanted.lora_b)
+    count = n if batch.rows is None else batch.rows.numel()
+    for start in range(0, count, rows):
+        stop = min(start + rows, count)
+        here: Rows = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
+        x = hidden[here].to(dtype)
+        loss[here], gradient = row_loss(raw_logits(student, x), here, wanted.gradient)
+        if gradient is None:
+            continue
+        if d_bias is not None:
+            d_bias[:vocab] += gradient.sum(0)
+        g = gradient.to(dtype)
+        if d_weight is not None:
+            _add_product(d_weight[:vocab], g.t(), x)
+        low = None
+        if student.lora_a is not None and student.lora_b is not None:
+            low = (g @ student.lora_b).mul_(student.lora_scale)
+            if d_a is not None:
+                _add_product(d_a, low.t(), x)
+            if d_b is not None:
+                _add_product(d_b[:vocab], g.t(), (x @ student.lora_a.t()).mul_(student.lora_scale))
+        if d_hidden is not None:
+            d_x = g @ student.weight
+            if low is not None and student.lora_a is not None:
+                d_x.addmm_(low, student.lora_a)
+            d_hidden[here] = d_x.to(d_hidden.dtype)
+
+    def narrowed(made: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+        return None if made is None or like is None else made.to(like.dtype)
+
+    return Outcome(
+        loss,
+        None,
+        d_hidden,
+        narrowed(d_weight, narrow.weight),
+        narrowed(d_bias, narrow.bias),
+        narrowed(d_a, narrow.lora_a),
+        narrowed(d_b, narrow.lora_b),
+    )
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """`total += a b` in the total's dtype; fp32 totals of 16-bit operands keep the tensor cores in use."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+class _ChunkedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> torch.Tensor:
+        lora_scale, batch, wanted, row_loss, settings = call
+        head = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
+        with torch.autocast(hidden.device.type, enabled=False):
+            outcome = run_chunks(head, batch, wanted, row_loss, **settings)
+        ctx.gradients = list(outcome[2:])
+        return outcome.loss.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        gradients, ctx.gradients = ctx.gradients, None
+        for index in range(5):
+            if gradients[index] is not None:
+                scale_gradient_(gradients[index], upstream)
+        return (*gradients, None)
+
+
+def chunked_loss(
+    make_row_loss: Callable[[torch.Tensor, int, torch.dtype], RowLoss],
+    student_hidden: torch.Tensor,
+    student_weight: torch.Tensor,
+    labels: torch.Tensor | None,
+    student_bias: torch.Tensor | None,
+    student_lora: tuple[torch.Tensor, torch.Tensor, float] | None,
+    token_weights: torch.Tensor | None,
+    num_items: torch.Tensor | int | None,
+    valid_rows: torch.Tensor | None,
+    vocab_size: int | None,
+    *,
+    ignore_index: int,
+    reduction: str,
+    workspace: int | None,
+    teacher_hidden: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Check, scale and run; `make_row_loss(row_scale [N], vocab, dtype)` gives the row loss. See `ChunkedLoss`."""
+    lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
+    vocab, dtype = check_arguments(
+        NO_TEACHER, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
+        lora_a, lora_b, token_weights, valid_rows, vocab_size,
+    )  # fmt: skip
+    hidden = student_hidden.flatten(0, -2)
+    weights = None if token_weights is None else token_weights.detach().flatten()
+    flat = None if labels is None else labels.flatten()
+    scale = row_scales(hidden, flat, weights, num_items, valid_rows, ignore_index=ignore_index, reduction=reduction)
+    skip = valid_rows is None and (labels is not None or token_weights is not None)
+    rows = find_rows(scale) if skip else valid_rows
+    students = (hidden, student_weight, student_bias, lora_a, lora_b)
+    grad = torch.is_grad_enabled()
+    wanted = Wanted(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
+    settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, workspace, hidden.device)}
+    row_loss = make_row_loss(scale, vocab, dtype)
+    return _ChunkedFunction.apply(*students, (float(lora_scale), Batch(None, scale, rows), wanted, row_loss, settings))
+
+
+def workspace_bytes(max_workspace_mib: float | None) -> int | None:
+    """MiB to bytes, checked."""
+    if max_workspace_mib is not None and not max_workspace_mib > 0:
+        raise ValueError(f"max_workspace_mib: expected None or a number above 0, got {max_workspace_mib!r}")
+    return None if max_workspace_mib is None else int(max_workspace_mib * 2**20)
+
+
+class ChunkedLoss(nn.Module):
+    """A differentiable PyTorch loss of your own, without the logits of the whole batch.
+
+    Autograd differentiates `fn` chunk by chunk in the forward pass, so its parameters, if any, get no gradient.
+
+    Args:
+        fn: `fn(student_logits, teacher_logits, labels) -> losses [n]`, each row's from that row alone; fp32 logits
+            [n, V] as the heads make them (no scale, soft cap or temperature), teacher logits None without a teacher,
+            labels [n] or None. Labels of rows that do not count are not passed, or come as `ignore_index`.
+        ignore_index: label of tokens that do not count.
+        reduction: "mean" or "sum".
+        max_workspace_mib: bound for a chunk's buffers, or None to choose.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor],
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        max_workspace_mib: float | None = None,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction: expected mean or sum, got {reduction!r}")
+        self.fn, self.ignore_index, self.reduction = fn, ignore_index, reduction
+        self.workspace = workspace_bytes(max_workspace_mib)
+
+    def forward(
+        self,
+        student_hidden: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_hidden: torch.Tensor | None = None,
+        teacher_weight: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        student_bias: torch.Tensor | None = None,
+        teacher_bias: torch.Tensor | None = None,
+        student_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        token_weights: torch.Tensor | None = None,
+        num_items: torch.Tensor | int | None = None,
+        valid_rows: torch.Tensor | None = None,
+        vocab_size: int | None = None,
+    ) -> torch.Tensor:
+        """The loss, fp32 scalar (fp64 for fp64); arguments as in `FusedDistillationLoss.forward`.
+
+        Raises:
+            ValueError: naming the argument that does not fit, or where `fn` returns another shape than [n].
+        """
+        flat_labels = None if labels is None else labels.flatten()
+
+        def make(scale: torch.Tensor, vocab: int, dtype: torch.dtype) -> RowLoss:
+            teacher = None
+            if teacher_hidden is not None and teacher_weight is not None:
+                flat = teacher_hidden.detach().flatten(0, -2)
+                bias = None if teacher_bias is None else teacher_bias.detach()
+                teacher = Head(flat, teacher_weight.detach(), bias).cut(vocab, dtype)
+
+            def row_loss(raw: torch.Tensor, rows: Rows, with_gradient: bool) -> tuple[torch.Tensor, Any]:
+                other = None if teacher is None else raw_logits(teacher, teacher.hidden[rows].to(dtype))
+                targets, factor = None if flat_labels is None else flat_labels[rows], scale[rows]
+                with torch.set_grad_enabled(with_gradient):
+                    logits = raw.requires_grad_(with_gradient)
+                    losses = self.fn(logits, other, targets)
+                    if losses.shape != factor.shape:
+                        got = list(losses.shape)
+                        raise ValueError(f"fn: expected losses of shape {list(factor.shape)}, one a row, got {got}")
+                    losses = torch.where(factor != 0, losses * factor, 0.0)
+                    total = losses.sum()
+                gradient = None
+                if with_gradient:
+                    (gradient,) = torch.autograd.grad(total, logits)
+                    gradient = gradient.masked_fill((factor == 0)[:, None], 0.0)
+                return losses.detach(), gradient
+
+            return row_loss
+
+        return chunked_loss(
+            make, student_hidden, student_weight, labels, student_bias, student_lora, token_weights, num_items,
+            valid_rows, vocab_size, ignore_index=self.ignore_index, reduction=self.reduction, workspace=self.workspace,
+            teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""A user's own loss through the chunked driver, against autograd over full logits."""
+
+import pytest
+import torch
+from distill_kernels import ChunkedLoss
+from helpers import assert_as_good_as_torch, realistic_heads
+from torch.nn import functional as F
+
+
+def own_loss(student, teacher, labels):
+    """KL plus a margin at the label: nothing that the fused family has."""
+    log_s, log_t = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
+    margin = student.amax(-1) - student.gather(-1, labels.clamp_min(0)[:, None]).squeeze(-1)
+    return (log_t.exp() * (log_t - log_s)).sum(-1) + 0.1 * margin
+
+
+def inputs(dtype, device, n=37, vocab=203):
+    x_s, w_s, x_t, w_t = realistic_heads(n, vocab, 24, 40, dtype=dtype, device=device)
+    labels = torch.arange(n, device=device) % vocab
+    labels[::3] = -100
+    bias = torch.randn(vocab, device=device).to(dtype)
+    a, b = torch.randn(4, 24, device=device).to(dtype) * 0.1, torch.randn(vocab, 4, device=device).to(dtype)
+    return [x_s, w_s, bias, a, b], x_t, w_t, labels
+
+
+def full(tensors, x_t, w_t, labels, items=None, weights=None, vocab=200):
+    x, w, bias, a, b = tensors
+    student = (x @ w.T + bias + 0.5 * (x @ a.T) @ b.T)[:, :vocab]
+    rows = own_loss(student, (x_t @ w_t.T)[:, :vocab], labels)
+    rows = torch.where(labels != -100, rows if weights is None else rows * weights, 0)
+    return rows.sum() / ((labels != -100).sum() if items is None else items)
+
+
+def differentiate(function, tensors, dtype=None):
+    leaves = [t.detach().to(dtype or t.dtype).clone().requires_grad_() for t in tensors]
+    loss = function(leaves)
+    (2 * loss).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", ["nothing", "items and weights", "valid rows"])
+def test_equals_autograd_over_full_logits(device, monkeypatch, dtype, given):
+    monkeypatch.setattr("distill_kernels.losses.chunked.chunk_rows", lambda *_: 7)
+    tensors, x_t, w_t, labels = inputs(dtype, device)
+    items = torch.tensor(50, device=device) if given == "items and weights" else None
+    weights = torch.rand(len(labels), device=device) if given == "items and weights" else None
+    valid = (labels != -100).nonzero().squeeze(-1) if given == "valid rows" else None
+
+    def ours(leaves):
+        x, w, bias, a, b = leaves
+        return ChunkedLoss(own_loss)(
+            x, w, x_t, w_t, labels, student_bias=bias, student_lora=(a, b, 0.5), token_weights=weights,
+            num_items=items, valid_rows=valid, vocab_size=200,
+        )  # fmt: skip
+
+    def exactly(leaves):
+        return full(leaves, x_t.double(), w_t.double(), labels, items, weights)
+
+    exact = differentiate(exactly, tensors, torch.float64)
+    eager = differentiate(lambda leaves: full(leaves, x_t, w_t, labels, items, weights), tensors)
+    made = differentiate(ours, tensors)
+    for name, *results in zip(["loss", "x", "w", "bias", "a", "b"], made, eager, exact, strict=True):
+        assert_as_good_as_torch(*results, dtype, name)
+    assert not made[2][200:].any(), "padded vocabulary got a gradient"
+
+
+def test_full_logits_never_exist(device):
+    seen = []
+
+    def fn(student, teacher, labels):
+        seen.append(student.shape[0])
+        return student.square().sum(-1)
+
+    x = torch.randn(64, 8, device=device, requires_grad=True)
+    w = torch.randn(1000, 8, device=device)
+    ChunkedLoss(fn, max_workspace_mib=0.25)(x, w).backward()
+    assert len(seen) > 4 and sum(seen) == 64
+    expected = torch.autograd.grad((x @ w.T).square().sum() / 64, x)[0]
+    torch.testing.assert_close(x.grad, expected, rtol=1e-3, atol=1e-2)
+
+
+def test_only_what_is_wanted_and_once(device):
+    tensors, x_t, w_t, labels = inputs(torch.float32, device)
+    x, w = tensors[0].requires_grad_(), tensors[1]
+    loss = ChunkedLoss(own_loss)(x, w, x_t, w_t, labels)
+    loss.backward(retain_graph=True)
+    assert x.grad is not None and w.grad is None
+    with pytest.raises(RuntimeError, match="already differentiated"):
+        loss.backward()
+    with torch.no_grad():
+        assert ChunkedLoss(own_loss)(x, w, x_t, w_t, labels) == loss
+
+
+def test_rows_that_do_not_count_cannot_spoil_the_rest(device):
+    tensors, x_t, w_t, labels = inputs(torch.float32, device)
+    x = tensors[0].clone()
+    x[0] = float("nan")  # labels[0] is ignored
+    x.requires_grad_()
+    ChunkedLoss(own_loss)(x, tensors[1], x_t, w_t, labels).backward()
+    assert not x.grad.isnan().any() and not x.grad[0].any()
+
+
+def test_mistakes_are_named(device):
+    x, w = torch.randn(5, 4, device=device), torch.randn(9, 4, device=device)
+    with pytest.raises(ValueError, match="fn: expected losses of shape"):
+        ChunkedLoss(lambda s, t, y: s.sum())(x, w)
+    with pytest.raises(ValueError, match="reduction"):
+        ChunkedLoss(own_loss, reduction="none")
+    with pytest.raises(ValueError, match="student_weight"):
+        ChunkedLoss(own_loss)(x, w[:, :3])
