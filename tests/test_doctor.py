@@ -1,0 +1,104 @@
+"""`distill doctor`: lines about the machine, and a recipe's own models and data examined."""
+
+import json
+from collections import namedtuple
+
+import pytest
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill import doctor, invariants_runs
+from distill.cli import run_command
+from distill.objective import DistillationObjective
+
+NAMES = ["fused loss", "divergence", "accumulation", "packing", "padding", "patching", "workspace", "same tokens",
+         "resume"]  # fmt: skip
+TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(60))
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 3}, lora: {r: 2, head: true}}
+data: {source: text.txt, max_length: 64, cache: false}
+train: {steps: 6, batch_size: 2, device: cpu}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.fixture
+def no_second_process(monkeypatch):
+    """Starting two processes takes 15 s; tests/test_invariants.py does it."""
+    monkeypatch.setattr(invariants_runs, "RUN_CHECKS", invariants_runs.RUN_CHECKS[:1])
+
+
+def test_a_recipe_is_examined(workplace, no_second_process, capsys):
+    assert run_command(["doctor", "r.yaml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = [line.split(":")[0] for line in lines if line.startswith(("pass", "FAIL"))]
+    assert found == [f"pass  {name}" for name in NAMES]
+    assert lines[-1] == "9 invariants, all hold"
+    assert not (workplace / "runs").exists()
+
+
+def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_process, capsys):
+    hidden = DistillationObjective.teacher_hidden
+    monkeypatch.setattr(
+        DistillationObjective, "teacher_hidden",
+        lambda self, inputs: hidden(self, {**inputs, "input_ids": inputs["input_ids"].roll(1, dims=1)}),
+    )  # fmt: skip
+    assert run_command(["doctor", "r.yaml", "student.lora=null", "--json"]) == 1
+    findings = {row["name"]: row["passed"] for row in json.loads(capsys.readouterr().out)["recipe"]}
+    assert findings.pop("fused loss") is False and findings.pop("same tokens") is False
+    assert findings["accumulation"] and findings["resume"]
+
+
+def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_process, capsys):
+    def broken(self, inputs):
+        raise RuntimeError("no such kernel\nmore")
+
+    monkeypatch.setattr(DistillationObjective, "teacher_hidden", broken)
+    assert run_command(["doctor", "r.yaml"]) == 1
+    out = capsys.readouterr().out
+    assert "RuntimeError: no such kernel" in out and "9 invariants" in out
+
+
+def test_two_layers_of_large_models(workplace, monkeypatch, no_second_process):
+    monkeypatch.setattr(doctor, "LARGE", 1000)
+    from distill.recipe import load
+
+    subject = doctor.prepare(load("r.yaml", ["student.lora=null"]))
+    assert subject.student.config.num_hidden_layers == subject.teacher.config.num_hidden_layers == 2
+    assert subject.student.config.num_hidden_layers == 2 and len(subject.rows) == doctor.ROWS
+
+
+def test_a_recipe_that_cannot_be_used_is_code_2(workplace, capsys):
+    assert run_command(["doctor", "r.yaml", "teacher.model=nowhere"]) == 2
+    assert "teacher.model" in capsys.readouterr().err
+
+
+def test_rows_are_cut_around_what_is_learned():
+    row = {
+        "input_ids": list(range(400)),
+        "labels": [-100] * 200 + list(range(200, 400)),
+        "position_ids": list(range(400)),
+    }
+    (cut, _) = doctor.some_rows([row, row, row], count=2)
+    assert len(cut["input_ids"]) == 216 and cut["labels"][-1] == 215
+    with pytest.raises(ValueError, match=r"data\.source: expected at least 2 rows"):
+        doctor.some_rows([row])
+
+
+def test_lines_about_the_machine(tmp_path, monkeypatch):
+    lines = {line.name: line for line in doctor.environment_lines(tmp_path)}
+    assert {"torch", "transformers", "triton", "memory", "disk", "hub"} <= lines.keys()
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage(2**30))
+    monkeypatch.setattr(doctor, "environment", dict)
+    line = next(line for line in doctor.environment_lines(tmp_path) if line.name == "disk")
+    assert not line.fine and "make room" in str(line)
