@@ -33,6 +33,7 @@ from distill_kernels.losses.modules import (
     FusedTVDLoss,
 )
 from distill_kernels.losses.terms import LossTerm, TokenStats
+from distill_kernels.losses.topk import FusedTopKKLLoss
 from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
 from distill_kernels.matmul.split_k import SplitKLinear, split_k_linear
 from distill_kernels.optim.adamw import FusedAdamW
@@ -48,6 +49,7 @@ __all__ = [
     "FusedKLLoss",
     "FusedSkewKLLoss",
     "FusedTVDLoss",
+    "FusedTopKKLLoss",
     "KVCache",
     "LayerNorm",
     "LossTerm",
