@@ -15,11 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import __version__, cli_judge, cli_plan, cli_share, console
+from distill import __version__, cli_judge, cli_plan, cli_share, console, launch
 from distill.cli_arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
 from distill.faults import RunError
 from distill.folders import run_folder
-from distill.recipe import dump
+from distill.recipe import Recipe, dump
 from distill.shipped import copy_recipe, shipped_architectures, shipped_recipes
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
@@ -85,7 +85,12 @@ def run(
     distill run quickstart train.steps=20 loss.terms.0.type=reverse_kl
     distill run chat-8b-to-1b.yaml data.source=chats.jsonl --name support-bot
     distill run chat-8b-to-1b.yaml --name support-bot --resume
+
+    Several visible GPUs are all used, through torchrun. To start the processes yourself, on several nodes say:
+
+    \b
     torchrun --nproc-per-node 8 -m distill run chat-8b-to-1b.yaml
+    accelerate launch --num_processes 8 -m distill run chat-8b-to-1b.yaml
 
     Without a hub, any shipped recipe runs on random weights and random tokens:
 
@@ -95,6 +100,9 @@ def run(
     path, resolved = load_recipe(recipe, overrides)
     first = os.environ.get("RANK", "0") == "0"  # of several processes, one may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume) if first else None
+    processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
+    if processes > 1:
+        raise typer.Exit(_start(processes, resolved, recipe, overrides or [], name, resume))
     from distill.run import run as run_recipe
 
     try:
@@ -103,6 +111,17 @@ def run(
         if folder is not None:
             _say_how_to_resume(folder, recipe, overrides or [])
         raise typer.Exit(130) from None
+
+
+def _start(
+    processes: int, resolved: Recipe, recipe: str, overrides: Sequence[str], name: str | None, resume: bool
+) -> int:
+    """Start this very command once a GPU; what the number of processes makes impossible is refused before."""
+    from distill.arguments import accumulation_steps
+
+    accumulation_steps(resolved.train, resolved.data, processes)
+    more = [*(["--name", name] if name else []), *(["--resume"] if resume else [])]
+    return launch.start(processes, ["run", recipe, *overrides, *more])
 
 
 @app.command()

@@ -1,0 +1,59 @@
+"""The examples run, and the kernels install without the trainer."""
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_own_loop_learns():
+    path = ROOT / "scripts" / "examples" / "own_loop.py"
+    spec = importlib.util.spec_from_file_location("own_loop", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    losses = module.main()
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+def test_kernels_are_a_package_of_their_own(tmp_path):
+    pytest.importorskip("setuptools", minversion="77")
+    source = tmp_path / "kernels"  # a copy, so that building leaves nothing in the repository
+    import shutil
+
+    shutil.copytree(ROOT / "kernels", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    built = subprocess.run([*command, "-w", str(tmp_path), str(source)], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("distill_kernels-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+        archive.extractall(tmp_path / "site")
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"distill_kernels"}
+    needed = [line.split(":", 1)[1].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    assert sorted(line.split(">")[0] for line in needed) == ["torch", "triton"]
+    shipped = {name for name in names if name.endswith(".py")}
+    there = {str(path.relative_to(ROOT / "kernels")) for path in (ROOT / "kernels" / "distill_kernels").rglob("*.py")}
+    assert shipped == there
+    code = "import sys, distill_kernels; print(distill_kernels.__file__, 'transformers' in sys.modules)"
+    where = tmp_path / "site"
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(where)!r}); {code}"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert run.stdout.split() == [str(where / "distill_kernels" / "__init__.py"), "False"], run.stderr
+
+
+def test_both_packages_ask_for_the_same_versions():
+    whole, kernels = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in ("", "kernels")
+    )
+    assert set(kernels["dependencies"]) <= set(whole["dependencies"])
+    assert kernels["version"] == whole["version"] and kernels["requires-python"] == whole["requires-python"]

@@ -1,0 +1,102 @@
+"""How many processes a run starts as, and that those which torchrun starts make one run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill import cli, launch
+from distill.launch import processes_to_start, threads_each, torchrun_arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 2}}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.2}}
+train: {steps: 3, batch_size: 2, tokens_per_step: 256, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: []}
+"""
+
+
+@pytest.mark.parametrize(
+    "environment, gpus, device, expected",
+    [
+        ({}, 4, "auto", 4),
+        ({}, 4, "cuda", 4),
+        ({}, 4, "cpu", 1),
+        ({}, 1, "auto", 1),
+        ({}, 0, "auto", 1),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, 4, "auto", 1),  # torchrun, accelerate launch
+        ({"WORLD_SIZE": "1"}, 4, "auto", 1),  # one process was asked for
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, 8, "auto", 8),  # a node of a scheduler, no launcher yet
+    ],
+)
+def test_how_many_processes(environment, gpus, device, expected):
+    assert processes_to_start(environment, gpus=gpus, device=device) == expected
+
+
+def test_torchrun_runs_this_very_command():
+    arguments = torchrun_arguments(4, ["run", "my recipe.yaml", "train.steps=3", "--resume"])
+    assert arguments[-5:] == ["distill", "run", "my recipe.yaml", "train.steps=3", "--resume"]
+    assert "--nproc-per-node=4" in arguments
+    assert threads_each(4, 64) == 16 and threads_each(8, 2) == 1
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def test_the_command_starts_itself(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    for name in launch.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    started = []
+    monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(launch, "start", lambda *given: started.append(given) or 7)
+    again = ["run", "tiny.yaml", "train.device=auto", "--name", "mine"]
+    assert cli.run_command(again) == 7
+    assert started == [(4, again)]
+    # what four processes cannot do is refused before any starts
+    assert cli.run_command(["run", "tiny.yaml", "train.device=auto", "train.tokens_per_step=128"]) == 2
+    assert len(started) == 1
+
+
+def program(workplace, code, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in launch.LAUNCHED}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, *code, *arguments]
+    return subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240)
+
+
+START = ["-c", "import sys; from distill.launch import start; sys.exit(start(2, sys.argv[1:]))"]
+
+
+def test_two_processes_make_one_run(workplace):
+    one = program(workplace, ["-m", "distill"], "run", "tiny.yaml", "--name", "one")
+    two = program(workplace, START, "run", "tiny.yaml", "--name", "two")
+    assert one.returncode == two.returncode == 0, one.stderr + two.stderr
+    assert (
+        two.stdout.count("processes   2, one a GPU, as by: torchrun --nproc-per-node 2 -m distill run tiny.yaml") == 1
+    )
+    assert two.stdout.count("step 3/3") == one.stdout.count("step 3/3") == 1  # one rank talks
+    assert [path.name for path in (workplace / "runs").iterdir() if path.name.startswith("two")] == ["two"]
+    results = [json.loads((workplace / "runs" / name / "result.json").read_text()) for name in ("one", "two")]
+    assert results[1]["after"] == pytest.approx(results[0]["after"], rel=1e-5)
+    assert results[1]["before"] == pytest.approx(results[0]["before"], rel=1e-5)
+
+
+def test_a_users_mistake_keeps_its_exit_code_and_shows_no_traceback(workplace):
+    done = program(workplace, START, "run", "tiny.yaml", "data.source=absent.txt")
+    assert done.returncode == 2
+    assert "absent.txt" in done.stderr and "Traceback" not in done.stderr and "ChildFailedError" not in done.stderr
