@@ -217,7 +217,10 @@ class FusedTopKKLLoss(nn.Module):
                         raw, None, hard, labels=targets, row_scale=factor, with_gradient=with_gradient
                     )
                     loss = loss + result.loss
-                    gradient = result.gradient if gradient is None else gradient.add_(result.gradient)
+                    if gradient is None:
+                        gradient = result.gradient
+                    elif result.gradient is not None:
+                        gradient.add_(result.gradient)
                 return loss, gradient
 
             return row_loss
