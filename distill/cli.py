@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import __version__, cli_judge, cli_plan, cli_share, console, launch
+from distill import __version__, cli_doctor, cli_judge, cli_plan, cli_share, console, launch
 from distill.cli_arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
 from distill.faults import RunError
 from distill.folders import run_folder
@@ -51,6 +51,7 @@ recipes_app = typer.Typer(
 )
 app.add_typer(recipes_app, name="recipes")
 cli_plan.register(app)
+cli_doctor.register(app)
 cli_judge.register(app)
 cli_share.register(app)
 
@@ -77,6 +78,9 @@ def run(
         bool,
         typer.Option("--resume", help="Continue from the last checkpoint of --name, else of the recipe's last run."),
     ] = False,
+    lock: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Refuse to run unless all is as in this lock.yaml of a run.")
+    ] = None,
 ) -> None:
     """Run a recipe: load teacher and student, train, evaluate, save the student.
 
@@ -85,6 +89,7 @@ def run(
     distill run quickstart train.steps=20 loss.terms.0.type=reverse_kl
     distill run chat-8b-to-1b.yaml data.source=chats.jsonl --name support-bot
     distill run chat-8b-to-1b.yaml --name support-bot --resume
+    distill run chat-8b-to-1b.yaml --lock runs/support-bot/lock.yaml
 
     Several visible GPUs are all used, through torchrun. To start the processes yourself, on several nodes say:
 
@@ -102,11 +107,11 @@ def run(
     folder = run_folder(resolved.name, name=name, resume=resume) if first else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
-        raise typer.Exit(_start(processes, resolved, recipe, overrides or [], name, resume))
+        raise typer.Exit(_start(processes, resolved, recipe, overrides or [], name, resume, lock))
     from distill.run import run as run_recipe
 
     try:
-        run_recipe(resolved, recipe_path=path, name=name, resume=resume)
+        run_recipe(resolved, recipe_path=path, name=name, resume=resume, lock=lock)
     except KeyboardInterrupt:
         if folder is not None:
             _say_how_to_resume(folder, recipe, overrides or [])
@@ -114,13 +119,15 @@ def run(
 
 
 def _start(
-    processes: int, resolved: Recipe, recipe: str, overrides: Sequence[str], name: str | None, resume: bool
-) -> int:
+    processes: int, resolved: Recipe, recipe: str, overrides: Sequence[str], name: str | None, resume: bool,
+    lock: Path | None,
+) -> int:  # fmt: skip
     """Start this very command once a GPU; what the number of processes makes impossible is refused before."""
     from distill.arguments import accumulation_steps
 
     accumulation_steps(resolved.train, resolved.data, processes)
     more = [*(["--name", name] if name else []), *(["--resume"] if resume else [])]
+    more += ["--lock", str(lock)] if lock else []
     return launch.start(processes, ["run", recipe, *overrides, *more])
 
 

@@ -5,6 +5,7 @@
 Everything that a person may have got wrong is found before the run's folder exists. Then `runs/<name>/` gets:
 
     recipe.yaml         the resolved recipe
+    lock.yaml           all that the figures depend on: versions, hashes, seeds; `--lock` holds another run to it
     before.json         held-out figures and samples from before training, reused by --resume
     metrics.jsonl       one row per logging step
     checkpoint-N/       complete by construction; only with train.save_every
@@ -42,9 +43,10 @@ from distill.curves import draw_curves
 from distill.data import Splits, load_data
 from distill.environment import environment
 from distill.evaluate import HeldOut, evaluate, gap_closed
-from distill.folders import RECIPE_FILE, run_folder
 from distill.failures import explained
+from distill.folders import RECIPE_FILE, run_folder
 from distill.head import bare, find_head
+from distill.lock import LOCK_FILE, lock_of, lock_text, read_lock, require_same
 from distill.model_card import write_model_card
 from distill.models import kept_layers, load_student, load_teacher, load_tokenizer, save_student
 from distill.preamble import Plan, model_name, preamble, result_table, show_samples
@@ -86,7 +88,14 @@ class Models(NamedTuple):
     kept: list[int] | None
 
 
-def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = None, resume: bool = False) -> RunResult:
+def run(
+    recipe: Recipe,
+    *,
+    recipe_path: Path | None = None,
+    name: str | None = None,
+    resume: bool = False,
+    lock: Path | None = None,
+) -> RunResult:
     """Run `recipe`.
 
     Args:
@@ -94,12 +103,13 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
         recipe_path: the file it came from, for messages.
         name: the run's folder under `runs/`; None for the recipe's name or the next free one.
         resume: continue the run in that folder from its last complete checkpoint.
+        lock: a lock.yaml; where anything differs from it, nothing is run.
 
     Raises:
         ValueError: the user's input, one line a fault; nothing has been written then.
-    """
         RunError: the machine or the numbers, one line that says what to do.
         SystemExit: with code 0, after SIGTERM and a checkpoint.
+    """
     transformers.utils.logging.disable_progress_bar()
     # --- what was asked for
     device = resolve_device(recipe.train)
@@ -115,6 +125,14 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
     tokenizer = _tokenizer(recipe)
     splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=_synthetic_size(recipe, tokenizer))
     models = _load_models(recipe, tokenizer, device, precision)
+    locked = None
+    if _first():
+        locked = lock_of(
+            recipe, teacher=models.teacher, student=models.student, tokenizer=tokenizer, rows=splits.train,
+            processes=world_size(),
+        )  # fmt: skip
+    if lock is not None and locked is not None:
+        require_same(read_lock(lock), locked, str(lock))
     arguments = training_arguments(recipe, folder, rows=len(splits.train), device=device, precision=precision)
     progress = ProgressReport()
     trainer = DistillationTrainer(
@@ -142,8 +160,10 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
     )
 
     # --- from here on the run exists
-    if _first():
+    if locked is not None:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (resume and (folder / LOCK_FILE).exists()):
+            _write(folder / LOCK_FILE, lock_text(locked))
         _write(folder / RECIPE_FILE, dump(recipe))
         lines = preamble(
             recipe, teacher=models.teacher, student=models.student, objective=trainer.objective, plan=plan,
@@ -158,17 +178,17 @@ def run(recipe: Recipe, *, recipe_path: Path | None = None, name: str | None = N
     if resume and _first():
         for path in half_written(folder):
             console.say(f"{path} was not finished when the run ended, and is not used")
-    try:
         console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+    try:
         with explained(recipe, folder):
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
         progress.stop()
-
     if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
         if _first():
             console.say(f"stopped by SIGTERM behind step {trainer.state.global_step}; continue with --resume")
         raise SystemExit(0)
+
     # --- what came of it
     after = _held_out(recipe, models, trainer, splits, precision)
     result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)

@@ -45,7 +45,8 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, capsys):
     result = run(recipe("train.save_every=4", "train.eval_every=3"))
     assert result.folder.as_posix() == "runs/tiny" and result.steps == 6
     written = (
-        "recipe.yaml before.json metrics.jsonl checkpoint-4 checkpoint-6 student result.json samples.md curves.png"
+        "recipe.yaml lock.yaml before.json metrics.jsonl checkpoint-4 checkpoint-6 student result.json samples.md "
+        "curves.png"
     )
     assert sorted(path.name for path in result.folder.iterdir()) == sorted(written.split())
     assert result.after.forward_kl < result.before.forward_kl
