@@ -8,7 +8,8 @@ that a model with a twist nobody told us about is refused instead of being train
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +112,22 @@ def read_head(head: Head) -> HeadWeights:
     return HeadWeights(weight, linear.bias, _read_lora(head.owner) if hasattr(head.owner, "lora_A") else None)
 
 
+@contextlib.contextmanager
+def whole(head: Head) -> Iterator[HeadWeights]:
+    """The weights of a head that may be a sharded (FSDP2) unit: gathered on entry, cut again on exit.
+
+    For a frozen head that another model's forward reads. The head must have been called once before.
+    """
+    sharded = isinstance(head.linear.weight, DTensor) and hasattr(head.module, "unshard")
+    if sharded:
+        head.module.unshard()  # type: ignore[operator]
+    try:
+        yield read_head(head)
+    finally:
+        if sharded:
+            head.module.reshard()  # type: ignore[operator]
+
+
 def _read_lora(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     """A and B of the one active, unmerged LoRA of a PEFT layer; None where adapters are off or merged."""
     if layer.disable_adapters or layer.merged:
@@ -159,7 +176,7 @@ def call_head(head: Head, hidden: torch.Tensor, compute: Callable[[torch.Tensor,
 def probe_logits(model: nn.Module, role: str) -> LogitShape:
     """Find the scale and soft cap between `model`'s head and its logits, and prove them on four tokens.
 
-    Must be called before the model is sharded. Costs two forward passes over four tokens.
+    Costs two forward passes over four tokens. A sharded model is read through its wrappers, on all processes.
 
     Args:
         model: A causal language model on any device; left in the mode (train or eval) it was in.
@@ -168,9 +185,10 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
     Raises:
         ValueError: where no known reading of the configuration reproduces the model's own logits.
     """
-    head = read_head(find_head(model))
+    head = find_head(model)
+    weight: Any = head.linear.weight
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-    ids = torch.arange(4, device=head.weight.device)[None] % head.weight.shape[0]
+    ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -179,10 +197,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
     finally:
         for module, training in modes:
             module.training = training
-    product = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-    if head.lora is not None:
-        a, b, factor = head.lora
-        product = product + factor * F.linear(F.linear(hidden.to(a.dtype), a), b)
+    product = call_head(head, hidden, _product)
     tolerance = 8 * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
     tried = []
     for shape in _candidates(config):
@@ -197,6 +212,14 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
         f"{role}: the logits of {_name(bare(model))} do not follow from its hidden states and head as this loss "
         f"computes them ({'; '.join(tried)}); training would be silently wrong, so this model type is refused"
     )
+
+
+def _product(hidden: torch.Tensor, head: HeadWeights) -> torch.Tensor:
+    product = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+    if head.lora is not None:
+        a, b, factor = head.lora
+        product = product + factor * F.linear(F.linear(hidden.to(a.dtype), a), b)
+    return product
 
 
 def _candidates(config: Any) -> list[LogitShape]:

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from distill.head import HeadWeights, LogitShape, bare, call_head, decoder_of, find_head, probe_logits, read_head
+from distill.head import HeadWeights, LogitShape, bare, call_head, decoder_of, find_head, probe_logits, whole
 from distill.recipe_loss import Loss
 
 IGNORE = -100
@@ -140,7 +141,9 @@ class DistillationObjective:
         body = {
             key: value for key, value in inputs.items() if key not in ("labels", "valid_rows") and value is not None
         }
-        with torch.inference_mode():
+        # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
+        sharded = isinstance(find_head(self.teacher).linear.weight, DTensor)
+        with torch.no_grad() if sharded else torch.inference_mode():
             return decoder_of(self.teacher)(**body, use_cache=False).last_hidden_state
 
     def compare(
@@ -193,21 +196,22 @@ class DistillationObjective:
         shifted = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
-            teacher_head = read_head(find_head(self.teacher))  # not used where the loss has no divergence
-            result = self.loss(
-                hidden,
-                head.weight,
-                comparison.teacher_hidden,
-                teacher_head.weight,
-                shifted,
-                student_bias=head.bias,
-                teacher_bias=teacher_head.bias,
-                student_lora=head.lora,
-                num_items=comparison.num_items,
-                valid_rows=valid_rows,
-                vocab_size=self.reading.vocab_size,
-                return_stats=comparison.statistics,
-            )
+            # not used where the loss has no divergence
+            with whole(find_head(self.teacher)) as teacher_head:
+                result = self.loss(
+                    hidden,
+                    head.weight,
+                    comparison.teacher_hidden,
+                    teacher_head.weight,
+                    shifted,
+                    student_bias=head.bias,
+                    teacher_bias=teacher_head.bias,
+                    student_lora=head.lora,
+                    num_items=comparison.num_items,
+                    valid_rows=valid_rows,
+                    vocab_size=self.reading.vocab_size,
+                    return_stats=comparison.statistics,
+                )
             if not comparison.statistics:
                 return {"loss": result}
             loss, stats = result
@@ -254,8 +258,8 @@ def _check_shapes(loss: FusedDistillationLoss, shapes: Mapping[str, Any]) -> Non
 def _shared(student: nn.Module, teacher: nn.Module, vocab_size: int | None) -> int | None:
     """The columns both heads are cut to; None where they are equal and nothing is cut."""
     widths = {
-        "student": len(read_head(find_head(student)).weight),
-        "teacher": len(read_head(find_head(teacher)).weight),
+        "student": len(find_head(student).linear.weight),  # type: ignore[arg-type]
+        "teacher": len(find_head(teacher).linear.weight),  # type: ignore[arg-type]
     }
     smallest = min(widths.values())
     if vocab_size is not None and not 0 < vocab_size <= smallest:
