@@ -167,7 +167,8 @@ def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
         compare(tokenizer, student_tokenizer).require()
     if small is None:
         small = sum(p.numel() for model in (teacher, student) for p in model.parameters()) > LARGE
-    short = [_two_layers(student), _two_layers(teacher)]
+    # other layers of each: a student cut from the teacher must not become its equal, with nothing left to learn
+    short = [_two_layers(student, 1), _two_layers(teacher, -1)]
     if small:
         student, teacher = short[0], short[1]
 
@@ -188,12 +189,12 @@ def _adapted(student: Any, recipe: Recipe) -> nn.Module:
     return student if recipe.student.lora is None else add_lora(student, recipe.student.lora)
 
 
-def _two_layers(model: Any) -> Any:
+def _two_layers(model: Any, second: int) -> Any:
     from distill.pruning import cut_layers
 
     total = model.config.get_text_config().num_hidden_layers
     with _hushed():
-        return cut_layers(model, [0, total - 1] if total > 2 else range(total)).to(model.device)
+        return cut_layers(model, [0, second % total] if total > 2 else range(total)).to(model.device)
 
 
 def some_rows(rows: Sequence[Any], count: int = ROWS, tokens: int = TOKENS) -> list[Row]:

@@ -296,9 +296,11 @@ DIVERGENCES = (
 
 def difference(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """The worst tensor's relative difference; a tensor that is small beside the rest is held against a hundredth of
-    them all. Infinite where a tensor is missing or holds a NaN."""
+    them all. Infinite where a tensor is missing or holds a NaN, and where there are only zeros to compare."""
     if found.keys() != wanted.keys() or any(found[name].shape != wanted[name].shape for name in wanted):
         return float("inf")
+    if all(not value.any() for value in wanted.values()):
+        return float("inf")  # two zeros agree about nothing
     norms = {name: torch.linalg.vector_norm(value.double()).item() for name, value in wanted.items()}
     whole = sum(norm**2 for norm in norms.values()) ** 0.5
     worst = 0.0
