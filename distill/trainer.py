@@ -78,7 +78,7 @@ class DistillationTrainer(Trainer):
             log.warning("%d GPUs are visible to one process; using one. Start with torchrun to use all.", args.n_gpu)
             args._n_gpu = 1
         if data_collator is None:
-            data_collator = PlainRows(Collator(_padding_token(processing_class, model)))
+            data_collator = PlainRows(Collator(_padding_token(processing_class, model), omit_plain_positions=True))
         super().__init__(
             model=model,
             args=args,
