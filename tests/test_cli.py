@@ -32,8 +32,9 @@ def fake_run(monkeypatch):
     module = types.ModuleType("distill.run")
     module.calls, module.error = [], None
 
-    def run(recipe, *, recipe_path, name, resume):
+    def run(recipe, *, recipe_path, name, resume, lock):
         module.calls.append((recipe, recipe_path, name, resume))
+        module.lock = lock
         if module.error is not None:
             raise module.error
 
@@ -179,7 +180,7 @@ def test_run_hands_over_the_resolved_recipe(folder, fake_run):
     assert run_command(["run", "mine.yaml", "train.steps=3", "--name", "trial"]) == 0
     (recipe, path, name, resume) = fake_run.calls[0]
     assert recipe == load("mine.yaml", ["train.steps=3"]) and path == Path("mine.yaml")
-    assert (name, resume) == ("trial", False)
+    assert (name, resume) == ("trial", False) and fake_run.lock is None
 
 
 def test_only_the_first_process_asks_for_a_free_folder(folder, fake_run, monkeypatch, capsys):
