@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HERE = {"DistillationTrainer": "distill.trainer", "Recipe": "distill.recipe"}
+_HERE = {"DistillationTrainer": "distill.training.trainer", "Recipe": "distill.recipe"}
 
 
 def __getattr__(name: str) -> Any:

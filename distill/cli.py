@@ -1,4 +1,4 @@
-"""The command `distill`: run and validate recipes, list and copy those that ship; the rest is in the `cli_` modules.
+"""The command `distill`: run and validate recipes, list and copy those that ship; the rest is in `commands`.
 
 Exit codes: 0 done; 1 something broke (with its traceback); 2 the user's input (one line a fault, no traceback); 130 for
 Ctrl-C. Nothing heavy is imported before a run starts.
@@ -15,12 +15,14 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import __version__, cli_doctor, cli_judge, cli_plan, cli_share, console, launch
-from distill.cli_arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
+from distill import __version__, console
+from distill.commands import doctor, judge, plan, share
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
 from distill.faults import RunError
 from distill.folders import run_folder
 from distill.recipe import Recipe, dump
-from distill.shipped import copy_recipe, shipped_architectures, shipped_recipes
+from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
+from distill.training import launch
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
@@ -50,10 +52,10 @@ recipes_app = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
 )
 app.add_typer(recipes_app, name="recipes")
-cli_plan.register(app)
-cli_doctor.register(app)
-cli_judge.register(app)
-cli_share.register(app)
+plan.register(app)
+doctor.register(app)
+judge.register(app)
+share.register(app)
 
 
 @app.callback()
@@ -123,7 +125,7 @@ def _start(
     lock: Path | None,
 ) -> int:  # fmt: skip
     """Start this very command once a GPU; what the number of processes makes impossible is refused before."""
-    from distill.arguments import accumulation_steps
+    from distill.training.arguments import accumulation_steps
 
     accumulation_steps(resolved.train, resolved.data, processes)
     more = [*(["--name", name] if name else []), *(["--resume"] if resume else [])]

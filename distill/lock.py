@@ -21,7 +21,7 @@ from torch import nn
 
 from distill.environment import environment
 from distill.faults import RecipeError
-from distill.head import bare
+from distill.models.head import bare
 from distill.recipe import Recipe
 
 LOCK_FILE = "lock.yaml"

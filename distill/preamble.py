@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from distill import console
-from distill.evaluate import HeldOut, gap_closed
-from distill.metrics import parameters_of
-from distill.objective import DistillationObjective
+from distill.judging.evaluate import HeldOut, gap_closed
+from distill.judging.samples import TITLES
 from distill.recipe import ModelSection, Recipe
-from distill.samples import TITLES
+from distill.training.metrics import parameters_of
+from distill.training.objective import DistillationObjective
 
 
 class Plan(NamedTuple):

@@ -28,8 +28,21 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from distill import console
-from distill.adapters import add_lora
-from distill.arguments import (
+from distill.data.load import Splits, load_data
+from distill.environment import environment
+from distill.folders import RECIPE_FILE, run_folder
+from distill.judging.evaluate import HeldOut, evaluate, gap_closed
+from distill.judging.samples import generate, write_samples
+from distill.lock import LOCK_FILE, lock_of, lock_text, read_lock, require_same
+from distill.models.adapters import add_lora
+from distill.models.head import bare, find_head
+from distill.models.load import kept_layers, load_student, load_teacher, load_tokenizer, save_student
+from distill.models.vocabulary import compare, extend_student
+from distill.preamble import Plan, model_name, preamble, result_table, show_samples
+from distill.recipe import Recipe, dump
+from distill.reports.curves import draw_curves
+from distill.reports.model_card import write_model_card
+from distill.training.arguments import (
     Precision,
     accumulation_steps,
     fused_optimizer,
@@ -38,23 +51,10 @@ from distill.arguments import (
     training_arguments,
     world_size,
 )
-from distill.checkpoints import checkpoints, half_written
-from distill.curves import draw_curves
-from distill.data import Splits, load_data
-from distill.environment import environment
-from distill.evaluate import HeldOut, evaluate, gap_closed
-from distill.failures import explained
-from distill.folders import RECIPE_FILE, run_folder
-from distill.head import bare, find_head
-from distill.lock import LOCK_FILE, lock_of, lock_text, read_lock, require_same
-from distill.model_card import write_model_card
-from distill.models import kept_layers, load_student, load_teacher, load_tokenizer, save_student
-from distill.preamble import Plan, model_name, preamble, result_table, show_samples
-from distill.progress import MetricsFile, ProgressReport, read_metrics
-from distill.recipe import Recipe, dump
-from distill.samples import generate, write_samples
-from distill.trainer import DistillationTrainer
-from distill.vocabulary import compare, extend_student
+from distill.training.checkpoints import checkpoints, half_written
+from distill.training.failures import explained
+from distill.training.progress import MetricsFile, ProgressReport, read_metrics
+from distill.training.trainer import DistillationTrainer
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ def _synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
     """Ids of random tokens stay below the smaller of the two vocabularies."""
     if tokenizer is not None:
         return None
-    from distill.models import load_config
+    from distill.models.load import load_config
 
     sections: list[tuple[Any, str]] = [(recipe.teacher, "teacher")]
     if recipe.student.init == "random" or recipe.student.from_teacher is None:
@@ -279,8 +279,8 @@ def _check_length(recipe: Recipe, model: Any, field: str) -> None:
 
 def _patch(models: Models, recipe: Recipe, batch_size: int) -> None:
     """Put our kernels into both models; on a CPU they stay as they are."""
-    from distill.attention import choose_attention
-    from distill.patching import patch
+    from distill.models.attention import choose_attention
+    from distill.models.patching import patch
 
     for model, role in ((models.teacher, "teacher"), (models.student, "student")):
         section = recipe.teacher if role == "teacher" else recipe.student
@@ -294,7 +294,7 @@ def _patch(models: Models, recipe: Recipe, batch_size: int) -> None:
 
 def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> None:
     """Turn the teacher's linear layers to fp8 and say what that costs."""
-    from distill.fp8_teacher import quantise_teacher
+    from distill.models.fp8_teacher import quantise_teacher
 
     rows = [splits.validation[index] for index in range(min(batch_size, len(splits.validation)))]
     batch = trainer._prepare_inputs(trainer.data_collator(rows))

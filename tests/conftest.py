@@ -104,7 +104,7 @@ def smollm2_path() -> str:
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2_path, tmp_path_factory):
     """SmolLM2-135M-Instruct read from its GGUF once (about 20 s) and saved as a local folder in float32."""
-    from distill.models import load_teacher, load_tokenizer
+    from distill.models.load import load_teacher, load_tokenizer
     from distill.recipe import Teacher
 
     folder = tmp_path_factory.mktemp("smollm2")

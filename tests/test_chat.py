@@ -5,8 +5,8 @@ import datetime
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
-from distill.chat import FROZEN_DAY, ChatTemplate, TemplateError, freeze_date, load_template
-from distill.sources import RowFault
+from distill.data.chat import FROZEN_DAY, ChatTemplate, TemplateError, freeze_date, load_template
+from distill.data.sources import RowFault
 
 ASK = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 MARKED = (

@@ -111,7 +111,7 @@ def test_recipes_are_listed_and_copied(folder, capsys):
 
 
 def test_completion_offers_recipes(folder):
-    from distill.cli_arguments import complete_recipe
+    from distill.commands.arguments import complete_recipe
 
     assert complete_recipe("quick") == ["quickstart"]
     assert complete_recipe("mi") == ["mine.yaml"]

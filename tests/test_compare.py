@@ -7,7 +7,7 @@ from test_run import TEXT
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.compare_runs import welch
+from distill.judging.compare_runs import welch
 
 
 def make_run(name, kl, *, seed=0, rate="1e-4", result=True):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
-from distill.data import load_data
-from distill.packing import IGNORED
+from distill.data.load import load_data
+from distill.data.packing import IGNORED
+from distill.data.token_cache import cache_root, tokenizer_hash
 from distill.recipe import Data
-from distill.token_cache import cache_root, tokenizer_hash
 
 END = 0  # tiny_tokenizer's end of text
 
@@ -270,7 +270,7 @@ def test_no_half_written_cache_is_left_by_an_error(tmp_path, tokenizer):
 
 
 def test_worker_processes_give_the_same_rows(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("distill.documents.BATCH_ROWS", 7)
+    monkeypatch.setattr("distill.data.documents.BATCH_ROWS", 7)
     path = tmp_path / "a.jsonl"
     texts(path)
     with path.open("a") as file:

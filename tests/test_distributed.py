@@ -52,7 +52,7 @@ def train_with_trainer(kind, folder, *, batch_size, accumulation):
     """Two SGD steps of 8 sequences; returns weights and logged figures."""
     from transformers import TrainingArguments
 
-    from distill.trainer import DistillationTrainer
+    from distill.training.trainer import DistillationTrainer
 
     student, teacher = models(kind)
     loss = {"temperature": 2.0, "terms": [{"type": "forward_kl"}, {"type": "cross_entropy", "weight": 0.5}]}
@@ -81,7 +81,7 @@ def train_with_trainer(kind, folder, *, batch_size, accumulation):
 
 
 def objective_for(student, teacher):
-    from distill.objective import DistillationObjective
+    from distill.training.objective import DistillationObjective
 
     return DistillationObjective(
         teacher, student, {"terms": [{"type": "jsd"}, {"type": "cross_entropy", "weight": 0.5}]}
@@ -89,7 +89,7 @@ def objective_for(student, teacher):
 
 
 def micro_batches(count):
-    from distill.collator import Collator
+    from distill.data.collator import Collator
 
     data, collate = rows(), Collator(2)
     size = len(data) // count

@@ -6,9 +6,9 @@ from collections import namedtuple
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill import doctor, invariants_runs
 from distill.cli import run_command
-from distill.objective import DistillationObjective
+from distill.contract import doctor, invariants_runs
+from distill.training.objective import DistillationObjective
 
 NAMES = ["fused loss", "divergence", "accumulation", "packing", "padding", "patching", "workspace", "same tokens",
          "resume"]  # fmt: skip

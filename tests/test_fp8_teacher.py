@@ -7,10 +7,10 @@ from test_trainer import rows
 from tiny import tiny_model
 from torch.nn import functional as F
 
-from distill.collator import Collator
-from distill.fp8_teacher import quantise_teacher
-from distill.objective import DistillationObjective
+from distill.data.collator import Collator
+from distill.models.fp8_teacher import quantise_teacher
 from distill.recipe import RecipeError, parse
+from distill.training.objective import DistillationObjective
 
 
 def test_the_reported_divergences_are_those_of_the_logits():

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from test_trainer import trainer, weights
 from transformers import TrainerCallback
 
-from distill import failures
-from distill.checkpoints import checkpoints
 from distill.cli import run_command
 from distill.faults import RunError
 from distill.recipe import parse
+from distill.training import failures
+from distill.training.checkpoints import checkpoints
 
 
 class Spoil(TrainerCallback):

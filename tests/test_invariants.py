@@ -9,12 +9,14 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
-from distill import head, invariants, invariants_runs, objective
-from distill.collator import Collator
-from distill.invariants import CHECKS, Subject
-from distill.objective import DistillationObjective
-from distill.recipe_loss import Loss
-from distill.trainer import DistillationTrainer
+from distill.contract import invariants, invariants_runs
+from distill.contract.invariants import CHECKS, Subject
+from distill.data.collator import Collator
+from distill.models import head
+from distill.recipe.loss import Loss
+from distill.training import objective
+from distill.training.objective import DistillationObjective
+from distill.training.trainer import DistillationTrainer
 
 SUM = {"temperature": 2.0, "label_smoothing": 0.1, "z_loss": 1e-3,
        "terms": [{"type": "forward_kl"}, {"type": "skew_reverse_kl", "alpha": 0.2}, {"type": "jsd", "beta": 0.3},
@@ -168,7 +170,7 @@ def masked_token_counts(patch):
 
 
 def a_norm_that_is_off(patch):
-    from distill import patching
+    from distill.models import patching
 
     put = patching.patch
 
@@ -268,8 +270,8 @@ def test_ranks_change_nothing():
 def test_ranks_fail_where_each_divides_by_its_own_count(tmp_path):
     program = tmp_path / "faulty.py"
     program.write_text(
-        "import sys\nfrom pathlib import Path\nfrom distill import invariants_runs\n"
-        "from distill.trainer import DistillationTrainer\n"
+        "import sys\nfrom pathlib import Path\nfrom distill.contract import invariants_runs\n"
+        "from distill.training.trainer import DistillationTrainer\n"
         "count = lambda self, batches, device: sum((b['labels'][:, 1:] != -100).sum() for b in batches) * 2\n"
         "DistillationTrainer._get_num_items_in_batch = count\n"
         "invariants_runs._main(Path(sys.argv[-1]))\n"

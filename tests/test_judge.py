@@ -5,9 +5,9 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from distill.bootstrap import interval, share_interval
-from distill.evaluate import evaluate
-from distill.judge import FIGURES, _calibration_error, _count, judge
+from distill.judging.bootstrap import interval, share_interval
+from distill.judging.evaluate import evaluate
+from distill.judging.judge import FIGURES, _calibration_error, _count, judge
 
 KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
 

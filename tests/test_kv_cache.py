@@ -73,7 +73,7 @@ def model_and_inputs():
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3, "do_sample": False}], ids=str)
 def test_generate_gives_the_same_tokens(model_and_inputs, options):
-    from distill.kv_cache import PreallocatedCache
+    from distill.models.kv_cache import PreallocatedCache
 
     model, inputs = model_and_inputs
     options = {"max_new_tokens": 24, "min_new_tokens": 24, **options}
@@ -88,7 +88,7 @@ def test_generate_gives_the_same_tokens(model_and_inputs, options):
 
 
 def test_cached_logits_equal_uncached(model_and_inputs):
-    from distill.kv_cache import PreallocatedCache
+    from distill.models.kv_cache import PreallocatedCache
 
     model, inputs = model_and_inputs
     ids = inputs["input_ids"]
@@ -100,7 +100,7 @@ def test_cached_logits_equal_uncached(model_and_inputs):
 
 
 def test_generate_beyond_the_end_is_an_error(model_and_inputs):
-    from distill.kv_cache import PreallocatedCache
+    from distill.models.kv_cache import PreallocatedCache
 
     model, inputs = model_and_inputs
     cache = PreallocatedCache(model.config, inputs["input_ids"].shape[1] + 2)
@@ -109,7 +109,7 @@ def test_generate_beyond_the_end_is_an_error(model_and_inputs):
 
 
 def test_adapter_refuses_what_it_cannot_hold(model_and_inputs):
-    from distill.kv_cache import PreallocatedCache
+    from distill.models.kv_cache import PreallocatedCache
 
     model, _ = model_and_inputs
     with pytest.raises(ValueError, match="max_length"):

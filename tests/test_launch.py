@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill import cli, launch
-from distill.launch import processes_to_start, threads_each, torchrun_arguments
+from distill import cli
+from distill.training import launch
+from distill.training.launch import processes_to_start, threads_each, torchrun_arguments
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -79,7 +80,7 @@ def program(workplace, code, *arguments):
     return subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240)
 
 
-START = ["-c", "import sys; from distill.launch import start; sys.exit(start(2, sys.argv[1:]))"]
+START = ["-c", "import sys; from distill.training.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 
 
 def test_two_processes_make_one_run(workplace):

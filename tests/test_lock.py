@@ -4,10 +4,10 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill.checkpoints import checkpoints
 from distill.lock import differences, hash_of_rows, hash_of_weights, read_lock
 from distill.recipe import parse
 from distill.run import run
+from distill.training.checkpoints import checkpoints
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
 

@@ -11,9 +11,9 @@ from tiny import tiny_model
 from torch import nn
 from torch.nn import functional as F
 
-from distill.collator import Collator
-from distill.head import LogitShape, find_head, probe_logits, read_head
-from distill.objective import STATISTICS, DistillationObjective
+from distill.data.collator import Collator
+from distill.models.head import LogitShape, find_head, probe_logits, read_head
+from distill.training.objective import STATISTICS, DistillationObjective
 
 EXACT = 1e-9  # both sides in fp64
 TWO_DOCUMENTS = {

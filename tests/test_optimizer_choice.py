@@ -6,8 +6,8 @@ import pytest
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
 
-from distill.arguments import fused_optimizer, resolve_precision, training_arguments
 from distill.recipe import RecipeError, parse
+from distill.training.arguments import fused_optimizer, resolve_precision, training_arguments
 
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 

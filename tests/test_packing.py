@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distill.collator import Collator, valid_rows
-from distill.packing import IGNORED, Documents, best_fit
+from distill.data.collator import Collator, valid_rows
+from distill.data.packing import IGNORED, Documents, best_fit
 
 LENGTHS = st.lists(st.integers(2, 16), min_size=1, max_size=60)
 

@@ -29,7 +29,7 @@ KINDS = ["tied", "untied"]
     ],
 )
 def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
-    from distill.parallel import choose_sharing
+    from distill.training.parallel import choose_sharing
 
     found = choose_sharing(
         asked, teacher=teacher * GIB, gathered=4 * GIB, copied=48 * GIB, sharded=30 * GIB, usable=130 * GIB, world=world
@@ -40,9 +40,9 @@ def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
 def gradients(kind, sharded):
     from tiny import tiny_model
 
-    from distill.collator import Collator
-    from distill.objective import DistillationObjective
-    from distill.parallel import shard_teacher
+    from distill.data.collator import Collator
+    from distill.training.objective import DistillationObjective
+    from distill.training.parallel import shard_teacher
 
     student = tiny_model(dtype=torch.float64, seed=0)
     teacher = tiny_model(dtype=torch.float64, hidden=64, seed=1, layers=3, tie=kind == "tied")

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from distill.patching import AutoFusedModelForCausalLM, patch, unpatch
+from distill.models.patching import AutoFusedModelForCausalLM, patch, unpatch
 
 # model type -> what must be swapped in two layers, and settings that make the tiny model exercise its particulars
 FAMILIES = {

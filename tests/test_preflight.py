@@ -8,13 +8,13 @@ import torch
 from tiny import save_tiny, tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from distill.adapters import add_lora
 from distill.cli import run_command
-from distill.memory import GIB, layer_activations, shape_of
-from distill.metrics import parameters_of
-from distill.preflight import check, find_device, meta_models, planned_precision
+from distill.models.adapters import add_lora
+from distill.planning.memory import GIB, layer_activations, shape_of
+from distill.planning.preflight import check, find_device, meta_models, planned_precision
 from distill.recipe import Lora, load, parse
-from distill.shipped import shipped_architectures, shipped_recipes
+from distill.recipe.shipped import shipped_architectures, shipped_recipes
+from distill.training.metrics import parameters_of
 
 # as published on the models' cards or counted from their released weights
 PUBLISHED = {
@@ -273,7 +273,7 @@ def test_probe_needs_a_gpu(workplace, capsys, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_prediction_holds_on_this_gpu():
-    from distill.preflight_probe import probe
+    from distill.planning.probe import probe
 
     small = parse(
         """

@@ -8,8 +8,8 @@ import pytest
 
 from distill.cli import run_command
 from distill.environment import environment
-from distill.report import find_run, page, read_run
-from distill.svg_plot import Series, line_chart, short, ticks
+from distill.reports.report import find_run, page, read_run
+from distill.reports.svg_plot import Series, line_chart, short, ticks
 
 HELD_OUT = {
     "tokens": 2048, "forward_kl": 1.5, "reverse_kl": 1.25, "agreement": 0.5, "student_cross_entropy": 3.0,

@@ -8,10 +8,10 @@ import torch
 import yaml
 from tiny import tiny_model, tiny_tokenizer
 
-from distill.curves import draw_curves
-from distill.evaluate import HeldOut
-from distill.model_card import escape, fenced, write_model_card
-from distill.samples import encode_prompt, generate, samples_text, write_samples
+from distill.judging.evaluate import HeldOut
+from distill.judging.samples import encode_prompt, generate, samples_text, write_samples
+from distill.reports.curves import draw_curves
+from distill.reports.model_card import escape, fenced, write_model_card
 
 BEFORE = HeldOut(2048, 4.0, 3.0, 0.25, 5.0, 2.0, 1.0, 1.5)
 AFTER = HeldOut(2048, 1.0, 1.2, 0.625, 3.0, 2.0, 1.0, 1.5)

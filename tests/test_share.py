@@ -9,10 +9,10 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.cli import run_command
-from distill.export import export
-from distill.generate import Stream
-from distill.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
-from distill.samples import generate
+from distill.judging.generate import Stream
+from distill.judging.samples import generate
+from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
+from distill.reports.export import export
 
 CHATS = [
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": f"Hi {i}"}]} for i in range(9)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distill import shipped
-from distill.recipe import RecipeError, dump, load, parse
-from distill.shipped import copy_recipe, find_architecture, find_recipe, shipped_architectures, shipped_recipes
+from distill.recipe import RecipeError, dump, load, parse, shipped
+from distill.recipe.shipped import copy_recipe, find_architecture, find_recipe, shipped_architectures, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -156,7 +155,7 @@ def test_wheels_carry_recipes_and_architectures(wheel, tmp_path):
     assert not [name for name in names if name.startswith(("kernels/", "recipes/", "tests/"))]
     # the installed package finds them, far from any clone
     code = (
-        f"import json, sys; sys.path.insert(0, {str(tmp_path)!r}); from distill.shipped import *;"
+        f"import json, sys; sys.path.insert(0, {str(tmp_path)!r}); from distill.recipe.shipped import *;"
         "print(json.dumps([shipped_architectures(), str(shipped_folder())]))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

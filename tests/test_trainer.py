@@ -11,11 +11,11 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from transformers import TrainingArguments
 
-from distill.checkpoints import UNFINISHED, checkpoints
-from distill.metrics import Meter, Work, work_of
-from distill.objective import STATISTICS
-from distill.progress import MetricsFile, ProgressReport, read_metrics
-from distill.trainer import DistillationTrainer
+from distill.training.checkpoints import UNFINISHED, checkpoints
+from distill.training.metrics import Meter, Work, work_of
+from distill.training.objective import STATISTICS
+from distill.training.progress import MetricsFile, ProgressReport, read_metrics
+from distill.training.trainer import DistillationTrainer
 
 
 def rows(count=16, seed=0, ragged=True):

@@ -1,4 +1,4 @@
-"""The training step of the flagship shapes under each variant of `distill.bench`, random weights and tokens."""
+"""The training step at flagship shapes under each variant of `distill.planning.bench`, random weights and tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.bench import bench_step
-from distill.recipe_loss import Loss
+from distill.planning.bench import bench_step
+from distill.recipe.loss import Loss
 from scripts.bench.harness import Row
 
 ARCHITECTURES = "recipes/architectures"

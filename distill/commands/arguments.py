@@ -1,0 +1,74 @@
+"""What the commands share: the recipe and its overrides as arguments, `--json`, and how a result leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill import console
+from distill.folders import RECIPE_FILE, RUNS
+from distill.recipe import Recipe, load
+from distill.recipe.shipped import find_architecture, find_recipe, shipped_recipes
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Shell completion: shipped names, and recipe files below the folder typed so far."""
+    names = [recipe.name for recipe in shipped_recipes()]
+    folder = Path(incomplete) if incomplete.endswith("/") else Path(incomplete).parent
+    files = [str(path) + ("/" if path.is_dir() else "") for path in folder.glob("*")] if folder.is_dir() else []
+    files = [name for name in files if name.endswith((".yaml", ".yml", "/"))]
+    return [name for name in [*names, *files] if name.startswith(incomplete)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Shell completion: runs under runs/."""
+    return [path.name for path in sorted(RUNS.glob(f"{incomplete}*")) if (path / RECIPE_FILE).is_file()]
+
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe file, or the name of one that ships.", autocompletion=complete_recipe
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the recipe's; the value is YAML."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, Recipe]:
+    """The recipe's file and its resolved content; a `config:` that is read must exist."""
+    path = find_recipe(argument)
+    recipe = load(path, overrides or ())
+    for field, spec in (("teacher.config", recipe.teacher), ("student.config", recipe.student)):
+        if spec.init == "random" and spec.config is not None:
+            find_architecture(spec.config, field)
+    return path, recipe
+
+
+def say_json(value: Any) -> None:
+    """Print `value` as JSON; what is not finite becomes null, since JSON has no word for it."""
+    console.say(json.dumps(plain(value), indent=2, ensure_ascii=False))
+
+
+def plain(value: Any) -> Any:
+    """`value` as what JSON knows: dicts, lists, text, finite numbers, null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,54 @@
+"""The command `doctor`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from distill import console
+from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, say_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(doctor)
+
+
+def doctor(
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="Also examine this recipe.", autocompletion=complete_recipe),
+    ] = None,
+    overrides: Overrides = None,
+    small: Annotated[
+        bool | None, typer.Option("--small/--whole", help="Two layers of each model, or all; else by their size.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Is this machine fit, and does what training relies on hold for a recipe? Exit code 1 where something fails.
+
+    \b
+    distill doctor
+    distill doctor recipes/quickstart.yaml
+    distill doctor my.yaml student.lora.head=true --small
+    """
+    resolved = None if recipe is None else load_recipe(recipe, overrides)[1]
+    from distill.contract.doctor import environment_lines, examine
+
+    lines = environment_lines()
+    if not as_json:
+        console.say("\n".join(map(str, lines)))
+    findings = []
+    if resolved is not None:
+        for finding in examine(resolved, small=small):
+            findings.append(finding)
+            if not as_json:
+                console.say(str(finding))
+    if as_json:
+        say_json({"environment": lines, "recipe": findings})
+    failed = sum(not finding.passed for finding in findings)
+    if findings and not as_json:
+        console.say(f"{len(findings)} invariants, " + (f"{failed} FAILED" if failed else "all hold"))
+    if failed or not all(line.fine for line in lines):
+        raise typer.Exit(1)

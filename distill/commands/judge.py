@@ -1,0 +1,144 @@
+"""Commands after a run: `eval`, `compare`, `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill import console
+from distill.commands.arguments import AsJson, complete_run, say_json
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to `app`."""
+    app.command("eval")(evaluate)
+    app.command()(compare)
+    app.command()(report)
+
+
+def evaluate(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.")],
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; a run knows its own.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Text to judge on, not what was held out.")] = None,
+    before: Annotated[str | None, typer.Option(metavar="MODEL", help="For the share of the gap closed.")] = None,
+    max_rows: Annotated[int, typer.Option(metavar="N", min=2, help="Documents of --data at most.")] = 512,
+    max_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a row of --data.")] = 1024,
+    as_json: AsJson = False,
+) -> None:
+    """How close is a student to its teacher on held-out text? With 95 % intervals, and the student's calibration.
+
+    \b
+    distill eval support-bot
+    distill eval support-bot --data other-chats.jsonl
+    distill eval ./student --teacher meta-llama/Llama-3.1-8B-Instruct --data python-stdlib --json
+    """
+    from distill.judging.judge import judge
+    from distill.judging.targets import (
+        Target,
+        find_target,
+        held_out_rows,
+        load_its_teacher,
+        load_target,
+        shared_vocabulary,
+    )
+    from distill.models.load import load_tokenizer
+    from distill.recipe import Student, Teacher
+
+    found = find_target(target)
+    with console.working("loading models and data"):
+        large = load_its_teacher(found, teacher)
+        section = Teacher(model=teacher) if teacher is not None or found.recipe is None else found.recipe.teacher
+        tokenizer = load_tokenizer(section)
+        student, own = load_target(found)
+        columns = shared_vocabulary(student, large, own, tokenizer)
+        rows = held_out_rows(found, data, tokenizer, max_rows, max_length)
+    with console.working(f"comparing on {len(rows)} rows"):
+        after = judge(student, large, rows, vocab_size=columns)
+        closed = None
+        if before is not None:
+            first, _ = load_target(Target(Student(model=before)))
+            closed = after.gap_closed(judge(first, large, rows, vocab_size=columns))
+    figures = dict(after.figures)
+    figures |= {f"{who}_perplexity": after.perplexity(who) for who in ("student", "teacher")}
+    if closed is not None:
+        figures["gap_closed"] = closed
+    if as_json:
+        errors = {"student": after.calibration_error, "teacher": after.teacher_calibration_error}
+        say_json({"tokens": after.tokens, "rows": after.rows, "figures": figures, "calibration_error": errors})
+        return
+    shown = [[name.replace("_", " "), *(f"{value:.4f}" for value in figure)] for name, figure in figures.items()]
+    shown.append(["student calibration error", f"{after.calibration_error:.4f}", "", ""])
+    shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
+    console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
+    console.say(f"over {after.tokens:,} tokens in {after.rows:,} rows; intervals by resampling rows")
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs: folders or names under runs/.")],
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw their curves into this HTML page.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Several runs in one table: those that differ only by their seed are one line, with the spread over seeds.
+
+    \b
+    distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
+    distill compare runs/a runs/b --plot curves.html
+    """
+    from distill.judging.compare_runs import curves_page, group_runs, mean_and_spread
+    from distill.reports.report import find_run, read_run
+
+    read = [read_run(find_run(run)) for run in runs]
+    groups = group_runs(read)
+    if plot is not None:
+        if not plot.absolute().parent.is_dir():
+            raise ValueError(f"--plot: the folder {plot.parent} does not exist")
+        plot.write_text(curves_page(read), encoding="utf-8")
+    if as_json:
+        say_json(groups)
+        return
+    rows = [
+        [
+            group.name, str(len(group.runs)), mean_and_spread(group.kl), mean_and_spread(group.agreement),
+            mean_and_spread(group.gap), "" if group is groups[0] else "one seed" if group.p_value is None
+            else f"{group.p_value:.3f}",
+        ]
+        for group in groups
+    ]  # fmt: skip
+    console.show_table(["run", "seeds", "KL to teacher", "agreement", "gap closed", "p (KL)"], rows, numbers=True)
+    for group in groups[1:]:
+        changes = ", ".join(f"{key}={value}" for key, value in group.differs.items())
+        console.say(f"{group.name} differs from {groups[0].name} in {changes}")
+    if plot is not None:
+        console.say(f"wrote {plot}")
+
+
+def report(
+    run: RunArgument,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here, not to RUN/report.html.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write one HTML page about a run, finished or not: figures, curves, samples, recipe. It loads nothing.
+
+    \b
+    distill report quickstart
+    distill report runs/support-bot -o support-bot.html
+    distill report quickstart --json           the figures of the page
+    """
+    from distill.reports.report import find_run, read_run, write_report
+
+    folder = find_run(run)
+    if as_json:
+        found = read_run(folder)
+        say_json({"run": str(folder), "held_out": found.held_out, "result": found.result, "metrics": found.metrics})
+        return
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"--output: the folder {output.parent} does not exist")
+    console.say(f"wrote {write_report(folder, output)}")

@@ -1,0 +1,240 @@
+"""Commands before a run: `check`, `inspect`, `bench`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distill import console
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, plain, say_json
+
+if TYPE_CHECKING:
+    from distill.planning.preflight import Preflight
+
+GIB = 2**30
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to `app`."""
+    app.command()(check)
+    app.command()(inspect)
+    app.command()(bench)
+
+
+def check(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Plan for this GPU (H100, RTX 4090, 24GB, cpu), not for mine.")
+    ] = None,
+    gpus: Annotated[int, typer.Option(metavar="N", min=1, help="How many of them.")] = 1,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Read data that are on this machine.")] = True,
+    probe: Annotated[bool, typer.Option("--probe", help="Run two real steps here; predicted beside measured.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Will it fit, how long will it take, can it work? Downloads no weights; exit code 1 if it cannot run.
+
+    \b
+    distill check chat-8b-to-1b.yaml
+    distill check llama3-8b-to-1b --gpu H100 --gpus 8
+    distill check my.yaml --gpu 24GB student.lora.r=16 --json
+    distill check llama3-8b-to-1b --probe teacher.init=random student.init=random
+    """
+    _, resolved = load_recipe(recipe, overrides)
+    from distill.planning.preflight import check as look
+    from distill.planning.preflight import find_device
+
+    device = find_device(gpu)
+    with console.working("looking at models and data"):
+        report = look(resolved, device, gpus=gpus, look_at_data=data)
+    measured = None
+    if probe:
+        from distill.planning.probe import probe as measure
+
+        measured = measure(resolved)
+    if as_json:
+        say_json(_as_dict(report, measured))
+    else:
+        _print(report, measured)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
+    found = plain(report)
+    found["memory"]["peak"] = report.memory.peak
+    found["advice"] = [{"change": c, "saves_gib": round(g, 3), "then_fits": f} for c, g, f in report.advice]
+    found |= {"seconds": report.seconds, "ok": report.ok}
+    if measured is not None:
+        found["measured"] = plain(measured) | {"predicted_over_measured": report.memory.peak / measured.peak}
+    return found
+
+
+def _print(report: Preflight, measured: Any) -> None:
+    device, memory = report.device, report.memory
+    where = f"{report.gpus} x {device.name}" if report.gpus > 1 else device.name
+    lines = [
+        f"teacher     {report.teacher.parameters / 1e6:,.2f} M parameters",
+        f"student     {report.student.parameters / 1e6:,.2f} M parameters, "
+        f"{report.student.trained / 1e6:,.2f} M trained",
+        f"vocabulary  {report.vocabulary}",
+        *([f"data        {report.data}".replace("\n", "\n" + " " * 12)] if report.data else []),
+        f"plan        {where}, {report.strategy}; a step is {report.tokens_per_step:,} tokens in "
+        f"{report.accumulation} micro-batches a device",
+    ]
+    console.say("\n".join(lines) + "\n")
+    rows = [[name, f"{value / GIB:.2f}"] for name, value in memory.parts.items() if value >= 0.005 * GIB]
+    moment = max(memory.moments, key=lambda name: memory.moments[name])
+    rows += [
+        [f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"],
+        ["the device has", f"{device.memory_bytes / GIB:.2f}"],
+    ]
+    title = "memory of each GPU" if device.cuda else "memory (arithmetic of the GPU path; a CPU takes more)"
+    console.show_table([title, "GiB"], rows, numbers=True)
+    console.say(f"not all at once; full logits of both models would take {memory.logits_avoided / GIB:.1f} GiB more")
+    if measured is not None:
+        console.say("")
+        console.show_table(
+            ["one step here", "predicted", "measured"],
+            [
+                ["peak GiB", f"{memory.peak / GIB:.2f}", f"{measured.peak / GIB:.2f}"],
+                ["seconds", _number(report.seconds_per_step), f"{measured.seconds:.2f}"],
+            ],
+            numbers=True,
+        )
+    console.say("")
+    if report.flops_per_step is not None:
+        console.say(f"arithmetic  {report.flops_per_step / 1e12:,.1f} TFLOP a step")
+    if report.seconds_per_step is not None:
+        rest = f", {_duration(report.seconds)} for {report.steps:,} steps" if report.seconds is not None else ""
+        console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} (assuming half of the GPU's bf16 peak)")
+    console.say(f"disk        {report.disk / GIB:.1f} GiB of {report.disk_free / GIB:.1f} GiB free")
+    if report.advice:
+        title = "to save memory" if report.fits else "to make it fit"
+        rows = [[c, f"{g:.1f}", "yes" if f else "no"] for c, g, f in report.advice]
+        console.say("")
+        console.show_table([title, "GiB saved", "then fits"], rows)
+    console.say("")
+    for problem in report.problems:
+        console.say(f"PROBLEM     {problem}")
+    if report.ok:
+        console.say("verdict     it fits and can run")
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def inspect(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Packed rows to show.")] = 2,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Rows that are held out, not those learned.")] = False,
+    shade: Annotated[
+        str | None, typer.Option(metavar="BY", help="entropy (the teacher's) or divergence (the student's KL).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show rows as training will see them: what is learned, what is only read, where documents begin.
+
+    In a terminal learned tokens are green and others dim; elsewhere what is only read stands in «».
+
+    \b
+    distill inspect chat-8b-to-1b.yaml
+    distill inspect quickstart --rows 1 --shade entropy
+    """
+    _, resolved = load_recipe(recipe, overrides)
+    if shade not in (None, "entropy", "divergence"):
+        raise ValueError(f"--shade: expected entropy or divergence, came {shade!r}")
+    from rich.console import Console
+
+    from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
+    from distill.run import _load_models, _synthetic_size, _tokenizer
+
+    with console.working("reading data"):
+        from distill.data.load import load_data
+        from distill.training.arguments import resolve_device, resolve_precision
+
+        tokenizer = _tokenizer(resolved)
+        size = _synthetic_size(resolved, tokenizer)
+        splits = load_data(resolved.data, tokenizer, seed=resolved.train.seed, vocab_size=size)
+        split = splits.validation if held_out else splits.train
+        chosen = [split[number] for number in range(min(rows, len(split)))]
+        shades = None
+        if shade is not None:
+            device = resolve_device(resolved.train)
+            models = _load_models(resolved, tokenizer, device, resolve_precision(resolved, device))
+            models.student.eval()
+            shades = shade_rows(chosen, shade, models.teacher, models.student)
+    made = [tokens_of(row, tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)]
+    if as_json:
+        say_json({"report": splits.report.as_dict(), "rows": made})
+        return
+    out = Console()
+    for number, tokens in enumerate(made):
+        learned = sum(token.state == "learned" for token in tokens)
+        console.say(f"=== row {number + 1}: {len(tokens):,} tokens, {learned:,} learned")
+        if out.is_terminal:
+            out.print(rich_text(tokens))
+        else:
+            console.say(plain_text(tokens))
+
+
+def bench(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    variants: Annotated[
+        str, typer.Option(metavar="LIST", help="Of plain, compile, liger, distill, distill-fp8.")
+    ] = "plain,compile,liger,distill",
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps of each.")] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Time the recipe's training step on this GPU: ours beside plain transformers, torch.compile and Liger.
+
+    Random tokens, one micro-batch, a bfloat16 student; Liger only where it is installed.
+
+    \b
+    distill bench llama3-8b-to-1b teacher.init=random student.init=random
+    distill bench my.yaml --variants plain,distill --json
+    """
+    _, resolved = load_recipe(recipe, overrides)
+    known = ("plain", "compile", "liger", "distill", "distill-fp8")
+    chosen = tuple(name.strip() for name in variants.split(",") if name.strip())
+    if not chosen or set(chosen) - set(known):
+        raise ValueError(f"--variants: expected some of {', '.join(known)}, came {variants!r}")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("bench: expected a CUDA device in this machine, came none")
+    from distill.models.load import load_student, load_teacher
+    from distill.planning.bench import bench_step
+
+    def models() -> tuple[Any, Any]:
+        teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)
+        return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
+
+    with console.working("timing"):
+        found = bench_step(
+            models, resolved.train.batch_size, resolved.data.max_length, resolved.loss, variants=chosen, steps=steps
+        )
+    if as_json:
+        say_json(found)
+        return
+    rows = [
+        [
+            row.variant, f"{row.ms:.1f}", f"{row.tokens_per_second:,.0f}",
+            "unknown" if row.mfu is None else f"{row.mfu:.0%}", f"{row.peak_gib:.1f}",
+            " / ".join(f"{name} {ms:.0f}" for name, ms in row.phases.items()),
+        ]
+        for row in found
+    ]  # fmt: skip
+    console.show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "of which ms"], rows)

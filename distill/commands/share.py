@@ -1,0 +1,102 @@
+"""Commands that hand a student over: `generate`, `export`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill import console
+from distill.commands.arguments import AsJson, complete_run, say_json
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to `app`."""
+    app.command()(generate)
+    app.command()(export)
+
+
+def generate(
+    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.")],
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask; may be repeated.")],
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")] = None,
+    beside: Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1)] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Let a student answer, as it writes, beside its teacher if asked.
+
+    \b
+    distill generate support-bot --prompt "How do I reset my password?"
+    distill generate support-bot -p "Why is the sky blue?" --beside-teacher
+    distill generate ./student -p "1, 2, 3," --teacher HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    from distill.judging.generate import stream
+    from distill.judging.targets import find_target, load_its_teacher, load_target
+
+    found = find_target(target)
+    with console.working("loading"):
+        student, tokenizer = load_target(found)
+        models = {"student": student}
+        if teacher is not None or beside:
+            models = {"teacher": load_its_teacher(found, teacher), **models}
+    answers: list[dict[str, str]] = []
+    for text in prompt:
+        answers.append({"prompt": text})
+        for name, model in models.items():
+            if not as_json:
+                console.say(f"--- {name}" if len(prompt) == 1 else f"--- {name}: {text}")
+            answers[-1][name] = stream(
+                model, tokenizer, text, (lambda piece: None) if as_json else _write,
+                max_new_tokens=max_new_tokens, temperature=temperature,
+            )  # fmt: skip
+            if not as_json:
+                console.say("")
+    if as_json:
+        say_json(answers)
+
+
+def _write(piece: str) -> None:
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def export(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, or its name.", autocompletion=complete_run)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.")],
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file at most.")] = "5GB",
+    push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, private.")] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Where --push makes the repository, make it public.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's student to a folder: merged, in one dtype, with tokenizer, card and recipe; read back to check.
+
+    \b
+    distill export support-bot -o support-bot-1b --dtype bfloat16
+    distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
+    """
+    from distill.reports.export import export as write
+    from distill.reports.export import push as upload
+    from distill.reports.report import find_run
+
+    with console.working("exporting"):
+        written = write(find_run(run), output, dtype=dtype, shard_size=shard_size)
+        if push is not None:
+            written["address"] = upload(output, push, private=not public)
+    if as_json:
+        say_json(written)
+        return
+    console.say(
+        f"wrote {output}: {written['parameters'] / 1e6:,.1f} M parameters in {written['dtype']}, "
+        f"{written['bytes'] / 1e6:,.0f} MB, read back and equal"
+    )
+    if push is not None:
+        console.say(f"pushed to {written['address']}")

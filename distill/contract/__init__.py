@@ -1,0 +1,1 @@
+"""What must hold for every recipe, and `distill doctor`, which measures it."""

@@ -1,0 +1,190 @@
+"""Invariants that take whole training runs of shrunken models: a run resumed, and a run on two processes.
+
+The file is also the program of the two processes: `torchrun -m distill.contract.invariants_runs FOLDER`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
+
+from distill.contract.invariants import Finding, Subject, difference
+from distill.recipe.loss import Loss
+from distill.training.checkpoints import checkpoints
+from distill.training.trainer import DistillationTrainer
+
+MINUTES = 10
+
+
+def resume_is_exact(subject: Subject) -> Finding:
+    """3 + 2 steps, mid-epoch, packed and accumulated, equal 5 steps: the same bits in weights, optimizer, scheduler,
+    random state and logged losses."""
+    start, teacher = _copies(subject)
+    with tempfile.TemporaryDirectory() as name:
+        whole, parts = Path(name) / "whole", Path(name) / "parts"
+
+        def trainer(folder: Path) -> DistillationTrainer:
+            torch.manual_seed(1)
+            return _trainer(
+                subject, folder, copy.deepcopy(start), teacher, batch_size=1, accumulation=2, max_steps=5, save_steps=3,
+                learning_rate=1e-3, lr_scheduler_type="cosine",
+            )  # fmt: skip
+
+        straight = trainer(whole)
+        straight.train()
+        resumed = trainer(parts)
+        resumed.train(resume_from_checkpoint=str(checkpoints(whole)[0]))
+        ends = [checkpoints(folder)[-1] for folder in (whole, parts)]
+        differing = [file for file in ("optimizer.pt", "scheduler.pt") if not _same(*(_read(e / file) for e in ends))]
+        if not _same(*(_read(end / "rng_state.pth") for end in ends)):
+            differing.append("random state")
+        if not _same(*(dict(t.model.named_parameters()) for t in (straight, resumed))):  # type: ignore[union-attr]
+            differing.insert(0, "weights")
+        losses = [{e["step"]: e["loss"] for e in t.state.log_history if "loss" in e} for t in (straight, resumed)]
+        if losses[0] != losses[1]:
+            differing.append("logged losses")
+    what = f"{' and '.join(differing)} differ" if differing else "weights, optimizer, scheduler, random state, losses"
+    return Finding("resume", not differing, f"{what}: 3 + 2 steps against 5" + ("" if differing else ", bit for bit"))
+
+
+def ranks_change_nothing(
+    subject: Subject, *, program: Sequence[str] = ("-m", "distill.contract.invariants_runs")
+) -> Finding:
+    """One step of two processes equals the same step of one: gloo on a CPU, NCCL where there are two GPUs."""
+    student, teacher = _copies(subject)
+    rows = list(subject.rows)[: len(subject.rows) // 2 * 2]
+    gpus = subject.device.type == "cuda" and torch.cuda.device_count() > 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for role, model in (("student", student), ("teacher", teacher)):
+            _base(model).cpu().float().save_pretrained(folder / role)
+        told = {"rows": [{key: list(row[key]) for key in row} for row in rows], "loss": subject.loss.model_dump(),
+                "vocab_size": subject.vocab_size}  # fmt: skip
+        (folder / "told.json").write_text(json.dumps(told))
+        done = _two_processes(folder, program, gpus)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            return Finding("ranks", False, f"two processes failed: {last[:200]}")
+        alone = _one_step(folder, batch_size=len(rows), cpu=not gpus)
+        two = load_file(folder / "two.safetensors")
+    start = {name: value.cpu() for name, value in _base(student).float().state_dict().items() if name in alone}
+    steps = [{name: step[name] - start[name] for name in alone} for step in (two, alone)]
+    off = difference(*steps)
+    allowed = subject.tolerance
+    how = "NCCL" if gpus else "gloo, CPU"
+    return Finding(
+        "ranks", off <= allowed, f"the step of 2 processes ({how}) and of 1 differ by {off:.1e} (at most {allowed:.0e})"
+    )
+
+
+RUN_CHECKS: tuple[Callable[[Subject], Finding], ...] = (resume_is_exact, ranks_change_nothing)
+
+
+def _copies(subject: Subject) -> tuple[nn.Module, nn.Module]:
+    if subject.small is not None:
+        return subject.small()
+    return copy.deepcopy(subject.student), copy.deepcopy(subject.teacher)
+
+
+def _base(model: Any) -> Any:
+    """The model that `from_pretrained` can read back: LoRA merged."""
+    return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+def _trainer(
+    subject: Subject, folder: Path, student: nn.Module, teacher: nn.Module, *, batch_size: int, accumulation: int,
+    **settings: Any,
+) -> DistillationTrainer:  # fmt: skip
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
+        logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", seed=3,
+        **settings,
+    )  # fmt: skip
+    rows = Dataset.from_list([{key: list(row[key]) for key in row} for row in subject.rows])
+    trainer = DistillationTrainer(
+        student, teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size, train_dataset=rows
+    )
+    _silence(trainer)
+    return trainer
+
+
+def _silence(trainer: DistillationTrainer) -> None:
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+
+
+def _read(path: Path) -> Any:
+    with safe_globals():  # what random states of numpy and python are made of
+        return torch.load(path, weights_only=True)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, through dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool((a == b).all()) if hasattr(a, "all") else a == b
+
+
+def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", *program, str(folder)]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=MINUTES * 60)
+
+
+def _one_step(folder: Path, *, batch_size: int, cpu: bool) -> dict[str, torch.Tensor]:
+    """Weights after one SGD step over the rows in `folder`; runs in one or in several processes."""
+    told = json.loads((folder / "told.json").read_text())
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32) for role in ("student", "teacher")
+    )
+    arguments = TrainingArguments(
+        str(folder / "run"), max_steps=1, per_device_train_batch_size=batch_size, optim="sgd", learning_rate=1.0,
+        lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=cpu, seed=3,
+    )  # fmt: skip
+    trainer = DistillationTrainer(
+        student, teacher, arguments, loss=Loss.model_validate(told["loss"]), vocab_size=told["vocab_size"],
+        train_dataset=Dataset.from_list(told["rows"]),
+    )  # fmt: skip
+    _silence(trainer)
+    trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+def _main(folder: Path) -> None:
+    told = json.loads((folder / "told.json").read_text())
+    weights = _one_step(folder, batch_size=len(told["rows"]) // 2, cpu=not torch.cuda.is_available())
+    if os.environ.get("RANK", "0") == "0":
+        save_file(weights, folder / "two.safetensors")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[-1]))

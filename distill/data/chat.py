@@ -1,0 +1,277 @@
+"""Chats through any chat template: the text, and which parts of it the assistant wrote.
+
+A template with `{% generation %}` markers says itself what the assistant wrote. For one without, a chat is rendered
+turn by turn: the text before an assistant turn, closed by the generation prompt, must be a prefix of the whole text,
+and so must the text up to the turn's end; what lies between is what a model is asked to write. A template that
+rewrites earlier turns once later ones exist (Qwen3 drops their reasoning) breaks the second prefix only; the turn then
+ends at the end-of-turn token that closed it when it was the last. Where the first prefix breaks, the template is
+refused with an error: a mask that is off by a few tokens trains silently wrong.
+
+What is learned includes the turn's end-of-turn token and nothing after it (not the newline that many templates put
+there, which no model is asked to write).
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from distill.data.sources import RowFault
+
+FROZEN_DAY = datetime.date(2025, 1, 1)
+_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+
+class TemplateError(ValueError):
+    """The template cannot be used for training; no row would be right."""
+
+
+class RenderedChat(NamedTuple):
+    """A chat as text.
+
+    Attributes:
+        text: what the template makes of it.
+        spans: character ranges to learn, in order, not overlapping.
+    """
+
+    text: str
+    spans: list[Span]
+
+
+class ChatTemplate:
+    """A chat template bound to a tokenizer's special tokens, with its date frozen."""
+
+    def __init__(self, source: str, tokenizer: Any) -> None:
+        """Bind a template.
+
+        Args:
+            source: the Jinja text.
+            tokenizer: gives the special tokens; a template may name them.
+
+        Raises:
+            TemplateError: the text is not valid Jinja, or stamps a date that cannot be frozen.
+        """
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        self.source, self.frozen_date = freeze_date(source)
+        self.marked = bool(_MARKER.search(source))
+        self.special_tokens = dict(tokenizer.special_tokens_map)
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile(
+            "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)) or r"\Z."
+        )
+        try:
+            _compile_jinja_template(self.source)
+        except TemplateSyntaxError as error:
+            raise TemplateError(
+                f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"
+            ) from error
+
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False, mark: bool = False
+    ) -> RenderedChat:
+        """The template's text for `messages`; `spans` only with `mark`, from its generation markers.
+
+        Args:
+            messages: dictionaries with `role` and `content`, and what else the template reads.
+            tools: JSON schemas of tools on offer.
+            prompt: end with the words that ask the assistant to speak.
+            mark: note the ranges inside generation markers.
+
+        Raises:
+            RowFault: the template refuses these messages.
+        """
+        import jinja2
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                [list(messages)],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=mark,
+                add_generation_prompt=prompt,
+                **self.special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RowFault(
+                "the chat template refuses the row", str(error).splitlines()[0] if str(error) else ""
+            ) from error
+        texts, spans = rendered
+        return RenderedChat(texts[0], list(spans[0]) if mark else [])
+
+    def render_for_training(
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        *,
+        train_on: Literal["all", "last"] = "all",
+        first_trained: int = 0,
+    ) -> RenderedChat:
+        """A whole chat and the ranges the assistant wrote.
+
+        Args:
+            messages: the chat: any number of turns, with or without a system prompt and tool turns.
+            tools: JSON schemas of tools on offer.
+            train_on: learn all assistant turns, or only the last.
+            first_trained: learn no turn before this one (the messages before it are the prompt).
+
+        Raises:
+            RowFault: no assistant turn, or the template refuses these messages.
+            TemplateError: the template's text for the first turns is not a prefix of its text for all.
+        """
+        turns = [
+            number
+            for number, message in enumerate(messages)
+            if message.get("role") == "assistant" and number >= first_trained
+        ]
+        if not turns:
+            raise RowFault("no assistant turn", "roles: " + ", ".join(str(m.get("role")) for m in messages[:8]))
+        if self.marked:
+            return self._from_markers(messages, tools, train_on, turns[0] if first_trained else 0)
+        whole = self.render(messages, tools).text
+        chosen = turns[-1:] if train_on == "last" else turns
+        return RenderedChat(whole, [self._turn(messages, number, tools, whole) for number in chosen])
+
+    def _from_markers(
+        self, messages: Sequence[Message], tools: list[Any] | None, train_on: str, first_turn: int
+    ) -> RenderedChat:
+        whole, spans = self.render(messages, tools, mark=True)
+        spans = [self._with_end_of_turn(whole, span) for span in _joined(spans)]
+        if first_turn:
+            before = self.render(messages[:first_turn], tools, prompt=True).text
+            if not whole.startswith(before):
+                raise TemplateError(self._refusal(first_turn, before, whole))
+            spans = [span for span in spans if span[0] >= len(before)]
+        if not spans:
+            raise RowFault("the template marks nothing as the assistant's")
+        return RenderedChat(whole, spans[-1:] if train_on == "last" else spans)
+
+    def _with_end_of_turn(self, text: str, span: Span) -> Span:
+        """A marked range, lengthened by the special token that follows it where it does not hold one at its end."""
+        start, end = span
+        closings = list(self._special.finditer(text, start, end))
+        if closings and not text[closings[-1].end() : end].strip():
+            return start, closings[-1].end()
+        following = self._special.match(text, end)
+        return start, following.end() if following else end
+
+    def _turn(self, messages: Sequence[Message], number: int, tools: list[Any] | None, whole: str) -> Span:
+        """The range of assistant turn `number`, by prefix difference."""
+        if number == 0:
+            raise RowFault("the chat begins with the assistant", "no prompt to learn an answer to")
+        before = self.render(messages[:number], tools, prompt=True).text
+        if not whole.startswith(before):
+            before = self._shortened_prompt(messages, number, tools, whole, before)
+        start = len(before)
+        upto = self.render(messages[: number + 1], tools).text
+        if whole.startswith(upto):
+            return start, self._end_of_turn(upto, start)
+        closings = [match[0] for match in self._special.finditer(upto, start)] if upto.startswith(before) else []
+        ends = [match.end() for match in self._special.finditer(whole, start) if match[0] in closings[-1:]]
+        count = closings.count(closings[-1]) if closings else 0
+        if not 0 < count <= len(ends):
+            raise TemplateError(self._refusal(number, upto, whole))
+        return start, ends[count - 1]
+
+    def _end_of_turn(self, upto: str, start: int) -> int:
+        """Where the assistant stops: after the turn's closing special token, else at the end of the turn's text."""
+        closings = list(self._special.finditer(upto, start))
+        return closings[-1].end() if closings and not upto[closings[-1].end() :].strip() else len(upto)
+
+    def _shortened_prompt(
+        self, messages: Sequence[Message], number: int, tools: list[Any] | None, whole: str, before: str
+    ) -> str:
+        """A generation prompt that says more than a finished turn does (DeepSeek-R1 opens a `<think>`), cut to what
+        both share, where the cut falls between special tokens."""
+        closed = self.render(messages[:number], tools).text
+        if not (whole.startswith(closed) and before.startswith(closed)):
+            raise TemplateError(self._refusal(number, before, whole))
+        position = len(closed)
+        for match in self._special.finditer(before, len(closed)):
+            if match.start() != position or not whole.startswith(before[: match.end()]):
+                break
+            position = match.end()
+        if position == len(closed):
+            raise TemplateError(self._refusal(number, before, whole))
+        return before[:position]
+
+    def _refusal(self, number: int, part: str, whole: str) -> str:
+        same = next(
+            (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole))
+        )
+        return (
+            "data.chat_template: what the assistant wrote cannot be told from this template, since its text for the "
+            f"first {number} messages is not the beginning of its text for the whole chat: they part after "
+            f"{part[max(0, same - 40) : same]!r}, as {part[same : same + 40]!r} and {whole[same : same + 40]!r}. "
+            "Give a .jinja file with {% generation %} markers around the assistant's words"
+            + ("" if number <= 2 else ", or set data.train_on: last")
+        )
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Ranges with those that touch made one; empty ones left out."""
+    joined: list[Span] = []
+    for start, end in sorted((start, end) for start, end in spans if end > start):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def freeze_date(template: str, day: datetime.date = FROZEN_DAY) -> tuple[str, datetime.date | None]:
+    """Replace today's date in a template by a fixed day, so that the same data gives the same tokens tomorrow.
+
+    Args:
+        template: Jinja text that may call `strftime_now("FORMAT")`.
+        day: the day to stamp.
+
+    Returns:
+        The template, and the day if it was needed.
+
+    Raises:
+        TemplateError: the date is made from something other than a literal format.
+    """
+    moment = datetime.datetime.combine(day, datetime.time())
+    frozen, count = _TODAY.subn(lambda match: repr(moment.strftime(match["format"])), template)
+    if "strftime_now(" in frozen.replace(" ", ""):
+        raise TemplateError(
+            "data.chat_template: the template stamps today's date by a format that is not written out in it; "
+            "give a .jinja file that writes the date itself"
+        )
+    return frozen, day if count else None
+
+
+def load_template(choice: str, tokenizer: Any) -> ChatTemplate | None:
+    """The template a recipe's `data.chat_template` names: `tokenizer`, `none`, or a .jinja file.
+
+    Returns:
+        None where the tokenizer has no template, or none is wanted.
+
+    Raises:
+        ValueError: the file does not exist or is not a template.
+    """
+    if choice == "none":
+        return None
+    if choice == "tokenizer":
+        source = getattr(tokenizer, "chat_template", None)
+        if isinstance(source, dict):  # named templates
+            source = source.get("default")
+        return ChatTemplate(source, tokenizer) if source else None
+    path = Path(choice).expanduser()
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"data.chat_template: expected tokenizer, none or a .jinja file; {choice!r} cannot be read: {error}"
+        ) from error
+    return ChatTemplate(source, tokenizer)

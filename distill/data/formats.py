@@ -1,0 +1,239 @@
+"""What a row means: running text, a prompt with its completion, or a chat.
+
+`detect` decides by the columns; `Reader` turns one row into a `Sample`, or raises `RowFault` with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from distill.data.sources import Row, RowFault
+
+# pairs and names in common use, looked for in this order when the recipe maps nothing
+CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
+PAIR_COLUMNS = (
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("prompt", "response"),
+    ("query", "response"),
+    ("input", "output"),
+)
+TEXT_COLUMNS = ("text", "content")
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+
+class FieldMap(Protocol):
+    """`data.fields`: which column holds what, None where nothing was said."""
+
+    text: str | None
+    prompt: str | None
+    completion: str | None
+    messages: str | None
+
+
+class Sample(NamedTuple):
+    """One document before tokenisation.
+
+    Attributes:
+        text: running text, or None.
+        messages: a chat, or None.
+        prompt: for a pair, what is not learned before `text`.
+        tools: JSON schemas of tools on offer in a chat.
+        first_trained: the first message that may be learned.
+    """
+
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+    tools: list[Any] | None = None
+    first_trained: int = 0
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the rows hold.
+
+    Attributes:
+        kind: `text`, `prompt_completion` or `chat`.
+        columns: role (text, prompt, completion, messages) to column.
+        pairs_as_chat: a pair becomes a user's and an assistant's turn, since there is a chat template.
+    """
+
+    kind: str
+    columns: dict[str, str] = field(default_factory=dict)
+    pairs_as_chat: bool = False
+
+    def __str__(self) -> str:
+        names = ", ".join(role if role == column else f"{role}: {column}" for role, column in self.columns.items())
+        shape = ", as chat turns" if self.pairs_as_chat else ""
+        return f"{self.kind} ({names}{shape})"
+
+    def sample(self, row: Row) -> Sample:
+        """Read one row.
+
+        A pair with a chat template becomes a chat of two turns; without one, prompt and completion are joined, by a
+        newline where neither has white space at the joint.
+
+        Raises:
+            RowFault: a value is missing, empty or of the wrong type.
+        """
+        if self.kind == "text":
+            return Sample(text=_text(row, self.columns["text"]))
+        if self.kind == "chat":
+            return Sample(messages=_messages(row, self.columns["messages"]), tools=_tools(row))
+        prompt, completion = self.columns["prompt"], self.columns["completion"]
+        if isinstance(row.get(prompt), list):
+            asked, answered = _messages(row, prompt), _messages(row, completion)
+            return Sample(messages=asked + answered, tools=_tools(row), first_trained=len(asked))
+        question, answer = _text(row, prompt), _text(row, completion)
+        extra = row.get("input") if prompt == "instruction" else None
+        if isinstance(extra, str) and extra.strip():
+            question += "\n\n" + _text(row, "input")
+        if self.pairs_as_chat:
+            turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            return Sample(messages=turns, tools=_tools(row))
+        joint = "" if question[-1:].isspace() or answer[:1].isspace() else "\n"
+        return Sample(text=answer, prompt=question + joint)
+
+
+def detect(
+    columns: Iterable[str], fields: FieldMap, wanted: str = "auto", *, source: str = "", has_template: bool = False
+) -> Format:
+    """Decide what the rows hold.
+
+    Args:
+        columns: the columns there are.
+        fields: the recipe's `data.fields`; what it names must exist.
+        wanted: the recipe's `data.format`; `auto` decides by what is mapped, then by the columns' names.
+        source: the data's name, for messages.
+        has_template: pairs can be rendered as chats.
+
+    Raises:
+        ValueError: a named column is missing, or no known shape is found; it lists the columns there are.
+    """
+    columns = list(dict.fromkeys(columns))
+    there = f"the columns of {source or 'the data'} are {', '.join(map(repr, columns)) or 'none'}"
+    mapped = {role: name for role in ("text", "prompt", "completion", "messages") if (name := getattr(fields, role))}
+    for role, name in mapped.items():
+        if name not in columns:
+            raise ValueError(f"data.fields.{role}: no column {name!r}; {there}")
+    kind, found = _shape(columns, mapped, wanted)
+    if found is None:
+        needs = {
+            "text": "a column text",
+            "prompt_completion": "columns prompt and completion",
+            "chat": "a column messages",
+        }
+        expected = needs.get(wanted, "a column text, columns prompt and completion, or a column messages")
+        raise ValueError(
+            f"data.fields: expected {expected}; {there}; map them, as in data.fields.text={_first(columns)}"
+        )
+    if kind == "chat" and not has_template:
+        raise ValueError(
+            "data.chat_template: the data are chats and the tokenizer has no chat template; "
+            "give a .jinja file, or the tokenizer of an instruct model"
+        )
+    return Format(kind, found, pairs_as_chat=kind == "prompt_completion" and has_template)
+
+
+def _shape(columns: list[str], mapped: dict[str, str], wanted: str) -> tuple[str, dict[str, str] | None]:
+    chat = {"messages": mapped["messages"]} if "messages" in mapped else None
+    pair = None
+    if "prompt" in mapped or "completion" in mapped:
+        ends = {"prompt": mapped.get("prompt", "prompt"), "completion": mapped.get("completion", "completion")}
+        pair = ends if set(ends.values()) <= set(columns) else None
+    text = {"text": mapped["text"]} if "text" in mapped else None
+    if wanted != "auto" or not mapped:
+        chat = chat or next(({"messages": name} for name in CHAT_COLUMNS if name in columns), None)
+        for first, second in PAIR_COLUMNS:
+            if pair is None and first in columns and second in columns:
+                pair = {"prompt": first, "completion": second}
+        text = text or next(({"text": name} for name in TEXT_COLUMNS if name in columns), None)
+    if wanted == "auto" and not mapped and text is None and len(columns) == 1 and not (chat or pair):
+        text = {"text": columns[0]}
+    shapes = {"chat": chat, "prompt_completion": pair, "text": text}
+    if wanted != "auto":
+        return wanted, shapes[wanted]
+    return next(((kind, found) for kind, found in shapes.items() if found), ("text", None))
+
+
+def _first(columns: Sequence[str]) -> str:
+    return columns[0] if columns else "NAME"
+
+
+def _text(row: Row, column: str) -> str:
+    value = row.get(column)
+    if value is None:
+        raise RowFault("null", f"column {column!r}") if column in row else RowFault("no value", f"column {column!r}")
+    if not isinstance(value, str):
+        raise RowFault("wrong type", f"column {column!r}: expected text, came {type(value).__name__}")
+    if not value.strip():
+        raise RowFault("empty", f"column {column!r}")
+    return value
+
+
+def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+    value = row.get(column)
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a csv holds a chat as JSON text
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise RowFault("invalid JSON", f"column {column!r}: {error}") from error
+    if value is None:
+        raise RowFault("null", f"column {column!r}")
+    if not isinstance(value, list):
+        raise RowFault("wrong type", f"column {column!r}: expected a list of messages, came {type(value).__name__}")
+    if not value:
+        raise RowFault("empty", f"column {column!r}: no messages")
+    return [_message(message, column) for message in value]
+
+
+def _message(message: Any, column: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RowFault("wrong type", f"column {column!r}: expected messages, came {type(message).__name__}")
+    message = _without_nulls(message)
+    if "role" not in message and "from" in message:  # the ShareGPT layout
+        message["role"] = message.pop("from")
+        message["content"] = message.pop("value", None)
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RowFault("wrong type", f"column {column!r}: a message without a role")
+    message["role"] = ROLES.get(role, role)
+    if content is None and not message.get("tool_calls"):
+        raise RowFault("null", f"column {column!r}: a message of {role} without content")
+    if content is not None and not isinstance(content, str | list):
+        raise RowFault("wrong type", f"column {column!r}: content is {type(content).__name__}")
+    if content is None:
+        message["content"] = ""
+    says_nothing = isinstance(content, str) and not content.strip() and not message.get("tool_calls")
+    if says_nothing and message["role"] in ("user", "assistant"):
+        raise RowFault("empty", f"column {column!r}: a message of {role} says nothing")
+    return message
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop keys whose value is None: a table gives every message the keys of all."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+def _tools(row: Row) -> list[Any] | None:
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise RowFault("invalid JSON", f"column 'tools': {error}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list):
+        raise RowFault("wrong type", f"column 'tools': expected a list, came {type(tools).__name__}")
+    return [_without_nulls(tool) for tool in tools]

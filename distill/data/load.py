@@ -1,0 +1,356 @@
+"""Data for a run: from `data:` in the recipe to rows of tokens, with what was learned of the data on the way.
+
+    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed)
+    splits.train[0]     # {"input_ids": [...], "labels": [...], "position_ids": [...]}
+    print(splits.report)
+
+Steps, in order: open the source, see what its columns mean, tokenise (or find it in the cache), hold out documents for
+validation, pack the rest. Everything follows from the recipe and the seed; a second call gives the same rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from distill.data.chat import load_template
+from distill.data.collator import Collator
+from distill.data.documents import tokenised
+from distill.data.formats import detect
+from distill.data.packing import IGNORED, Documents, best_fit
+from distill.data.sources import Source, open_source
+from distill.data.token_cache import keep, key_of
+from distill.data.tokenise import Encoder, Tally
+
+if TYPE_CHECKING:
+    import datasets
+
+    from distill.recipe import Data
+
+__all__ = ["Collator", "DataReport", "Splits", "load_data"]
+
+logger = logging.getLogger(__name__)
+
+SYNTHETIC_ROWS = 1024
+
+
+@dataclass
+class DataReport:
+    """What was read, what was dropped and why, what is left.
+
+    Attributes:
+        source: what was read.
+        digest: hash of its content.
+        format: what the rows were taken for.
+        max_length: tokens in a row at most.
+        rows_read: rows of the source, usable or not.
+        dropped: reason to number of rows.
+        examples: reason to the first row it hit.
+        truncated: chats and pairs cut off at `max_length`.
+        merged: chats and pairs with one token across the end of a prompt; that token is not learned.
+        documents: pieces of text, chats and pairs to train on; none is split further.
+        tokens: in them.
+        trained_tokens: of these the ones that are learned.
+        rows: rows they are packed into.
+        validation_documents: documents held out, and likewise the tokens and rows of them.
+        frozen_date: the day a chat template stamps instead of today, if it stamps one.
+        from_cache: nothing was tokenised anew.
+    """
+
+    source: str
+    digest: str = ""
+    format: str = ""
+    max_length: int = 0
+    rows_read: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    truncated: int = 0
+    merged: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    rows: int = 0
+    validation_documents: int = 0
+    validation_tokens: int = 0
+    validation_rows: int = 0
+    frozen_date: str | None = None
+    from_cache: bool = False
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the tokens that are learned."""
+        return self.trained_tokens / max(1, self.tokens)
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Share of the rows' room that holds tokens."""
+        return self.tokens / max(1, self.rows * self.max_length)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields and the two shares."""
+        return asdict(self) | {"trained_share": self.trained_share, "packing_efficiency": self.packing_efficiency}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source}: {self.format}, {self.rows_read:,} rows read" + (" (cached)" if self.from_cache else ""),
+            f"train: {self.documents:,} documents, {self.tokens:,} tokens ({self.trained_share:.0%} learned) in "
+            f"{self.rows:,} rows of {self.max_length:,} ({self.packing_efficiency:.1%} full)",
+            f"held out: {self.validation_documents:,} documents, {self.validation_tokens:,} tokens",
+        ]
+        for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
+            lines.append(f"dropped {count:,}: {reason} ({self.examples.get(reason, '')})")
+        if self.truncated:
+            lines.append(f"cut off at {self.max_length:,} tokens: {self.truncated:,}")
+        if self.merged:
+            lines.append(f"one token across the end of the prompt, not learned: {self.merged:,}")
+        if self.frozen_date:
+            lines.append(f"the chat template's date is frozen at {self.frozen_date}")
+        return "\n".join(lines)
+
+
+class Splits(NamedTuple):
+    """What `load_data` gives.
+
+    Attributes:
+        train: rows to learn, shuffled.
+        validation: rows held out, from documents that no row of `train` holds.
+        report: what became of the data.
+    """
+
+    train: datasets.Dataset
+    validation: datasets.Dataset
+    report: DataReport
+
+
+def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None = None) -> Splits:
+    """Read, tokenise, split and pack what `data` describes.
+
+    Every row holds `input_ids`, `labels` and `position_ids`, lists of one length, at most `data.max_length`. Labels
+    are not shifted; they are -100 where nothing is learned and at each document's first token, whose prediction would
+    come from the document before it. Positions start again at 0 with each document.
+
+    Args:
+        data: the recipe's `data` section.
+        tokenizer: a transformers tokenizer; None only for `source: synthetic`.
+        seed: fixes which documents are held out and the order of the rows.
+        vocab_size: for `source: synthetic` (uniform) and `synthetic:zipf`, ids are drawn below it.
+
+    Returns:
+        The rows to learn, the rows held out, and the report.
+
+    Raises:
+        ValueError: the source, its columns, its template or all of its rows are of no use; the message names the field.
+    """
+    if data.source.partition(":")[0] == "synthetic":
+        size = vocab_size or (len(tokenizer) if tokenizer is not None else 0)
+        return _synthetic(data, size, seed)
+    if tokenizer is None:
+        raise ValueError(f"data.source: {data.source!r} holds text and needs a tokenizer; only synthetic needs none")
+    template = load_template(data.chat_template, tokenizer)
+    source = open_source(data.source, subset=data.subset, split=data.split)
+    format = detect(
+        _columns(source), data.fields, data.format, source=source.name, has_template=template is not None
+    )  # fmt: skip
+    encoder = Encoder(tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
+    report = DataReport(source.name, source.digest, str(format), data.max_length)
+    report.frozen_date = template.frozen_date.isoformat() if template and template.frozen_date else None
+
+    documents, tally, key, found = tokenised(
+        source, encoder, max_rows=data.max_rows, workers=data.workers, cache=data.cache
+    )
+    _check(documents, tally, source, "data.source")
+    report.rows_read, report.dropped, report.examples = tally.rows_read, dict(tally.dropped), tally.examples
+    report.truncated, report.merged, report.from_cache = tally.truncated, tally.merged, found
+    if data.validation.source is None:
+        held_out, rest = _hold_out(documents.origin, data.validation.fraction, data.validation.max_rows, seed)
+        return _pack(data, documents, rest, documents, held_out, report, seed, key)
+    other, other_key = _validation_documents(data, encoder)
+    held_out = _some(other.origin, data.validation.max_rows, seed)
+    rest = np.flatnonzero(~np.isin(documents.origin, other.origin[held_out]))
+    if len(rest) < len(documents.origin):
+        logger.warning(
+            "%d documents of the training data are also held out: not trained", len(documents.origin) - len(rest)
+        )
+    return _pack(data, documents, rest, other, held_out, report, seed, f"{key}-{other_key}")
+
+
+def _columns(source: Source) -> tuple[str, ...]:
+    """The declared columns, else those of the first rows."""
+    if source.columns is not None:
+        return source.columns
+    names: dict[str, None] = {}
+    for row in islice(source.rows(), 200):
+        if isinstance(row, dict):
+            names.update(dict.fromkeys(map(str, row)))
+    if not names:
+        fault = next(iter(source.rows()), None)
+        raise ValueError(
+            f"data.source: {source.name} holds no usable row" + (f" ({fault})" if fault else ": it is empty")
+        )
+    return tuple(names)
+
+
+def _check(documents: Documents, tally: Tally, source: Source, field: str) -> None:
+    """Refuse data of which nothing is left; say so where much is lost."""
+    dropped = sum(tally.dropped.values())
+    reasons = "; ".join(f"{count:,} {why} ({tally.examples[why]})" for why, count in tally.dropped.most_common(3))
+    if len(documents.origin) == 0:
+        raise ValueError(
+            f"{field}: no trainable tokens in {source.name}: {tally.rows_read:,} rows read, {dropped:,} dropped"
+            + (f": {reasons}" if reasons else "")
+        )
+    if dropped * 10 > tally.rows_read:
+        logger.warning("%s: %s of %s rows dropped: %s", source.name, f"{dropped:,}", f"{tally.rows_read:,}", reasons)
+    if tally.merged * 2 > tally.rows_read:
+        logger.warning(
+            "%s: the template ends prompts in a way that the tokenizer merges with the answer in %s of %s rows",
+            source.name, f"{tally.merged:,}", f"{tally.rows_read:,}",
+        )  # fmt: skip
+
+
+def _mixed(values: np.ndarray, seed: int) -> np.ndarray:
+    """Hashes of uint64 values under a seed (splitmix64, Steele et al., 2014): an order that nothing else decides."""
+    with np.errstate(over="ignore"):
+        z = values ^ (np.uint64(seed % 2**63) * np.uint64(0x9E3779B97F4A7C15))
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _hold_out(origin: np.ndarray, fraction: float, limit: int | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the held-out and the other documents; pieces of one text and copies of it stay together.
+
+    Only where all is one text are its pieces themselves divided.
+    """
+    texts = np.unique(origin)
+    if len(texts) == 1:
+        if len(origin) < 2:
+            raise ValueError(
+                "data.validation: nothing can be held out of one document; give data.validation.source or more data"
+            )
+        logger.info("the data are one text: some of its pieces are held out")
+        origin = np.arange(len(origin), dtype=np.uint64)
+        texts = origin
+    count = min(max(1, round(fraction * len(texts))), limit or len(texts), len(texts) - 1)
+    chosen = texts[np.argsort(_mixed(texts, seed), kind="stable")[:count]]
+    held_out = np.isin(origin, chosen)
+    return np.flatnonzero(held_out), np.flatnonzero(~held_out)
+
+
+def _some(origin: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
+    """At most `limit` documents, chosen by hash."""
+    if limit is None or len(origin) <= limit:
+        return np.arange(len(origin))
+    return np.sort(np.argsort(_mixed(origin, seed), kind="stable")[:limit])
+
+
+def _validation_documents(data: Data, encoder: Encoder) -> tuple[Documents, str]:
+    """The documents of `data.validation.source`: a path, a hub id, or either with its own `:split` at the end."""
+    name = data.validation.source or ""
+    place, colon, split = name.rpartition(":")
+    if not colon or Path(name).expanduser().exists():
+        place, split = name, data.split
+    if (place, split) == (data.source, data.split):
+        raise ValueError(
+            f"data.validation.source: {name!r} is the training data itself; "
+            "name another split, as in ID:test, or leave it out to hold out a share"
+        )
+    source = open_source(place, field="data.validation.source", subset=data.subset, split=split)
+    format = detect(
+        _columns(source), data.fields, data.format, source=source.name, has_template=encoder.template is not None
+    )
+    other = Encoder(
+        encoder.tokenizer, format, encoder.template, max_length=encoder.max_length, train_on=encoder.train_on
+    )
+    documents, tally, key, _ = tokenised(source, other, workers=data.workers, cache=data.cache)
+    _check(documents, tally, source, "data.validation.source")
+    return documents, key
+
+
+def _pack(
+    data: Data,
+    documents: Documents,
+    chosen: np.ndarray,
+    held_out_of: Documents,
+    held_out: np.ndarray,
+    report: DataReport,
+    seed: int,
+    key: str,
+) -> Splits:
+    """Lay the chosen documents out as rows and count them."""
+    if len(chosen) == 0:
+        raise ValueError("data.validation: every document is held out and none is left to train on")
+    settings = (key, seed, data.packing, data.max_length, _plain(data.validation))
+    train, rows = _dataset(key_of("train", *settings), documents, chosen, data, seed)
+    validation, validation_rows = _dataset(key_of("validation", *settings), held_out_of, held_out, data, seed)
+    report.documents, report.tokens = len(chosen), int(documents.lengths[chosen].sum())
+    report.trained_tokens, report.rows = documents.trained_tokens(chosen), rows
+    report.validation_documents, report.validation_rows = len(held_out), validation_rows
+    report.validation_tokens = int(held_out_of.lengths[held_out].sum())
+    return Splits(train, validation, report)
+
+
+def _plain(section: Any) -> Mapping[str, Any]:
+    """A recipe's section as plain values."""
+    return section.model_dump() if hasattr(section, "model_dump") else vars(section)
+
+
+def _dataset(key: str, documents: Documents, chosen: np.ndarray, data: Data, seed: int) -> tuple[datasets.Dataset, int]:
+    """The chosen documents as shuffled rows in an Arrow file."""
+    import datasets
+
+    def build(folder: Path) -> None:
+        random = np.random.default_rng([seed, len(chosen)])
+        order = random.permutation(chosen)
+        if data.packing:
+            groups = [order[group] for group in best_fit(documents.lengths[order], data.max_length)]
+        else:
+            groups = [order[number : number + 1] for number in range(len(order))]
+        groups = [groups[number] for number in random.permutation(len(groups))]
+        _write_rows(folder / "rows.arrow", documents.rows(groups))
+
+    folder, _ = keep(key, build, cache=data.cache)
+    dataset = datasets.Dataset.from_file(str(folder / "rows.arrow"))
+    return dataset, len(dataset)
+
+
+def _write_rows(path: Path, batches: Iterator[dict[str, np.ndarray]]) -> None:
+    import pyarrow
+
+    names = ("input_ids", "labels", "position_ids")
+    schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in names])
+    with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
+        for batch in batches:
+            offsets = pyarrow.array(batch["row_offsets"].astype(np.int32))
+            lists = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(batch[name])) for name in names]
+            writer.write_batch(pyarrow.record_batch(lists, schema=schema))
+
+
+def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
+    """Rows of random ids, all learned, for runs in which only speed and memory count."""
+    _, _, kind = data.source.partition(":")
+    if kind not in ("", "uniform", "zipf"):
+        raise ValueError(f"data.source: expected synthetic or synthetic:zipf; came {data.source!r}")
+    if vocab_size < 2:
+        raise ValueError("data.source: synthetic needs the size of a vocabulary (a tokenizer or vocab_size)")
+    rows = max(2, data.max_rows or SYNTHETIC_ROWS)
+    random = np.random.default_rng(seed)
+    shape = (rows, data.max_length)
+    if kind == "zipf":  # frequency proportional to 1 / rank, by inversion of its continuous form
+        ids = np.minimum(np.exp(random.random(shape) * np.log(vocab_size)) - 1, vocab_size - 1).astype(np.int32)
+    else:
+        ids = random.integers(0, vocab_size, shape, dtype=np.int32)
+    labels = ids.copy()
+    labels[:, 0] = IGNORED
+    offsets = np.arange(rows + 1, dtype=np.int64) * data.max_length
+    documents = Documents(ids.reshape(-1), labels.reshape(-1), offsets, np.arange(rows, dtype=np.uint64))
+    digest = f"synthetic-{kind}-{vocab_size}-{seed}"
+    report = DataReport(data.source, digest, "random tokens", data.max_length, rows_read=rows)
+    held_out, rest = _hold_out(documents.origin, data.validation.fraction, data.validation.max_rows, seed)
+    return _pack(data, documents, rest, documents, held_out, report, seed, key_of(digest, rows, data.max_length))

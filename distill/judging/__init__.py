@@ -1,0 +1,1 @@
+"""After a run: held-out figures with their confidence, samples, comparisons."""

@@ -1,0 +1,96 @@
+"""What `eval`, `generate` and `export` are pointed at: a run, whose recipe knows teacher and data, or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distill.data.load import load_data
+from distill.folders import RECIPE_FILE, RUNS
+from distill.models.load import load_student, load_teacher, load_tokenizer
+from distill.models.vocabulary import compare
+from distill.recipe import Data, Recipe, Student, Teacher, Validation, load
+
+
+class Target(NamedTuple):
+    """A student to look at.
+
+    Attributes:
+        student: its section.
+        recipe: of the run it came from; None for a model.
+        folder: the run's; None for a model.
+    """
+
+    student: Student
+    recipe: Recipe | None = None
+    folder: Path | None = None
+
+
+def find_target(argument: str) -> Target:
+    """A run's folder or name, else whatever `student.model` takes in a recipe.
+
+    Raises:
+        ValueError: a run that has no student yet.
+    """
+    for folder in (Path(argument), RUNS / argument):
+        if (folder / RECIPE_FILE).is_file():
+            if not (folder / "student" / "config.json").is_file():
+                raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
+            return Target(Student(model=str(folder / "student")), load(folder / RECIPE_FILE), folder)
+    return Target(Student(model=argument))
+
+
+def device_here() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_target(target: Target) -> tuple[Any, Any]:
+    """The student in eval mode, and its tokenizer."""
+    device = device_here()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    student = load_student(target.student, device=device, dtype=dtype).eval()
+    return student, load_tokenizer(target.student, "student")
+
+
+def load_its_teacher(target: Target, teacher: str | None) -> Any:
+    """The teacher named, else the recipe's.
+
+    Raises:
+        ValueError: neither.
+    """
+    if teacher is None and target.recipe is None:
+        raise ValueError("--teacher: needed with a model; a run knows its own")
+    section = Teacher(model=teacher) if teacher is not None else target.recipe.teacher  # type: ignore[union-attr]
+    device = device_here()
+    return load_teacher(section, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def held_out_rows(target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int) -> Sequence[Any]:
+    """The rows that the run held out, or up to `max_rows` documents of `data`.
+
+    Raises:
+        ValueError: neither a run nor data.
+    """
+    if data is not None:
+        section = Data(
+            source=data, max_length=max_length, cache=False, validation=Validation(fraction=0.999, max_rows=max_rows)
+        )
+        return load_data(section, tokenizer, seed=0).validation
+    if target.recipe is None:
+        raise ValueError("--data: needed with a model; a run knows what it held out")
+    recipe = target.recipe
+    return load_data(recipe.data, tokenizer, seed=recipe.train.seed).validation
+
+
+def shared_vocabulary(student: Any, teacher: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> int:
+    """Columns both heads share, after the tokenizers were compared.
+
+    Raises:
+        ValueError: these two cannot be compared token by token.
+    """
+    rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher, student)]
+    return compare(teacher_tokenizer, student_tokenizer, *rows).require()

@@ -1,0 +1,184 @@
+"""LoRA adapters (Hu et al., 2021) through PEFT: putting them on a student, merging them into a model."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from distill.models.head import find_head
+from distill.recipe import Lora
+
+log = logging.getLogger(__name__)
+
+
+def linear_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Full names of the linear layers under the last part of their name (`q_proj`), the head's included."""
+    names: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            names.setdefault(name.rpartition(".")[2], []).append(name)
+    return names
+
+
+def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora") -> Any:
+    """Put trainable adapters on `model`; its own weights stop training.
+
+    Args:
+        model: The student.
+        lora: `targets` are last or full parts of module names, or `all-linear` for every linear layer but the head;
+            `head: true` adds the head, also where it is tied to the embedding.
+        field: What errors call it.
+
+    Returns:
+        A `peft.PeftModel`.
+
+    Raises:
+        ValueError: a target that matches no linear layer; lists those there are.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    known = linear_names(model)
+    head = next(name for name, module in model.named_modules() if module is find_head(model).module)
+    wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
+    if wanted == ["all-linear"]:
+        modules = [name for names in known.values() for name in names if name != head]
+    else:
+        modules = _matching(wanted, known, field)
+    if lora.head and head not in modules:
+        modules.append(head)
+    if head in modules and lora.dropout > 0:
+        raise ValueError(f"{field}.dropout: expected 0 where the head has an adapter, got {lora.dropout}")
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=_shortest(modules, known),
+        bias="none",
+        task_type=TaskType.CAUSAL_LM,
+    )
+    return get_peft_model(model, config)
+
+
+def _matching(wanted: Sequence[str], known: dict[str, list[str]], field: str) -> list[str]:
+    full = [name for names in known.values() for name in names]
+    modules: list[str] = []
+    for target in wanted:
+        matched = [name for name in full if name == target or name.endswith("." + target)]
+        if not matched:
+            near = difflib.get_close_matches(target, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(
+                f"{field}.targets: {target!r} matches no linear layer; {hint}there are {', '.join(sorted(known))}"
+            )
+        modules += [name for name in matched if name not in modules]
+    return modules
+
+
+def _shortest(modules: Sequence[str], known: dict[str, list[str]]) -> list[str]:
+    """Last parts of names where they say the same, so that adapter_config.json is short; full names elsewhere."""
+    chosen = set(modules)
+    short = [name for name, full in known.items() if chosen.issuperset(full)]
+    covered = {name for part in short for name in known[part]}
+    return sorted(short) + sorted(chosen - covered)
+
+
+def merged(model: Any) -> PreTrainedModel:
+    """A plain model with the adapters of `model` (a `PeftModel`) added to its weights; `model` stays as it is.
+
+    An adapter on one side of a tied pair (head and embedding) would change both: the copy is untied first, and its
+    configuration says so.
+
+    Raises:
+        ValueError: where adapters hold NaN or infinity.
+    """
+    return merge_in_place(copy.deepcopy(model))
+
+
+def merge_in_place(model: Any) -> PreTrainedModel:
+    """As `merged`, consuming `model`."""
+    plain = model.get_base_model()
+    head, embedding = find_head(plain).linear, _unwrapped(plain.get_input_embeddings())
+    adapted = any(
+        hasattr(module, part)
+        for module in (plain.get_output_embeddings(), plain.get_input_embeddings())
+        for part in ("lora_A", "modules_to_save")
+    )
+    if adapted and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    with torch.no_grad():
+        plain = model.merge_and_unload(safe_merge=True)
+    if adapted:
+        tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+        for config in (plain.config, plain.config.get_text_config()):
+            config.tie_word_embeddings = tied
+        if not tied and hasattr(plain, "all_tied_weights_keys"):
+            # what transformers 5 ties by when it saves and loads
+            plain.all_tied_weights_keys = {}
+    return plain
+
+
+def _unwrapped(module: Any) -> Any:
+    return module.get_base_layer() if hasattr(module, "lora_A") else getattr(module, "original_module", module)
+
+
+def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.adapter") -> PreTrainedModel:
+    """Merge a saved LoRA into `model`.
+
+    Args:
+        model: What the adapter was trained on; consumed.
+        adapter: A folder with adapter_config.json and adapter_model.safetensors, or a hub id. Pickles are not read.
+        field: What errors call it.
+
+    Raises:
+        ValueError: no adapter there, one of another kind, or one made for another model.
+    """
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+    from safetensors import safe_open
+
+    folder = _adapter_folder(adapter, field)
+    config = PeftConfig.from_pretrained(str(folder))
+    if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+        raise ValueError(f"{field}: expected a LoRA adapter, got {config.peft_type}")
+    try:
+        with_adapter = PeftModel.from_pretrained(model, str(folder))
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{field}: {adapter} does not fit this teacher: {reason}") from error
+    with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
+        saved = set(file.keys())
+    wrong = saved ^ set(get_peft_model_state_dict(with_adapter))
+    if wrong:
+        raise ValueError(
+            f"{field}: {adapter} does not fit this teacher: {len(wrong)} weights have no counterpart, "
+            f"such as {sorted(wrong)[0]}"
+        )
+    log.info("%s: merged %s (rank %s)", field, adapter, getattr(config, "r", "?"))
+    return merge_in_place(with_adapter)
+
+
+def _adapter_folder(adapter: str, field: str) -> Path:
+    needed = ("adapter_config.json", "adapter_model.safetensors")
+    folder = Path(adapter).expanduser()
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        try:
+            folder = Path(snapshot_download(adapter, allow_patterns=list(needed)))
+        except (OSError, HfHubHTTPError, HFValidationError) as error:
+            raise ValueError(
+                f"{field}: {adapter} is neither a folder nor a hub id that can be reached; give a local folder"
+            ) from error
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{field}: {adapter} has no {' and no '.join(missing)}")
+    return folder

@@ -1,0 +1,247 @@
+"""Our FlashAttention inside transformers models, and the choice between it and PyTorch's back ends.
+
+`use_fused_attention(model)` gives the model the attention implementation `distill`. Packed batches need no mask: the
+decoder's forward turns `position_ids` that restart into cumulative lengths on the device (transformers asks the
+device whether a batch is packed, which stalls the host, and then builds a dense mask). Calls with a padding mask or
+a key-value cache, as `generate` makes them, run on the attention that the model had before.
+
+`fastest_attention` times the back ends on the shapes of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from distill_kernels.attention.flash import flash_attention
+from distill_kernels.attention.ranges import cu_seqlens_from_position_ids
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from distill.models.head import bare
+
+log = logging.getLogger(__name__)
+
+NAME = "distill"
+BACKENDS = ("triton", "cudnn", "flash")
+MAX_HEAD_DIM = 256
+_SDP = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+def fused_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls for an attention layer.
+
+    Args:
+        module: The attention module; its `distill_attention` names the back end.
+        query: [B, H, T, D]; key and value [B, Hkv, T, D], not repeated.
+        attention_mask: A mask transformers built (padding or a cache): PyTorch's attention takes the call.
+        scaling: Of the scores; 1/sqrt(D) if None.
+        dropout: Of the probabilities; PyTorch's attention takes the call if above 0.
+        sliding_window: Keys a query sees, itself included.
+        softcap: Scores become cap * tanh(score / cap).
+        is_causal: Overrides `module.is_causal`.
+        cu_seq_lens_q: int32 [documents + 1], flat over B*T, of packed documents; None for one document a row.
+
+    Returns:
+        [B, T, H, D] and None (no attention weights).
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    packed = cu_seq_lens_q is not None
+    if attention_mask is not None or dropout > 0 or query.shape[2] != key.shape[2] or query.shape[-1] > MAX_HEAD_DIM:
+        if packed:
+            raise ValueError(
+                "attention: packed documents cannot be combined with a mask, attention dropout, a cache or a head size "
+                f"above {MAX_HEAD_DIM}; set attention_dropout to 0 or data.packing to false"
+            )
+        if softcap is not None:
+            raise ValueError("attention: a soft cap with a mask or cache needs attn_implementation='eager'")
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
+        )
+    backend = getattr(module, "distill_attention", "triton")
+    windowed = sliding_window is not None and sliding_window < query.shape[2]
+    if backend != "triton" and not packed and not windowed and softcap is None:
+        return _torch_attention(backend, query, key, value, causal, scaling).transpose(1, 2), None
+    out = flash_attention(
+        query, key, value, causal=causal, scale=scaling, window=sliding_window if windowed else None, softcap=softcap,
+        cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return out.transpose(1, 2), None
+
+
+def _torch_attention(
+    backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    with sdpa_kernel(_SDP[backend]):
+        return scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+AttentionInterface.register(NAME, fused_attention)
+
+
+def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "triton") -> None:
+    """Switch `model` to our attention; `stop_fused_attention` undoes it.
+
+    transformers builds no mask for an attention it has no mask function for, which is what we want when documents
+    are told apart by cumulative lengths, and wrong when there is padding or a cache: the decoder's forward is
+    therefore wrapped to choose by its inputs.
+
+    Args:
+        model: A causal language model of transformers.
+        decoder: Its body, the module that builds masks and calls the layers.
+        backend: "triton", "cudnn" or "flash"; packed batches, windows and soft caps always take "triton".
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"attention: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    configs = _configs(model)
+    original = decoder.__dict__.get("forward")
+    before = [config._attn_implementation for config in configs]
+    decoder.__dict__["_distill_attention_undo"] = (original, before)
+    for config in configs:
+        config._attn_implementation = NAME
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.distill_attention = backend  # type: ignore[assignment]
+    inner = original or types.MethodType(type(decoder).forward, decoder)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        masked = kwargs.get("attention_mask") is not None or len(args) > 1
+        use_cache = kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cached = use_cache or kwargs.get("past_key_values") is not None
+        if masked or cached or self.config._attn_implementation != NAME:
+            with _implementations(configs, before):
+                return inner(*args, **kwargs)
+        positions = kwargs.get("position_ids")
+        if kwargs.get("cu_seq_lens_q") is None and positions is not None and positions.dim() == 2:
+            ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds", *args)
+            if positions.shape[0] != ids.shape[0]:
+                positions = positions.expand(ids.shape[0], -1)
+            lengths = cu_seqlens_from_position_ids(positions)
+            longest = positions.shape[-1]
+            kwargs.update(cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=longest, max_length_k=longest)
+        kwargs["use_cache"] = False
+        return inner(*args, **kwargs)
+
+    decoder.forward = types.MethodType(forward, decoder)
+
+
+def stop_fused_attention(model: nn.Module, decoder: nn.Module) -> None:
+    """Give `model` back the attention it had before `use_fused_attention`."""
+    original, implementations = decoder.__dict__.pop("_distill_attention_undo")
+    if original is None:
+        del decoder.forward
+    else:
+        decoder.forward = original
+    for config, implementation in zip(_configs(model), implementations, strict=True):
+        config._attn_implementation = implementation
+    for module in model.modules():
+        module.__dict__.pop("distill_attention", None)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations that the model's attention modules read, each once."""
+    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return [config for config in found.values() if hasattr(config, "_attn_implementation")]
+
+
+@contextlib.contextmanager
+def _implementations(configs: list[Any], names: list[str]) -> Iterator[None]:
+    current = [config._attn_implementation for config in configs]
+    for config, name in zip(configs, names, strict=True):
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, name in zip(configs, current, strict=True):
+            config._attn_implementation = name
+
+
+def fastest_attention(
+    batch: int, heads: int, kv_heads: int, length: int, head_dim: int, dtype: torch.dtype, *, backward: bool
+) -> tuple[str, dict[str, float]]:
+    """Time causal attention of these shapes on every back end of the current GPU.
+
+    Args:
+        batch: B. heads: H. kv_heads: Hkv. length: T. head_dim: D.
+        dtype: Of query, key and value.
+        backward: Whether the gradient counts too (a student) or not (a teacher).
+
+    Returns:
+        The fastest back end's name, and milliseconds by name; a back end that refuses the shapes is left out.
+    """
+
+    def draw(count: int) -> torch.Tensor:
+        tensor = torch.randn(batch, length, count, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+        return tensor.requires_grad_(backward)
+
+    query, key, value = draw(heads), draw(kv_heads), draw(kv_heads)
+    upstream = torch.randn_like(query)
+
+    def run(backend: str) -> None:
+        if backend == "triton":
+            out = flash_attention(query, key, value, causal=True)
+        else:
+            out = _torch_attention(backend, query, key, value, True, None)
+        if backward:
+            torch.autograd.grad(out, (query, key, value), upstream)
+
+    times = {}
+    for backend in BACKENDS:
+        try:
+            for _ in range(3):
+                run(backend)
+        except RuntimeError as error:  # PyTorch: "No available kernel" for shapes a back end does not serve
+            log.info("attention: %s does not serve these shapes (%s)", backend, str(error).splitlines()[0])
+            continue
+        samples = []
+        for _ in range(7):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(3):
+                run(backend)
+            end.record()
+            torch.cuda.synchronize()
+            samples.append(start.elapsed_time(end) / 3)
+        times[backend] = statistics.median(samples)
+    return min(times, key=times.__getitem__), times
+
+
+def choose_attention(model: nn.Module, batch: int, length: int, *, backward: bool) -> tuple[str, dict[str, float]]:
+    """`fastest_attention` for a model's heads, on batches of `batch` sequences of `length` tokens."""
+    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    dtype = torch.float16 if next(model.parameters()).dtype == torch.float16 else torch.bfloat16
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    name, times = fastest_attention(batch, heads, kv_heads, length, width, dtype, backward=backward)
+    log.info("attention: %s (%s)", name, ", ".join(f"{key} {ms:.3f} ms" for key, ms in times.items()))
+    return name, times

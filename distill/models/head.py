@@ -1,0 +1,240 @@
+"""What a causal language model does between its last hidden states and its logits, read rather than assumed.
+
+A fused loss never sees logits, so it must be told all that happens on the way to them: weight, bias, a LoRA on the
+head, a scale (Granite divides, Cohere multiplies), a soft cap (Gemma). `read_head` says what the head's modules hold
+now; `probe_logits` runs the model on a few tokens once and keeps the scale and cap that reproduce its own logits, so
+that a model with a twist nobody told us about is refused instead of being trained silently wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Head(NamedTuple):
+    """The modules of an LM head.
+
+    Attributes:
+        module: What the model calls; calling it fires the hooks of every wrapper around the head.
+        owner: The last module called on the way: PEFT's LoRA layer if there is one, else `linear`.
+        linear: The `nn.Linear` that owns weight and bias.
+    """
+
+    module: nn.Module
+    owner: nn.Module
+    linear: nn.Module
+
+
+class HeadWeights(NamedTuple):
+    """What a fused loss takes from a head.
+
+    Attributes:
+        weight: [vocabulary, hidden], floating point, not sharded.
+        bias: [vocabulary] or None.
+        lora: `(A [r, hidden], B [vocabulary, r], scale)` of an active LoRA on the head, or None.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None
+
+
+class LogitShape(NamedTuple):
+    """How logits follow from the head's product: `softcap * tanh(scale * product / softcap)`, no cap if None."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The transformers model inside PEFT's wrappers; the model itself where there are none."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The body of a causal language model: its `__call__` returns the hidden states that the head takes."""
+    model = bare(model)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    if decoder is None or decoder is model:
+        raise ValueError(f"model: expected a causal language model with a decoder and a head, got {_name(model)}")
+    return decoder
+
+
+def find_head(model: nn.Module) -> Head:
+    """Find the LM head of `model` (a transformers model, or one inside PEFT); its weights may be sharded.
+
+    Raises:
+        ValueError: where the model has no head.
+    """
+    module = bare(model).get_output_embeddings()  # type: ignore[operator]
+    if module is None:
+        raise ValueError(f"model: {_name(bare(model))} has no output embeddings, so there are no logits to match")
+    owner = module
+    if hasattr(owner, "modules_to_save") and hasattr(owner, "original_module"):
+        # PEFT keeps a trained copy of the whole head beside the original
+        active = owner.active_adapters
+        owner = owner.modules_to_save[active[0]] if active and not owner.disable_adapters else owner.original_module
+    return Head(module, owner, owner.get_base_layer() if hasattr(owner, "lora_A") else owner)
+
+
+def read_head(head: Head) -> HeadWeights:
+    """Read the weights of a head as they stand now.
+
+    Raises:
+        ValueError: for a head that a fused loss would read wrongly: quantised, not linear, with DoRA, with dropout
+            on its LoRA, with several adapters, or a bare sharded weight.
+    """
+    linear, weight = head.linear, getattr(head.linear, "weight", None)
+    if weight is None or not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        raise ValueError(
+            f"lm_head: expected a plain torch.nn.Linear, got {_name(linear)}; a quantised or custom head would be read "
+            "wrongly by the fused loss. Load the model with the head left out of quantisation"
+        )
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            "lm_head.weight is sharded (a DTensor) where the loss needs it whole; compute the loss through "
+            "distill.models.head.call_head, so that the head's own wrapper gathers the weight"
+        )
+    if weight.dtype not in FLOATS or type(weight) not in (nn.Parameter, torch.Tensor):
+        raise ValueError(
+            f"lm_head.weight: expected float32, bfloat16 or float16, got {type(weight).__name__} of {weight.dtype}; "
+            "a quantised head is not supported: leave the head out of quantisation"
+        )
+    return HeadWeights(weight, linear.bias, _read_lora(head.owner) if hasattr(head.owner, "lora_A") else None)
+
+
+@contextlib.contextmanager
+def whole(head: Head) -> Iterator[HeadWeights]:
+    """The weights of a head that may be a sharded (FSDP2) unit: gathered on entry, cut again on exit.
+
+    For a frozen head that another model's forward reads. The head must have been called once before.
+    """
+    sharded = isinstance(head.linear.weight, DTensor) and hasattr(head.module, "unshard")
+    if sharded:
+        head.module.unshard()  # type: ignore[operator]
+    try:
+        yield read_head(head)
+    finally:
+        if sharded:
+            head.module.reshard()  # type: ignore[operator]
+
+
+def _read_lora(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """A and B of the one active, unmerged LoRA of a PEFT layer; None where adapters are off or merged."""
+    if layer.disable_adapters or layer.merged:
+        return None
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if not active:
+        return None
+    if len(active) > 1:
+        raise ValueError(f"lm_head: expected one active LoRA adapter, got {active}")
+    (name,) = active
+    if name in getattr(layer, "lora_variant", {}) or layer.use_dora.get(name):
+        raise ValueError("student.lora: DoRA and other LoRA variants on the head are not supported; leave the head out")
+    dropout = layer.lora_dropout[name]
+    if isinstance(dropout, nn.Dropout) and dropout.p > 0:
+        raise ValueError(f"student.lora.dropout: must be 0 where the head has a LoRA, got {dropout.p}")
+    a, b = layer.lora_A[name], layer.lora_B[name]
+    if b.bias is not None or not isinstance(a, nn.Linear):
+        raise ValueError("student.lora: a LoRA with biases on the head is not supported")
+    return a.weight, b.weight, layer.scaling[name]
+
+
+def call_head(head: Head, hidden: torch.Tensor, compute: Callable[[torch.Tensor, HeadWeights], Any]) -> Any:
+    """Run `compute(hidden, weights)` inside the head's own `__call__`, so that its hooks (FSDP's gather) have run.
+
+    Args:
+        head: From `find_head`.
+        hidden: [..., hidden]; goes through the head's hooks as in an ordinary call.
+        compute: What to do in place of the matrix product; receives the weights as they are inside the call.
+    """
+    replaced = head.owner.__dict__.get("forward")
+
+    def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return compute(hidden, read_head(head))
+
+    head.owner.forward = forward
+    try:
+        return head.module(hidden)
+    finally:
+        if replaced is None:
+            del head.owner.forward
+        else:
+            head.owner.forward = replaced
+
+
+@torch.no_grad()
+def probe_logits(model: nn.Module, role: str) -> LogitShape:
+    """Find the scale and soft cap between `model`'s head and its logits, and prove them on four tokens.
+
+    Costs two forward passes over four tokens. A sharded model is read through its wrappers, on all processes.
+
+    Args:
+        model: A causal language model on any device; left in the mode (train or eval) it was in.
+        role: "teacher" or "student", for the error.
+
+    Raises:
+        ValueError: where no known reading of the configuration reproduces the model's own logits.
+    """
+    head = find_head(model)
+    weight: Any = head.linear.weight
+    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        expected = model(input_ids=ids, use_cache=False).logits.double()
+    finally:
+        for module, training in modes:
+            module.training = training
+    product = call_head(head, hidden, _product)
+    tolerance = 8 * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
+    tried = []
+    for shape in _candidates(config):
+        actual = product.double() * shape.scale
+        if shape.softcap is not None:
+            actual = shape.softcap * torch.tanh(actual / shape.softcap)
+        difference = (actual - expected).abs().max()
+        if difference <= tolerance:
+            return shape
+        tried.append(f"scale {shape.scale:g}, softcap {shape.softcap}: off by {difference:.3g}")
+    raise ValueError(
+        f"{role}: the logits of {_name(bare(model))} do not follow from its hidden states and head as this loss "
+        f"computes them ({'; '.join(tried)}); training would be silently wrong, so this model type is refused"
+    )
+
+
+def _product(hidden: torch.Tensor, head: HeadWeights) -> torch.Tensor:
+    product = F.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+    if head.lora is not None:
+        a, b, factor = head.lora
+        product = product + factor * F.linear(F.linear(hidden.to(a.dtype), a), b)
+    return product
+
+
+def _candidates(config: Any) -> list[LogitShape]:
+    """Readings of a configuration, the likeliest first. `logits_scaling` divides in Granite, multiplies elsewhere."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scales = []
+    if scaling := getattr(config, "logits_scaling", None):
+        scales += [1.0 / scaling, float(scaling)]
+    for field in ("logit_scale", "lm_head_multiplier", "output_multiplier", "logits_scale"):
+        if scale := getattr(config, field, None):
+            scales.append(float(scale))
+    scales = [scale for scale in scales if isinstance(scale, float)] + [1.0]
+    shapes = [LogitShape(scale, softcap) for scale in scales]
+    return shapes + ([LogitShape(scale) for scale in scales] if softcap is not None else [])
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

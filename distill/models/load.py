@@ -1,0 +1,272 @@
+"""Teacher and student as the recipe describes them: load, prune, adapt, save.
+
+    teacher = load_teacher(recipe.teacher, device=device)
+    student = load_student(recipe.student, teacher=teacher, device=device)
+    save_student(student, tokenizer, run_folder / "student")
+
+A loaded teacher is in eval mode and frozen. Neither model keeps a KV cache while training (`config.use_cache` is
+False): with a cache, packed documents would attend to each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from distill.models.adapters import add_lora, load_and_merge, merged
+from distill.models.pruning import check_kept, cut_layers, find_layers, layers_to_keep
+from distill.models.source import loading, remote_arguments, resolve_model_source
+from distill.recipe import ModelSection, Student, Teacher
+from distill.recipe.shipped import find_architecture
+
+__all__ = [
+    "load_config",
+    "load_student",
+    "load_teacher",
+    "load_tokenizer",
+    "resolve_model_source",
+    "save_student",
+]
+
+log = logging.getLogger(__name__)
+
+TEACHER_SEED, STUDENT_SEED = 0, 1
+
+
+def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with `section.model` (with `section.config` where `model` is not given).
+
+    A tokenizer without a padding token pads with its end-of-sequence token.
+
+    Raises:
+        ValueError: there is none, or it cannot be reached.
+    """
+    spec = section.model or section.config
+    if spec is None:
+        raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
+    source = resolve_model_source(spec, f"{field}.model")
+    arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
+    with loading(spec, source, f"{field}.model"):
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"{field}.model: the tokenizer of {spec} has neither a padding nor an end-of-text token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_teacher(
+    section: Teacher, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The teacher on `device`: eval mode, no gradients, its adapter merged.
+
+    Args:
+        section: The recipe's `teacher`.
+        device: Where the weights go.
+        dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's, and for a GGUF file (whose blocks
+            are expanded) float32 on the CPU and bfloat16 on a GPU.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+    """
+    device = torch.device(device)
+    model = _load(section, "teacher", device, dtype or _named_dtype(section.dtype), TEACHER_SEED)
+    if section.adapter is not None:
+        model = load_and_merge(model, section.adapter)
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False)
+
+
+def load_student(
+    section: Student,
+    *,
+    teacher: PreTrainedModel | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The student on `device`, in train mode: loaded, cut from the teacher, or random; with LoRA if asked for.
+
+    Args:
+        section: The recipe's `student`.
+        teacher: Needed for `from_teacher`, before its layers are patched or sharded.
+        device: Where the weights go.
+        dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's (the teacher's for `from_teacher`).
+
+    Returns:
+        A `PreTrainedModel`, or a `peft.PeftModel` around it; what is to be trained has `requires_grad`.
+
+    Raises:
+        ValueError: naming the field, what was expected and what came.
+    """
+    device, dtype = torch.device(device), dtype or _named_dtype(section.dtype)
+    if section.init == "random" or section.from_teacher is None:
+        student = _load(section, "student", device, dtype, STUDENT_SEED)
+    else:
+        if teacher is None:
+            raise ValueError("student.from_teacher: needs a loaded teacher to cut from")
+        student = _place(cut_layers(teacher, kept_layers(section, teacher), dtype), device)
+    student.config.use_cache = False
+    student.train().requires_grad_(True)
+    return add_lora(student, section.lora) if section.lora is not None else student
+
+
+def kept_layers(section: Student, teacher: PreTrainedModel) -> list[int]:
+    """Which of the teacher's layers `student.from_teacher` keeps.
+
+    Raises:
+        ValueError: more layers than the teacher has.
+    """
+    cut = section.from_teacher
+    assert cut is not None
+    _, layers = find_layers(teacher)
+    if cut.keep is not None:
+        return check_kept(cut.keep, len(layers))
+    assert cut.layers is not None
+    return layers_to_keep(len(layers), cut.layers)
+
+
+def load_config(section: ModelSection, field: str) -> Any:
+    """The configuration that `section` tells: of `config` for random weights, else of `model`.
+
+    Raises:
+        ValueError: there is none, or it is not one that transformers knows.
+    """
+    if section.init == "random":
+        assert section.config is not None
+        path = find_architecture(section.config, f"{field}.config")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            return AutoConfig.for_model(values.pop("model_type"), **values)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{field}.config: {path} is not a model configuration: {error}") from error
+    assert section.model is not None
+    source = resolve_model_source(section.model, f"{field}.model")
+    arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
+    with loading(section.model, source, f"{field}.model"):
+        return AutoConfig.from_pretrained(source.location, **arguments)
+
+
+def _named_dtype(name: str) -> torch.dtype | None:
+    # an fp8 teacher is loaded in bf16 and quantised later (fp8_teacher.py)
+    return None if name == "auto" else torch.bfloat16 if name == "fp8" else getattr(torch, name)
+
+
+def _attention(section: ModelSection) -> dict[str, Any]:
+    return {} if section.attention == "auto" else {"attn_implementation": section.attention}
+
+
+def _place(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def _load(
+    section: ModelSection, field: str, device: torch.device, dtype: torch.dtype | None, seed: int
+) -> PreTrainedModel:
+    if section.init == "random":
+        return _random(section, field, device, dtype, seed)
+    assert section.model is not None
+    source = resolve_model_source(section.model, f"{field}.model")
+    arguments = remote_arguments(section, field) | _attention(section)
+    if source.gguf_file:
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        # without dequantize=True the model counts as quantised: it can neither be trained nor saved
+        arguments |= {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    elif device.type == "cuda":
+        arguments["device_map"] = {"": device}  # straight onto the GPU, never whole in host memory
+    with loading(section.model, source, f"{field}.model"):
+        model = AutoModelForCausalLM.from_pretrained(
+            source.location, dtype=dtype or "auto", use_safetensors=None if source.gguf_file else True, **arguments
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"{field}.model: {section.model} is quantised, which the fused loss cannot read; give the model in "
+            "bfloat16, or as a .gguf file, which is expanded when loaded"
+        )
+    return _place(model, device)
+
+
+def _random(
+    section: ModelSection, field: str, device: torch.device, dtype: torch.dtype | None, seed: int
+) -> PreTrainedModel:
+    """Random weights, the same for the same seed and device; made on the device, where that is fast."""
+    config = load_config(section, field)
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{field}.config: {section.config} makes no causal language model: {error}") from error
+    return _place(model, device)
+
+
+def save_student(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    *,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Save a student so that `AutoModelForCausalLM.from_pretrained(folder)` and `generate` take it as it is.
+
+    Weights keep their dtype, tied ones stay tied. Of a LoRA student the merged model goes to `folder`, and the
+    adapter alone to `adapter/` beside it. A folder appears only when it is complete; one that exists is replaced.
+
+    Args:
+        model: The student, unwrapped from DDP or FSDP; not changed.
+        tokenizer: Saved with it; None where there is none.
+        folder: Where to.
+        state_dict: The whole weights where `model` holds shards only (FSDP); not for LoRA students.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        ValueError: a LoRA student with a `state_dict`.
+    """
+    folder = Path(folder)
+    is_lora = hasattr(model, "peft_config")
+    if is_lora and state_dict is not None:
+        raise ValueError("state_dict: a LoRA student is merged from its own weights; gather them into the model first")
+    plain = merged(model) if is_lora else model
+    with _appearing(folder) as unfinished:
+        used, plain.config.use_cache = plain.config.use_cache, True
+        try:
+            plain.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
+        finally:
+            plain.config.use_cache = used
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+    if is_lora:
+        with _appearing(folder.parent / "adapter") as unfinished:
+            model.save_pretrained(unfinished)
+    return folder
+
+
+@contextlib.contextmanager
+def _appearing(folder: Path) -> Any:
+    """A folder to write into that takes its name at the end, so that a crash leaves nothing half-written."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(unfinished, folder)

@@ -1,0 +1,391 @@
+"""Put our kernels into a transformers model, teacher or student, and take them out again.
+
+Modules are recognised by what they compute, not by their model's name: a module that looks like an RMSNorm (one
+weight vector, an epsilon), a gated MLP (two projections up, one down) or a pre-norm layer is run once on a small
+random input, and is swapped only if one of our formulas gives its output. What matches nothing stays as it is and is
+listed. Only `forward` methods of instances are replaced, so parameters, names, saving, LoRA and hooks are untouched,
+and `unpatch` restores everything.
+
+    report = patch(model, role="teacher")
+    print(report)                          # llama: 65 rms_norm, 32 glu, 32 rope, 32 residual_norm, attention triton
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from distill_kernels.layers.glu import geglu, swiglu
+from distill_kernels.layers.layer_norm import layer_norm
+from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm
+from distill_kernels.layers.rope import rope
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from distill.models.head import bare, decoder_of
+
+log = logging.getLogger(__name__)
+
+Role = Literal["teacher", "student"]
+UNDO = "_distill_undo"
+ROTARY = "apply_rotary_pos_emb"
+GATED_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", None, "down_proj"))
+ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "silu": swiglu,
+    "gelu_tanh": functools.partial(geglu, approximate="tanh"),
+    "gelu": geglu,
+}
+
+
+@dataclass
+class PatchReport:
+    """What `patch` did.
+
+    Attributes:
+        model_type: The configuration's model type.
+        swapped: How many modules of each kind run our kernels now.
+        left: Class names that looked alike but compute something else, with the reason.
+        attention: Back end in use, or None where the model kept its own attention.
+    """
+
+    model_type: str
+    swapped: Counter[str] = field(default_factory=Counter)
+    left: dict[str, str] = field(default_factory=dict)
+    attention: str | None = None
+
+    def __str__(self) -> str:
+        parts = [f"{count} {kind}" for kind, count in self.swapped.items()]
+        if self.attention:
+            parts.append(f"attention {self.attention}")
+        text = f"{self.model_type}: {', '.join(parts) or 'nothing swapped'}"
+        if self.left:
+            text += "; left as they are: " + ", ".join(f"{name} ({reason})" for name, reason in self.left.items())
+        return text
+
+
+def patch(
+    model: nn.Module, role: Role = "student", *, attention: str | None = "triton", layers: bool = True
+) -> PatchReport:
+    """Swap the parts of `model` that our kernels compute.
+
+    Call it before the model is sharded; adapters may be added before or after.
+
+    Args:
+        model: A causal language model of transformers, bare or inside PEFT, on its final device.
+        role: "teacher" (inference only) or "student".
+        attention: "triton", "cudnn" or "flash" (see `distill.models.attention`); None keeps the model's own.
+        layers: Swap norms, gated MLPs, rotary embeddings and residual additions.
+
+    Returns:
+        The report; it is also logged, once.
+
+    Raises:
+        ValueError: The model is patched already, or an argument has an unknown value.
+    """
+    if role not in ("teacher", "student"):
+        raise ValueError(f"role: expected 'teacher' or 'student', got {role!r}")
+    inner = bare(model)
+    if UNDO in inner.__dict__:
+        raise ValueError("model: it is patched already; call unpatch first")
+    report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__))
+    undo: list[Callable[[], None]] = []
+    inner.__dict__[UNDO] = undo
+    modes = [(module, module.training) for module in inner.modules()]
+    inner.eval()
+    try:
+        if layers:
+            _swap_layers(inner, undo, report)
+        if attention is not None:
+            _swap_attention(inner, attention, undo, report)
+    finally:
+        for module, training in modes:
+            module.training = training
+    log.info("patched %s (%s)", report, role)
+    return report
+
+
+def unpatch(model: nn.Module) -> None:
+    """Give every module of `model` its own forward back; a model that is not patched is left alone."""
+    for restore in reversed(bare(model).__dict__.pop(UNDO, [])):
+        restore()
+
+
+class AutoFusedModelForCausalLM:
+    """`transformers.AutoModelForCausalLM` with our kernels in place: a one-line change for any training script."""
+
+    @classmethod
+    def from_pretrained(
+        cls, *args: Any, role: Role = "student", attention: str | None = "triton", **kwargs: Any
+    ) -> Any:
+        """As `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, attention=attention)`."""
+        model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+        patch(model, role, attention=attention)
+        return model
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
+    before = module.__dict__.get("forward")
+    module.forward = types.MethodType(forward, module)
+
+    def restore() -> None:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+    undo.append(restore)
+
+
+def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: PatchReport) -> None:
+    verdicts: dict[Any, Any] = {}
+
+    def judged(kind: str, module: nn.Module, judge: Callable[[nn.Module], Any]) -> Any:
+        # modules of one class with the same shapes and settings get one verdict
+        shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+        key = (kind, type(module), shapes, _epsilon(module))
+        if key not in verdicts:
+            verdicts[key] = judge(module)
+            if not verdicts[key]:
+                report.left[type(module).__name__] = f"not a {kind} of ours"
+        return verdicts[key]
+
+    for module in list(model.modules()):
+        if "forward" in module.__dict__:  # somebody's hook (accelerate's offloading, say) that must go on running
+            report.left[type(module).__name__] = "has a forward of its own already"
+        elif type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
+            _replace(module, _layer_norm_forward, undo)
+            report.swapped["layer_norm"] += 1
+        elif _looks_like_rms_norm(module):
+            form = judged("rms_norm", module, _rms_norm_form)
+            if form is not None:
+                _replace(module, _rms_norm_forward(form, _epsilon(module)), undo)
+                report.swapped["rms_norm"] += 1
+        elif names := _gated_names(module):
+            activation = judged("glu", module, functools.partial(_gated_activation, names=names))
+            if activation is not None:
+                _replace(module, _gated_forward(names, activation), undo)
+                report.swapped["glu"] += 1
+        elif (rotary := _rotary_function(module)) and judged("rope", module, _rotary_matches):
+            _replace(module, _with_our_rotary(rotary), undo)
+            report.swapped["rope"] += 1
+    for kind, layer in _fusable_layers(model):
+        forward = _LAYER_FORWARDS[kind]
+        if judged("residual_norm", layer, functools.partial(_layer_matches, model=model, forward=forward)):
+            _replace(layer, forward, undo)
+            report.swapped["residual_norm"] += 1
+
+
+def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None]], report: PatchReport) -> None:
+    from distill.models.attention import stop_fused_attention, use_fused_attention
+
+    if not getattr(model, "_supports_attention_backend", False):
+        report.left["attention"] = "the model does not take other attention implementations"
+        return
+    decoder = decoder_of(model)
+    use_fused_attention(model, decoder, backend)
+    undo.append(lambda: stop_fused_attention(model, decoder))
+    report.attention = backend
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Equal up to a few roundings of the dtype."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    scale = expected.abs().max().float()
+    return bool((actual.float() - expected.float()).abs().max() <= 16 * torch.finfo(expected.dtype).eps * scale)
+
+
+def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    parameter = next(module.parameters())
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(*shape, generator=generator) * scale).to(parameter.device, parameter.dtype)
+
+
+# ---- norms
+
+
+def _epsilon(module: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps", "epsilon"):
+        if isinstance(value := getattr(module, name, None), float):
+            return value
+    return None
+
+
+def _looks_like_rms_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    return (
+        list(parameters) == ["weight"]
+        and parameters["weight"].dim() == 1
+        and not list(module.children())
+        and _epsilon(module) is not None
+    )
+
+
+@torch.no_grad()
+def _rms_norm_form(module: Any) -> str | None:
+    x = _random(module, 3, module.weight.shape[0], scale=3.0)
+    expected = module(x)
+    for form in ("llama", "gemma"):
+        if _close(rms_norm(x, module.weight, _epsilon(module), form), expected):  # type: ignore[arg-type]
+            return form
+    return None
+
+
+def _rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return rms_norm(hidden_states, self.weight, eps, form)  # type: ignore[arg-type]
+        return add_rms_norm(hidden_states, residual, self.weight, eps, form)  # type: ignore[arg-type]
+
+    return forward
+
+
+def _layer_norm_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+# ---- gated MLPs
+
+
+def _gated_names(module: nn.Module) -> tuple[str, str | None, str] | None:
+    for names in GATED_NAMES:
+        if all(isinstance(getattr(module, name, None), nn.Module) for name in names if name):
+            return names
+    return None
+
+
+@torch.no_grad()
+def _gated_activation(module: nn.Module, names: tuple[str, str | None, str]) -> str | None:
+    first = getattr(module, names[0])
+    if not hasattr(first, "in_features"):
+        return None
+    # large inputs, so that the activations differ by more than rounding
+    x = _random(module, 3, first.in_features, scale=8.0)
+    try:
+        expected = module(x)
+    except (TypeError, ValueError):  # takes more than hidden states
+        return None
+    for activation in ACTIVATIONS:
+        if _close(_gated_forward(names, activation)(module, x), expected):
+            return activation
+    return None
+
+
+def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Callable[..., Any]:
+    gate_name, up_name, down_name = names
+    gated = ACTIVATIONS[activation]
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate = getattr(self, gate_name)(x)
+        return getattr(self, down_name)(gated(gate, None if up_name is None else getattr(self, up_name)(x)))
+
+    return forward
+
+
+# ---- rotary embeddings
+
+
+def _rotary_function(module: nn.Module) -> Any:
+    """The forward of an attention module that calls `apply_rotary_pos_emb` from its own file, undecorated."""
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return forward if code is not None and ROTARY in code.co_names and ROTARY in forward.__globals__ else None
+
+
+def _with_our_rotary(forward: Any) -> Callable[..., Any]:
+    """The same code with `apply_rotary_pos_emb` bound to our kernel; other users of that file are not touched."""
+    namespace = dict(forward.__globals__)
+    namespace[ROTARY] = _apply_rotary
+    ours = types.FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+def _apply_rotary(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # projections are used nowhere else, so that they may be overwritten where no gradient is recorded
+    in_place = not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+    if unsqueeze_dim == 1:
+        return rope(q, k, cos, sin, in_place=in_place)
+    q, k = rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, in_place=in_place)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+@torch.no_grad()
+def _rotary_matches(module: nn.Module) -> bool:
+    forward = _rotary_function(module)
+    width = getattr(module, "head_dim", None)
+    if not isinstance(width, int):
+        return False
+    q, k = _random(module, 1, 4, 5, width), _random(module, 1, 2, 5, width).flip(-1)
+    angle = torch.rand(1, 5, width // 2, generator=torch.Generator().manual_seed(0)) * 6
+    angle = torch.cat([angle, angle], -1).to(q)
+    try:
+        expected = forward.__globals__[ROTARY](q.clone(), k.clone(), angle.cos(), angle.sin())
+        ours = _apply_rotary(q.clone(), k.clone(), angle.cos(), angle.sin())
+    except (TypeError, ValueError, RuntimeError):  # a rotary embedding of another signature or layout
+        return False
+    return _close(ours[0], expected[0]) and _close(ours[1], expected[1])
+
+
+# ---- residual additions fused with the norm that follows
+
+
+def _fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    pre_norm = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    sandwich = pre_norm | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    for module in model.modules():
+        children = {name for name, _ in module.named_children()}
+        if "forward" in module.__dict__:
+            continue
+        # the norm that is fused must already be ours: only our forward takes the residual
+        if children == pre_norm and "forward" in module.post_attention_layernorm.__dict__:
+            yield "pre_norm", module
+        elif children == sandwich and "forward" in module.pre_feedforward_layernorm.__dict__:
+            yield "sandwich", module
+
+
+def _attend(layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+    return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+
+
+def _pre_norm_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    normed, residual = self.post_attention_layernorm(_attend(self, hidden_states, kwargs), hidden_states)
+    return residual + self.mlp(normed)
+
+
+def _sandwich_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    attended = self.post_attention_layernorm(_attend(self, hidden_states, kwargs))
+    normed, residual = self.pre_feedforward_layernorm(attended, hidden_states)
+    return residual + self.post_feedforward_layernorm(self.mlp(normed))
+
+
+_LAYER_FORWARDS: dict[str, Callable[..., Any]] = {"pre_norm": _pre_norm_forward, "sandwich": _sandwich_forward}
+
+
+@torch.no_grad()
+def _layer_matches(layer: nn.Module, *, model: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Run one whole layer both ways, called as the decoder calls it."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args, kwargs))
+
+    hook = layer.register_forward_pre_hook(remember, with_kwargs=True)
+    ids = torch.arange(6, device=next(model.parameters()).device)[None]
+    try:
+        decoder_of(model)(input_ids=ids, use_cache=False)
+    finally:
+        hook.remove()
+    (args, kwargs), *_ = seen
+    expected = type(layer).forward(layer, *args, **kwargs)
+    if len(args) > 1 or not isinstance(expected, torch.Tensor):
+        return False
+    return _close(forward(layer, *args, **kwargs), expected)

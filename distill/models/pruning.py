@@ -1,0 +1,154 @@
+"""A student cut from its teacher: the same model with fewer layers, starting from the teacher's own weights.
+
+Which layers go matters more than how many. `layers: N` of `L` keeps the first and the last layers and drops one block
+of `L - N` neighbours in the middle; see `layers_to_keep`. Neighbouring middle layers change the hidden states least
+and alike (Men et al., 2024, ShortGPT; Gromov et al., 2024, The Unreasonable Ineffectiveness of the Deeper Layers).
+`keep: [...]` names the layers outright.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from distill.models.head import bare, decoder_of
+
+log = logging.getLogger(__name__)
+
+
+def layers_to_keep(total: int, count: int, field: str = "student.from_teacher.layers") -> list[int]:
+    """The layers that `layers: count` keeps of `total`: all but a contiguous block in the middle.
+
+    With `d = total - count` layers to drop, layers `s .. s + d - 1` go, `s = (count + 1) // 2`, so that the first half
+    of the kept layers (and the odd one) stands before the gap and the second half after it. 30 layers, 20 kept:
+    0-9 and 20-29.
+
+    Raises:
+        ValueError: `count` is not between 1 and `total`.
+    """
+    if not 1 <= count <= total:
+        raise ValueError(f"{field}: expected 1 to {total}, the teacher's number of layers, got {count}")
+    start = (count + 1) // 2
+    return [*range(start), *range(start + total - count, total)]
+
+
+def check_kept(keep: Sequence[int], total: int, field: str = "student.from_teacher.keep") -> list[int]:
+    """`keep` as a list, ascending and within the teacher's layers.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    kept = list(keep)
+    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= total:
+        raise ValueError(f"{field}: expected ascending layer numbers from 0 to {total - 1}, none twice, got {kept}")
+    return kept
+
+
+def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The decoder's list of layers and its name inside `model`, such as `model.layers`.
+
+    Raises:
+        ValueError: where there is none of the length that the configuration tells.
+    """
+    model = bare(model)
+    total = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
+    decoder = decoder_of(model)
+    inside = {id(module) for module in decoder.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == total and id(module) in inside:
+            return name, module
+    raise ValueError(f"student.from_teacher: {type(model).__name__} has no list of {total} layers to cut from")
+
+
+def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A copy of `teacher` that holds only the layers `keep`.
+
+    The copy is built from a configuration with fewer layers (per-layer lists such as `layer_types` cut alike) and gets
+    the teacher's weights under their new numbers: kept layers compute exactly what they did, tied weights stay tied,
+    and saving and loading gives the same model back.
+
+    Args:
+        teacher: Not changed; must not be sharded.
+        keep: Ascending layer numbers.
+        dtype: Of the copy; None for the teacher's.
+
+    Raises:
+        ValueError: layer numbers out of range, or an architecture whose layers would behave differently in their new
+            positions.
+    """
+    prefix, layers = find_layers(teacher)
+    kept = check_kept(keep, len(layers))
+    config = cut_config(teacher.config, kept)
+    state = {
+        renamed: tensor
+        for name, tensor in teacher.state_dict().items()
+        if (renamed := _renumber(name, prefix + ".", kept)) is not None
+    }
+    # tensors are copied by loading, never shared: training the student leaves the teacher alone.
+    model_class: Any = type(teacher)
+    student, report = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict={name: tensor.detach().clone() for name, tensor in state.items()},
+        dtype=dtype or teacher.dtype,
+        attn_implementation=teacher.config._attn_implementation,
+        output_loading_info=True,
+    )
+    tied = {name for name in report["missing_keys"] if name in dict(student.named_parameters(remove_duplicate=False))}
+    tied -= {name for name, _ in student.named_parameters()}
+    wrong = (set(report["missing_keys"]) - tied) | set(report["unexpected_keys"]) | set(report["mismatched_keys"])
+    if wrong:
+        raise ValueError(f"student.from_teacher: {type(teacher).__name__} cannot be cut to {kept}: {sorted(wrong)[:4]}")
+    student = student.to(teacher.device)
+    _, cut = find_layers(student)
+    for position, number in enumerate(kept):
+        _same_behaviour(layers[number], cut[position], number)
+    student.generation_config = copy.deepcopy(teacher.generation_config)
+    return student
+
+
+def cut_config(config: Any, keep: Sequence[int]) -> Any:
+    """A copy of `config` for the layers `keep`: the number of layers, and every list with one entry a layer."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    total = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list | tuple) and len(value) == total and "layer" in name:
+            setattr(text, name, [value[number] for number in keep])
+    text.num_hidden_layers = len(keep)
+    return config
+
+
+def _renumber(name: str, prefix: str, keep: Sequence[int]) -> str | None:
+    """A weight's name in the cut model; None for one that goes."""
+    if not name.startswith(prefix):
+        return name
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{keep.index(int(number))}.{rest}" if int(number) in keep else None
+
+
+def _same_behaviour(before: nn.Module, after: nn.Module, number: int) -> None:
+    """Hold that a layer is configured in its new position as in its old one (sliding window, rotary or not, ...)."""
+    old, new = dict(before.named_modules()), dict(after.named_modules())
+    if old.keys() != new.keys():
+        raise ValueError(
+            f"student.from_teacher: layer {number} has other parts in its new position; choose other layers"
+        )
+    for name, module in old.items():
+        settings = {
+            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
+        }
+        for key, value in settings.items():
+            if "idx" in key or key in ("training",) or key.startswith("_"):
+                continue
+            if getattr(new[name], key, None) != value:
+                raise ValueError(
+                    f"student.from_teacher: layer {number} has {key}={value!r} in the teacher and "
+                    f"{getattr(new[name], key, None)!r} in its new position; choose layers that keep the pattern"
+                )

@@ -1,0 +1,241 @@
+"""How much GPU memory one training step takes, by arithmetic from the two configurations alone.
+
+With N tokens in a micro-batch, w the bytes of a trained weight, c of what is computed in (2 for bfloat16), r of the
+residual stream (the embedding's dtype), H the hidden size, A heads x head width, K key-value heads x head width, I the
+MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps a cast copy of its own input:
+
+    teacher         parameters x bytes of its dtype; in fp8 one byte in its linear layers, two elsewhere
+    student         parameters x w, gradients trained x w, AdamW states 2 x trained x w (or of their own dtype)
+    activations     N L (2 r H norms' inputs + c (q + g) H normed inputs + c (3 A + 2 K) attention + 3 c I MLP), q = 3
+                    and g = 2 under autocast, else 1 and 1; 2 c I for an MLP without gate; row statistics in fp32
+      checkpointed  N L r H, and one layer of the above
+    weight copies   linear weights x c under autocast, kept for the backward
+    loss            the workspace that `distill_kernels` plans, the head's copy, and dW
+    optimizer       torch's AdamW keeps one temporary the size of the trained weights; fused ones none
+
+The peak is the largest of three moments: inside the loss, in the backward, in the optimizer. What the CUDA context and
+the allocator's fragments take comes on top, and is why a device counts as full at 95 %.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from distill_kernels.losses.plan import plan_chunks
+from distill_kernels.losses.projection import TILE
+from torch import nn
+
+from distill.models.head import bare, decoder_of, find_head
+from distill.recipe import Recipe
+from distill.training.arguments import FUSED, Precision
+
+GIB = 2**30
+# bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
+STATES = {"8bit": 0.5, "4bit": 0.25, "adafactor": 0.01, "sgd": 0.0, "lion": 1.0}
+
+
+class Shape(NamedTuple):
+    """Sizes of one model, counted on a copy without memory.
+
+    Attributes:
+        parameters: all of them, tied ones once.
+        trained: those with gradients.
+        linear: parameters in the decoder's linear layers.
+        head: vocabulary x hidden size; `tied` where the embedding is the same tensor.
+        vocabulary, hidden, layers, heads: as in the configuration.
+        query, key_value: heads x head width, of queries and of keys.
+        intermediate: width of the MLP; `gated` where it has two projections up.
+        adapted: sum over LoRA layers of their input widths, `rank` their rank; 0 without LoRA.
+    """
+
+    parameters: int
+    trained: int
+    linear: int
+    head: int
+    tied: bool
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    query: int
+    key_value: int
+    intermediate: int
+    gated: bool
+    adapted: int = 0
+    rank: int = 0
+
+
+def shape_of(model: nn.Module) -> Shape:
+    """Count `model`, which may lie on the meta device; bare or inside PEFT."""
+    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    decoder, head = decoder_of(model), find_head(model).linear
+    weight: Any = head.weight
+    linears: list[Any] = [m for m in decoder.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    adapters: list[Any] = [m for m in bare(model).modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
+    adapter_layers = {id(part) for m in adapters for part in m.modules() if part is not m.get_base_layer()}
+    linears = [m for m in linears if id(m) not in adapter_layers]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
+    parameters = list(model.parameters())
+    embedding = bare(model).get_input_embeddings()  # type: ignore[operator]
+    intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    embedding = embedding.get_base_layer() if hasattr(embedding, "get_base_layer") else embedding
+    return Shape(
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        linear=sum(p.numel() for m in linears for p in m.parameters(recurse=False)),
+        head=weight.numel(),
+        tied=embedding.weight is weight,
+        vocabulary=weight.shape[0],
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        query=heads * width,
+        key_value=(getattr(config, "num_key_value_heads", None) or heads) * width,
+        intermediate=intermediate or 4 * config.hidden_size,
+        gated=bool(names & {"gate_proj", "gate_up_proj", "w3"}),
+        adapted=sum(m.get_base_layer().weight.shape[1] for m in adapters),
+        rank=max((next(iter(m.r.values())) for m in adapters), default=0),
+    )  # fmt: skip
+
+
+class Memory(NamedTuple):
+    """Bytes on each GPU.
+
+    Attributes:
+        parts: what is held, by name, in the order to print.
+        moments: the sums at the three moments that may be the peak.
+        logits_avoided: what both models' logits would take in fp32 were they made in full.
+    """
+
+    parts: dict[str, float]
+    moments: dict[str, float]
+    logits_avoided: float
+
+    @property
+    def peak(self) -> float:
+        """The largest moment, bytes."""
+        return max(self.moments.values())
+
+
+def layer_activations(shape: Shape, *, compute: int, residual: int, autocast: bool) -> float:
+    """Bytes one layer keeps for its backward, a token."""
+    normed = compute if autocast or residual == compute else residual
+    attention = 2 * shape.query + (shape.query + 2 * shape.key_value)
+    first, second = (3, 2 if shape.gated else 1) if autocast else (1, 1)
+    mlp = (3 if shape.gated else 2) * shape.intermediate
+    return (
+        2 * residual * shape.hidden
+        + normed * (first + second) * shape.hidden
+        + compute * (attention + mlp)
+        + 4 * (shape.heads + 2)
+    )
+
+
+def step_memory(
+    recipe: Recipe,
+    teacher: Shape,
+    student: Shape,
+    precision: Precision,
+    *,
+    memory_bytes: int,
+    accumulation: int,
+    world: int = 1,
+    sharded: bool = False,
+) -> Memory:
+    """Memory of each GPU in a training step with our kernels.
+
+    Args:
+        recipe: batch size, length, checkpointing, loss and optimizer are read from it.
+        teacher, student: From `shape_of`, the student with its adapters.
+        precision: From `resolve_precision`.
+        memory_bytes: The device's, which the loss's workspace depends on.
+        accumulation: Micro-batches a step on a device.
+        world: Devices.
+        sharded: FSDP: weights, gradients and states of the student are divided by the devices.
+    """
+    tokens = recipe.train.batch_size * recipe.data.max_length
+    compute, weight = precision.compute.itemsize, precision.student.itemsize
+    lora = student.rank > 0
+    autocast = precision.autocast is not None
+    trained_bytes = 4 if lora else weight
+    share = world if sharded else 1
+    soft = any(term.weight > 0 and term.type != "cross_entropy" for term in recipe.loss.terms)
+
+    weights = ((student.parameters - student.trained * lora) * weight + student.trained * trained_bytes * lora) / share
+    gradients = student.trained * trained_bytes / share
+    optimizer = recipe.train.optimizer
+    states = next((f for part, f in STATES.items() if part in optimizer), 2.0) * gradients
+    if optimizer == FUSED:
+        width = {"auto": trained_bytes, "float32": 4, "bfloat16": 2}[recipe.train.optimizer_states]
+        masters = 4 if recipe.train.master_weights and trained_bytes < 4 else 0
+        states = student.trained * (2 * width + masters) / share
+    temporary = gradients if optimizer == "adamw_torch" else 0.0
+    buckets = gradients if world > 1 and not sharded else 0.0
+    gathered = (student.linear / student.layers + student.head) * compute if sharded else 0.0
+
+    one_layer = tokens * layer_activations(student, compute=compute, residual=weight, autocast=autocast)
+    # PEFT computes adapters in their own fp32 unless autocast is on, and keeps a copy of each adapted input
+    one_layer += tokens * student.adapted / student.layers * (compute if autocast else 4)
+    stream = tokens * weight * student.hidden
+    checkpointed = recipe.train.gradient_checkpointing
+    activations = stream * student.layers if checkpointed else one_layer * student.layers
+    activations += 2 * stream + tokens * precision.teacher.itemsize * teacher.hidden * soft
+    again = one_layer if checkpointed else 0.0
+    # gradients inside one layer: of the MLP's three wide tensors, and of the stream
+    inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
+    copies = 0.0 if lora or not autocast else student.linear * compute / share
+
+    head_trained = not lora
+    columns = min(student.vocabulary, teacher.vocabulary) if soft else student.vocabulary
+    head_gradient = student.head * weight if head_trained else 0.0
+    workspace = _workspace(tokens, columns, precision, int(head_gradient), memory_bytes, 2 if soft else 1)
+    if autocast:
+        workspace += student.head * compute
+    teacher_weights = teacher.parameters * precision.teacher.itemsize
+    if recipe.teacher.dtype == "fp8":  # one byte for what is in linear layers, whose head stays as it was
+        teacher_weights -= teacher.linear * (precision.teacher.itemsize - 1)
+    held = teacher_weights + weights + states + buckets
+    kept = gradients if accumulation > 1 else 0.0
+    forward = held + kept + copies + activations
+    in_loss = forward + workspace + head_gradient + stream
+    start = forward + head_gradient + 2 * stream + inside + again + gathered
+    dense = 2 * head_gradient if student.tied else head_gradient
+    end = held + gradients + one_layer + inside + (dense if accumulation > 1 or student.tied else 0.0) + gathered
+    parts = {
+        "teacher": teacher_weights,
+        "student": weights,
+        "gradients": gradients,
+        "optimizer states": states,
+        "activations": activations + again,
+        "weight copies": copies,
+        "loss workspace": workspace,
+        "head gradient": head_gradient,
+        "optimizer temporary": temporary,
+    }
+    if buckets:
+        parts["gradient buckets"] = buckets
+    if gathered:
+        parts["gathered weights"] = gathered
+    return Memory(
+        parts,
+        {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary},
+        logits_avoided=(2.0 if soft else 1.0) * tokens * columns * 4,
+    )
+
+
+def _workspace(
+    rows: int, columns: int, precision: Precision, head_gradient: int, memory_bytes: int, models: int
+) -> float:
+    narrow = precision.student != torch.float32
+    logit = 4 if precision.compute == torch.float32 else 2
+    plan: Any = plan_chunks(
+        rows, columns, logit_bytes=logit, models=models, weight_bytes=head_gradient, memory_bytes=memory_bytes,
+        narrow_weight=narrow,
+    )  # fmt: skip
+    width = -(-columns // 64) * 64
+    numbers = models * 2 * plan.chunk_rows * -(-columns // TILE) * 4
+    extra = 0 if head_gradient else plan.extra_rows  # these rows lie where dW comes to lie
+    return float((plan.buffer_rows + extra) * width * logit + numbers)

@@ -1,0 +1,389 @@
+"""`distill check`: what a run will take and whether it can work, before anything is downloaded or spent.
+
+    report = check(recipe, find_gpu("H100"), gpus=8)
+    print(report.fits, report.memory.peak, report.advice)
+
+Models are built without memory from their configurations alone, so that parameters are counted, not guessed. Where a
+section of the recipe names a `config`, that is read, else the config.json of its `model` (the only file that may be
+fetched). Data and tokenizers are looked at where they lie on this machine or in the hub's cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from distill.faults import RecipeError, did_you_mean
+from distill.models.adapters import add_lora
+from distill.models.load import load_config, load_tokenizer
+from distill.models.pruning import check_kept, cut_config, layers_to_keep
+from distill.planning.memory import GIB, Memory, Shape, shape_of, step_memory
+from distill.recipe import Lora, ModelSection, Recipe
+from distill.training.arguments import FUSED, Precision, accumulation_steps, resolve_precision, total_steps
+from distill.training.metrics import PEAK_FLOPS, Work, work_of
+
+log = logging.getLogger(__name__)
+
+# what torch reports as total memory, GiB
+GPU_MEMORY = {
+    "A10G": 22.1, "A100": 79.2, "L4": 22.0, "L40": 44.4, "L40S": 44.4, "H100": 79.1, "H100 PCIe": 79.1,
+    "H100 NVL": 93.1, "H200": 139.8, "B200": 178.0, "RTX 3090": 23.6, "RTX 4090": 23.5,
+}  # fmt: skip
+USABLE = 0.95  # of the memory; the rest goes to the CUDA context and to fragmentation
+SUSTAINED = 0.5  # of the bf16 peak that a step is assumed to reach; measured on an H200: 0.58
+
+
+class Device(NamedTuple):
+    """What a run is planned for.
+
+    Attributes:
+        name: for people.
+        memory_bytes: of one device (of the machine, for a CPU).
+        flops: dense bf16 peak; None where unknown.
+        cuda: False for a CPU.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: float | None
+    cuda: bool = True
+
+
+def find_device(name: str | None) -> Device:
+    """The device called `name`: a GPU's name, a size such as 24GB, `cpu`; None for what this machine has.
+
+    Raises:
+        RecipeError: unknown.
+    """
+    if name is None and torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(0)
+        known = [part for part in PEAK_FLOPS if part in facts.name]
+        return Device(facts.name, facts.total_memory, PEAK_FLOPS[max(known, key=len)] if known else None)
+    if name is None or name.lower() == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        return Device("this machine's CPU", pages, None, cuda=False)
+    for known_name, gib in GPU_MEMORY.items():
+        if name.lower() == known_name.lower():
+            return Device(known_name, int(gib * GIB), PEAK_FLOPS[known_name])
+    digits = name.upper().removesuffix("GB").removesuffix("G").strip()
+    if digits.replace(".", "", 1).isdigit() and float(digits) > 0:
+        return Device(f"a GPU of {digits} GB", int(float(digits) * 1e9), None)
+    hint = did_you_mean(name, map(str.lower, GPU_MEMORY))
+    raise RecipeError([f"--gpu: expected a GPU's name, a size such as 24GB, or cpu; came {name!r}; {hint}"])
+
+
+@dataclass
+class Preflight:
+    """What `check` found; sizes in bytes, times in seconds, None where it cannot be known beforehand.
+
+    Attributes:
+        device, gpus, strategy: what the run was planned for.
+        teacher, student: sizes of the models.
+        memory: of one device in a training step.
+        fits: whether that fits.
+        advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
+        steps, accumulation, tokens_per_step: of the run.
+        flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
+        disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
+        vocabulary: the verdict in words; `vocabulary_ok` None where the tokenizers are not at hand.
+        data: the data's report as lines; `trained_share` of its tokens are learned.
+        problems: why the run cannot work as it is.
+    """
+
+    device: Device
+    gpus: int
+    strategy: str
+    teacher: Shape
+    student: Shape
+    memory: Memory
+    fits: bool
+    accumulation: int
+    tokens_per_step: int
+    steps: int | None = None
+    advice: list[tuple[str, float, bool]] = field(default_factory=list)
+    flops_per_step: float | None = None
+    seconds_per_step: float | None = None
+    disk: float = 0.0
+    disk_free: float = 0.0
+    vocabulary: str = ""
+    vocabulary_ok: bool | None = None
+    data: str = ""
+    trained_share: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time for all steps."""
+        return None if self.seconds_per_step is None or self.steps is None else self.seconds_per_step * self.steps
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was found that keeps the run from working."""
+        return not self.problems
+
+
+def meta_models(recipe: Recipe) -> tuple[Any, Any]:
+    """Teacher and student without memory (device `meta`), the student with its adapters.
+
+    Raises:
+        ValueError: a configuration that cannot be found or makes no causal language model.
+    """
+    teacher_config = _config(recipe.teacher, "teacher")
+    section = recipe.student
+    if section.from_teacher is not None and section.init == "pretrained":
+        total = teacher_config.get_text_config().num_hidden_layers
+        cut = section.from_teacher
+        kept = check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
+        student_config = cut_config(teacher_config, kept)
+    else:
+        student_config = _config(section, "student")
+    teacher, student = _meta(teacher_config, "teacher"), _meta(student_config, "student")
+    teacher.requires_grad_(False)
+    return teacher, student if section.lora is None else add_lora(student, section.lora)
+
+
+def _config(section: ModelSection, field: str) -> Any:
+    """Of `config` where it is named, which costs no download, else of `model`."""
+    return load_config(section.model_copy(update={"init": "random"}) if section.config else section, field)
+
+
+def _meta(config: Any, field: str) -> Any:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{field}: this configuration makes no causal language model: {error}") from error
+
+
+def planned_precision(recipe: Recipe, device: Device) -> Precision:
+    """`resolve_precision` for a device that may not be in this machine."""
+    if device.cuda and recipe.train.precision == "auto":
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bfloat16"})})
+    return resolve_precision(recipe, torch.device("cpu"))
+
+
+def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool = True) -> Preflight:
+    """Work out what `recipe` takes on `gpus` devices such as `device`.
+
+    Args:
+        recipe: What to look at.
+        device: From `find_device`.
+        gpus: How many; `parallel.strategy` says how they share the work.
+        look_at_data: Read and tokenise data that are on this machine (the run finds them in the cache).
+
+    Raises:
+        ValueError: a setting that no run can have.
+    """
+    teacher, student = meta_models(recipe)
+    shapes = shape_of(teacher), shape_of(student)
+    accumulation = accumulation_steps(recipe.train, recipe.data, gpus)
+    memory = _memory(recipe, *shapes, device, gpus)
+    report = Preflight(
+        device, gpus, _strategy(recipe, gpus), *shapes, memory, _fits(memory, device), accumulation,
+        recipe.train.batch_size * recipe.data.max_length * accumulation * gpus, recipe.train.steps,
+    )  # fmt: skip
+    if not report.fits:
+        report.problems.append(
+            f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
+            f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
+        )
+    report.advice = advise(recipe, *shapes, device, gpus)
+    _check_lengths(recipe, teacher, student, report)
+    tokenizer = _check_vocabulary(recipe, report)
+    pairs = _check_data(recipe, tokenizer, shapes, report, gpus) if look_at_data else None
+    _time(recipe, work_of(teacher, trains=False), work_of(student, trains=True), pairs, report)
+    _disk(recipe, shapes[1], planned_precision(recipe, device), report)
+    return report
+
+
+def _strategy(recipe: Recipe, gpus: int) -> str:
+    return "one device" if gpus == 1 else "fsdp" if recipe.parallel.strategy == "fsdp" else "ddp"
+
+
+def _memory(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> Memory:
+    return step_memory(
+        recipe, teacher, student, planned_precision(recipe, device), memory_bytes=device.memory_bytes,
+        accumulation=accumulation_steps(recipe.train, recipe.data, gpus), world=gpus,
+        sharded=_strategy(recipe, gpus) == "fsdp",
+    )  # fmt: skip
+
+
+def _fits(memory: Memory, device: Device) -> bool:
+    return memory.peak <= USABLE * device.memory_bytes
+
+
+def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
+    return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
+
+
+def _changes(recipe: Recipe, device: Device, gpus: int) -> list[tuple[str, Recipe]]:
+    """Settings that may save memory, and the recipe with each."""
+    train, changes = recipe.train, []
+    if not train.gradient_checkpointing:
+        changes.append(("train.gradient_checkpointing=true", _with(recipe, "train", gradient_checkpointing=True)))
+    if train.batch_size > 1:
+        changes.append(("train.batch_size=1", _with(recipe, "train", batch_size=1)))
+    if recipe.data.max_length >= 1024:
+        half = recipe.data.max_length // 2
+        changes.append((f"data.max_length={half}", _with(recipe, "data", max_length=half)))
+    precision = planned_precision(recipe, device)
+    if train.optimizer != FUSED:
+        changes.append((f"train.optimizer={FUSED}", _with(recipe, "train", optimizer=FUSED)))
+    elif train.optimizer_states == "float32" or (train.optimizer_states == "auto" and precision.student.itemsize > 2):
+        label = "train.optimizer_states=bfloat16"
+        changes.append((label, _with(recipe, "train", optimizer_states="bfloat16")))
+    if device.cuda and recipe.teacher.dtype != "fp8" and precision.teacher != torch.float32:
+        label = "teacher.dtype=fp8 (moves the teacher a little: the run prints by how much)"
+        changes.append((label, _with(recipe, "teacher", dtype="fp8")))
+    if precision.teacher == torch.float32:
+        changes.append(("teacher.dtype=bfloat16", _with(recipe, "teacher", dtype="bfloat16")))
+    if recipe.student.lora is None:
+        lora = _with(recipe, "student", lora=Lora(), dtype="bfloat16" if device.cuda else recipe.student.dtype)
+        changes.append(("student.lora.r=16 student.dtype=bfloat16", lora))
+        if precision.student == torch.float32 and device.cuda:
+            how = "rounded at random" if train.optimizer == FUSED else "small updates are lost"
+            label = f"student.dtype=bfloat16 (weights without float32 copies: {how})"
+            changes.append((label, _with(recipe, "student", dtype="bfloat16")))
+    if gpus > 1 and recipe.parallel.strategy != "fsdp":
+        changes.append(("parallel.strategy=fsdp", _with(recipe, "parallel", strategy="fsdp")))
+    return changes
+
+
+def advise(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> list[tuple[str, float, bool]]:
+    """Changes that save memory, the largest first: the setting, GiB saved at the peak, whether the run then fits."""
+    now = _memory(recipe, teacher, student, device, gpus).peak
+    found = []
+    for label, changed in _changes(recipe, device, gpus):
+        shape = student
+        if (changed.student.lora is None) != (recipe.student.lora is None):
+            shape = shape_of(meta_models(changed)[1])
+        memory = _memory(changed, teacher, shape, device, gpus)
+        if (saved := (now - memory.peak) / GIB) >= 0.05:
+            found.append((label, saved, _fits(memory, device)))
+    return sorted(found, key=lambda row: -row[1])
+
+
+def _check_lengths(recipe: Recipe, teacher: Any, student: Any, report: Preflight) -> None:
+    for model, name in ((teacher, "teacher"), (student, "student")):
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if most and recipe.data.max_length > most:
+            report.problems.append(f"data.max_length: {recipe.data.max_length} exceeds the {name}'s {most} positions")
+
+
+def _check_vocabulary(recipe: Recipe, report: Preflight) -> Any:
+    """Compare the tokenizers that are at hand; returns the teacher's."""
+    rows = report.teacher.vocabulary, report.student.vocabulary
+    teacher, problem = _tokenizer(recipe.teacher, "teacher")
+    own = recipe.student.from_teacher is None and recipe.student.init == "pretrained"
+    student, student_problem = _tokenizer(recipe.student, "student") if own else (teacher, problem)
+    problem = problem or student_problem
+    if teacher is None or student is None:
+        report.vocabulary = f"not compared ({problem}); heads of {rows[0]:,} and {rows[1]:,} rows"
+        return teacher
+    from distill.models.vocabulary import compare
+
+    verdict = compare(teacher, student, *rows)
+    report.vocabulary = str(verdict)
+    try:
+        verdict.require()
+        report.vocabulary_ok = True
+    except ValueError as error:
+        report.vocabulary_ok = recipe.student.vocabulary == "extend"
+        if not report.vocabulary_ok:
+            report.problems.append(f"vocabulary: {error}")
+    return teacher
+
+
+def _tokenizer(section: ModelSection, name: str) -> tuple[Any, str]:
+    """The tokenizer if it is on this machine, and why not."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    from distill.models.source import resolve_model_source
+
+    if section.model is None or section.init == "random":
+        return None, "random weights"
+    try:
+        source = resolve_model_source(section.model, f"{name}.model")
+        cached = source.local or isinstance(
+            try_to_load_from_cache(source.location, "tokenizer_config.json", revision=section.revision), str
+        )
+        return (load_tokenizer(section, name), "") if cached else (None, f"{section.model} is not on this machine")
+    except HFValidationError:
+        return None, f"{section.model} is not on this machine"
+    except ValueError as error:
+        return None, str(error)
+
+
+def _check_data(
+    recipe: Recipe, tokenizer: Any, shapes: tuple[Shape, Shape], report: Preflight, gpus: int
+) -> float | None:
+    """Read data that are on this machine; returns (query, key) pairs a token."""
+    from distill.data.load import load_data
+
+    source = recipe.data.source
+    synthetic = source.partition(":")[0] == "synthetic"
+    local = synthetic or source == "python-stdlib" or Path(source).expanduser().exists()
+    if not local or (tokenizer is None and not synthetic):
+        # a path that does not exist is a mistake; a name may be a hub's data set
+        if not local and Path(source).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt"):
+            report.problems.append(f"data.source: {source} does not exist")
+        report.data = f"{source}: not read ({'not on this machine' if not local else 'no tokenizer at hand'})"
+        return None
+    try:
+        splits = load_data(
+            recipe.data, None if synthetic else tokenizer, seed=recipe.train.seed,
+            vocab_size=min(shape.vocabulary for shape in shapes),
+        )  # fmt: skip
+    except ValueError as error:
+        report.problems.append(str(error).splitlines()[0])
+        report.data = f"{source}: cannot be used"
+        return None
+    found = splits.report
+    report.data, report.trained_share = str(found), found.trained_share
+    if found.trained_share < 0.02:
+        report.problems.append(f"data: only {found.trained_share:.1%} of the tokens are learned; look at data.train_on")
+    report.steps = total_steps(recipe.train, len(splits.train), report.accumulation, gpus)
+    return (found.tokens / max(found.documents, 1) + 1) / 2
+
+
+def _time(recipe: Recipe, teacher: Work | None, student: Work | None, pairs: float | None, report: Preflight) -> None:
+    if teacher is None or student is None:
+        return
+    tokens = report.tokens_per_step
+    learned = tokens * (report.trained_share if report.trained_share is not None else 1.0)
+    pairs = tokens * (pairs or (recipe.data.max_length + 1) / 2)
+    soft = any(term.weight > 0 and term.type != "cross_entropy" for term in recipe.loss.terms)
+    report.flops_per_step = student.of(tokens, learned, pairs) + (teacher.of(tokens, learned, pairs) if soft else 0.0)
+    bf16 = planned_precision(recipe, report.device).compute != torch.float32
+    if report.device.flops and bf16:
+        again = student.of(tokens, 0, pairs) / 3 if recipe.train.gradient_checkpointing else 0.0
+        work = report.flops_per_step + again
+        report.seconds_per_step = work / (report.device.flops * SUSTAINED * report.gpus)
+
+
+def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Preflight) -> None:
+    """The saved student, and with `save_every` two checkpoints and a third being written."""
+    weight = precision.student.itemsize
+    lora = student.rank > 0
+    final = (student.parameters - student.trained * lora) * weight + 4 * student.trained * lora
+    trained = student.trained * (4 if lora else weight)
+    kept = (trained if lora else student.parameters * weight) + 2 * trained
+    limit = recipe.train.arguments.get("save_total_limit", 2)
+    count = (limit if isinstance(limit, int) else 2) + 1
+    if recipe.train.save_every and report.steps:
+        count = min(count, report.steps // recipe.train.save_every)
+    report.disk = final + (count * kept if recipe.train.save_every else 0)
+    folder = Path("runs") if Path("runs").is_dir() else Path()
+    report.disk_free = float(shutil.disk_usage(folder).free)
+    if report.disk > report.disk_free:
+        report.problems.append(
+            f"disk: {report.disk / GIB:.1f} GiB are needed in runs/, {report.disk_free / GIB:.1f} GiB are free"
+        )

@@ -1,0 +1,32 @@
+"""The recipe: everything one distillation run is told, as a YAML file checked field by field.
+
+A section of the file is a module here: `models` (teacher, student), `data`, `loss`, `train`; `schema` puts them
+together, reads and writes. No module of this package imports torch.
+"""
+
+from distill.faults import RecipeError
+from distill.recipe.data import Data, Validation
+from distill.recipe.loss import Loss
+from distill.recipe.models import FromTeacher, Lora, ModelSection, Student, Teacher
+from distill.recipe.schema import Generate, Recipe, dump, load, parse
+from distill.recipe.train import OWNED_ARGUMENTS, Parallel, Train
+
+__all__ = [
+    "OWNED_ARGUMENTS",
+    "Data",
+    "FromTeacher",
+    "Generate",
+    "Lora",
+    "Loss",
+    "ModelSection",
+    "Parallel",
+    "Recipe",
+    "RecipeError",
+    "Student",
+    "Teacher",
+    "Train",
+    "Validation",
+    "dump",
+    "load",
+    "parse",
+]

@@ -1,0 +1,72 @@
+"""The `data:` section of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from distill.faults import Section
+from distill.recipe.fields import Count, Text
+
+
+class Fields(Section):
+    """Which column holds what; a field left out is looked for under its own name."""
+
+    text: Text | None = None
+    prompt: Text | None = None
+    completion: Text | None = None
+    messages: Text | None = None
+
+    def column(self, name: Literal["text", "prompt", "completion", "messages"]) -> str:
+        """The column that holds `name`: as mapped, else `name` itself."""
+        return getattr(self, name) or name
+
+
+class Validation(Section):
+    """What is held out.
+
+    Attributes:
+        source: a data set of its own, or null to hold out a share of the training documents.
+        fraction: that share.
+        max_rows: hold out no more documents than this.
+    """
+
+    source: Text | None = None
+    fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    max_rows: Count | None = 512
+
+
+class Data(Section):
+    """What is learned from.
+
+    Attributes:
+        source: `python-stdlib` (the installed Python's own library), `synthetic` or `synthetic:zipf` (random tokens),
+            a hub id, or a local json, jsonl, parquet, csv or txt file, or a folder of them.
+        subset: configuration of a hub data set.
+        split: its split.
+        format: `auto` decides by the columns.
+        fields: which column holds what.
+        chat_template: `tokenizer` for its own, `none`, or a .jinja file.
+        max_length: tokens in a sequence.
+        packing: put several documents into one sequence, without attention between them.
+        train_on: which assistant turns of a chat are learned.
+        validation: what is held out.
+        max_rows: read no more documents than this.
+        workers: processes that tokenise and load.
+        cache: keep the tokenised data for the next run.
+    """
+
+    source: Text
+    subset: Text | None = None
+    split: Text = "train"
+    format: Literal["auto", "text", "prompt_completion", "chat"] = "auto"
+    fields: Fields = Fields()
+    chat_template: Text = "tokenizer"
+    max_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
+    packing: bool = True
+    train_on: Literal["all", "last"] = "all"
+    validation: Validation = Validation()
+    max_rows: Count | None = None
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    cache: bool = True

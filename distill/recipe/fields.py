@@ -1,0 +1,36 @@
+"""Field types that several sections of a recipe share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from distill.faults import refuse
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Text = Annotated[str, Field(min_length=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+
+def text_or_list(value: Any) -> Any:
+    """A text, or a list of texts that is not empty."""
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise ValueError(refuse("text or a list of texts", value))
+    return value
+
+
+def steps_or_ratio(value: Any) -> Any:
+    """A whole number of steps from 1, or a share of all steps below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(refuse("a number of steps, or a share of them below 1", value))
+    if not 0 <= value <= 2**53 or (value >= 1 and value != int(value)):
+        raise ValueError(refuse("a whole number of steps, or a share of them between 0 and 1", value))
+    return int(value) if value >= 1 else float(value)
+
+
+def no_reports(value: Any) -> Any:
+    """`none`, one name or a list of names, as a list."""
+    return [] if value in (None, "none") else [value] if isinstance(value, str) else value

@@ -1,0 +1,79 @@
+"""The `loss:` section of a recipe: a list of weighted terms, told apart by `type`, and the loss is their plain sum.
+
+With p_s and p_t the student's and the teacher's distributions at the temperature:
+
+    forward_kl       KL(p_t || p_s)
+    reverse_kl       KL(p_s || p_t)
+    jsd              beta KL(p_t || m) + (1 - beta) KL(p_s || m), m = beta p_t + (1 - beta) p_s   (GKD)
+    skew_forward_kl  KL(p_t || alpha p_t + (1 - alpha) p_s)                                       (DistiLLM)
+    skew_reverse_kl  KL(p_s || alpha p_s + (1 - alpha) p_t)                                       (DistiLLM)
+    tvd              half the sum of |p_t - p_s|
+    cross_entropy    -log p_s[label] at temperature 1
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from distill.faults import Section
+from distill.recipe.fields import NotNegative
+
+
+class PlainTerm(Section):
+    """A term without a parameter of its own."""
+
+    type: Literal["forward_kl", "reverse_kl", "tvd", "cross_entropy"]
+    weight: NotNegative = 1.0
+
+
+class JSDTerm(Section):
+    """The generalised Jensen-Shannon divergence; `beta` 0 is defined as forward, 1 as reverse KL."""
+
+    type: Literal["jsd"]
+    weight: NotNegative = 1.0
+    beta: Annotated[float, Field(ge=0, le=1)] = 0.5
+
+
+class SkewTerm(Section):
+    """KL against a mixture that holds the share `alpha` of its own first argument."""
+
+    type: Literal["skew_forward_kl", "skew_reverse_kl"]
+    weight: NotNegative = 1.0
+    alpha: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
+Term = Annotated[PlainTerm | JSDTerm | SkewTerm, Field(discriminator="type")]
+
+
+def _forward_kl_alone() -> list[Term]:
+    return [PlainTerm(type="forward_kl", weight=1.0), PlainTerm(type="cross_entropy", weight=0.0)]
+
+
+class Loss(Section):
+    """The objective.
+
+    Attributes:
+        temperature: divides the logits of both models in every divergence.
+        scale_by_temperature_squared: multiply divergences by temperature squared (Hinton et al., 2015).
+        label_smoothing: of the cross-entropy term.
+        z_loss: weight of the squared log-partition that is added to the cross-entropy term.
+        terms: divergences and cross-entropy with their weights.
+    """
+
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    scale_by_temperature_squared: bool = True
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    z_loss: NotNegative = 0.0
+    terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
+
+    @model_validator(mode="after")
+    def _learns_something(self) -> Self:
+        weighted = {term.type for term in self.terms if term.weight > 0}
+        if not weighted:
+            raise ValueError("every term has weight 0: give at least one term a weight above 0")
+        for name in ("label_smoothing", "z_loss"):
+            if getattr(self, name) and "cross_entropy" not in weighted:
+                raise ValueError(f"{name} belongs to the cross_entropy term, and none has a weight above 0")
+        return self

@@ -1,0 +1,126 @@
+"""The `teacher:` and `student:` sections of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from distill.faults import Section, refuse
+from distill.recipe.fields import Count, Text, text_or_list
+
+Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+
+
+class ModelSection(Section):
+    """What teacher and student have in common.
+
+    Attributes:
+        model: hub id, local folder, .gguf file, or `package:NAME/FILE.gguf` (a file an installed package carries).
+        init: `pretrained` reads `model`; `random` makes random weights in the shape of `config`, for dry runs.
+        config: a config.json, its folder, or the name of a shipped architecture such as `llama-3.2-1b`; only read
+            when `init` is `random`.
+        dtype: what the weights are kept in; `auto` is float32 for weights that are trained, and what is computed in
+            (`train.precision`) for frozen ones: the teacher's, and a LoRA student's. `fp8` is for teachers: bfloat16
+            with the linear layers but the head in fp8; by how much that moves the teacher is measured and printed.
+        revision: branch, tag or commit of a hub model.
+        trust_remote_code: run the Python code a hub model brings.
+        attention: `auto`, or a transformers attention implementation.
+    """
+
+    model: Text | None = None
+    init: Literal["pretrained", "random"] = "pretrained"
+    config: Text | None = None
+    dtype: Weights = "auto"
+    revision: Text | None = None
+    trust_remote_code: bool = False
+    attention: Text = "auto"
+
+    @model_validator(mode="after")
+    def _random_needs_a_shape(self) -> Self:
+        if self.init == "random" and self.config is None:
+            raise ValueError("init: random needs config: a config.json or a shipped architecture such as llama-3.2-1b")
+        return self
+
+
+class Teacher(ModelSection):
+    """The large model, never trained.
+
+    Attributes:
+        adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
+    """
+
+    adapter: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> Self:
+        if self.init == "pretrained" and self.model is None:
+            raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")
+        return self
+
+
+class FromTeacher(Section):
+    """A student cut from the teacher: exactly one of the two fields.
+
+    Attributes:
+        layers: how many of the teacher's layers to keep.
+        keep: which layers to keep, counted from 0, ascending.
+    """
+
+    layers: Count | None = None
+    keep: list[Annotated[int, Field(ge=0, le=2**31)]] | None = None
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        if (self.layers is None) == (self.keep is None):
+            raise ValueError("give exactly one of layers (how many to keep) and keep (which, counted from 0)")
+        if self.keep is not None and (not self.keep or sorted(set(self.keep)) != self.keep):
+            raise ValueError(refuse("keep to be an ascending list of layer numbers, none twice", self.keep))
+        return self
+
+
+class Lora(Section):
+    """Low-rank adapters (Hu et al., 2021): the base weights stay as they are and W + (alpha / r) B A is used.
+
+    Attributes:
+        r: rank.
+        alpha: the adapters' scale is alpha / r.
+        dropout: on the adapters' input.
+        targets: module names, or `all-linear` (every linear layer but the head).
+        head: adapt the language-model head as well.
+    """
+
+    r: Count = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    targets: Annotated[str | list[str], BeforeValidator(text_or_list)] = "all-linear"
+    head: bool = False
+
+
+class Student(ModelSection):
+    """The small model: exactly one of `model`, `from_teacher`, and `init: random` with `config`.
+
+    `init: random` overrules the other two, so that one override turns any recipe into a dry run.
+
+    Attributes:
+        from_teacher: a copy of the teacher with fewer layers.
+        lora: train adapters instead of all weights.
+        vocabulary: `keep`, or `extend` by the tokens that only the teacher has.
+    """
+
+    from_teacher: FromTeacher | None = None
+    lora: Lora | None = None
+    vocabulary: Literal["keep", "extend"] = "keep"
+
+    @model_validator(mode="after")
+    def _trains_in_a_dtype_with_gradients(self) -> Self:
+        if self.dtype == "fp8":
+            raise ValueError("dtype: fp8 is for teachers; a student is trained in float32, bfloat16 or float16")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if self.init == "pretrained" and (self.model is None) == (self.from_teacher is None):
+            came = "none" if self.model is None else "both model and from_teacher"
+            raise ValueError(f"give exactly one of model, from_teacher, and init: random with config; came {came}")
+        return self

@@ -1,0 +1,114 @@
+"""The recipe: everything one distillation run is told, as a YAML file checked field by field.
+
+    teacher: {model: meta-llama/Llama-3.1-8B-Instruct}
+    student: {model: meta-llama/Llama-3.2-1B-Instruct}
+    data: {source: chats.jsonl}
+    train: {steps: 1000}
+
+`load` reads a file, applies `key.sub=value` overrides and validates; `dump` writes the recipe with every default
+filled in, and reading that text back gives the same recipe. A mistake raises `RecipeError` with one line a fault.
+This module imports no torch, so that recipes are checked at once. Paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from distill.faults import RecipeError, Section, explain
+from distill.recipe.data import Data
+from distill.recipe.fields import Text
+from distill.recipe.loss import Loss
+from distill.recipe.models import Student, Teacher
+from distill.recipe.train import Parallel, Train
+from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a Python function that reverses a string.",
+    "Explain in one sentence why the sky is blue.",
+)
+
+
+class Generate(Section):
+    """The samples that close a run: teacher, student before and student after, greedy.
+
+    Attributes:
+        prompts: what is asked; an empty list for no samples.
+        max_new_tokens: length of an answer.
+    """
+
+    prompts: list[Text] = Field(default_factory=lambda: list(PROMPTS))
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 48
+
+
+class Recipe(Section):
+    """One distillation run; `name` is that of the run's folder and is the recipe file's where it is left out."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    teacher: Teacher
+    student: Student
+    data: Data
+    loss: Loss = Loss()
+    train: Train
+    parallel: Parallel = Parallel()
+    generate: Generate = Generate()
+
+    @model_validator(mode="after")
+    def _a_step_holds_a_micro_batch(self) -> Self:
+        micro_batch = self.train.batch_size * self.data.max_length
+        if self.train.tokens_per_step is not None and self.train.tokens_per_step < micro_batch:
+            raise ValueError(
+                f"train.tokens_per_step: expected at least one micro-batch, train.batch_size {self.train.batch_size} "
+                f"x data.max_length {self.data.max_length} = {micro_batch}; came {self.train.tokens_per_step}"
+            )
+        return self
+
+
+def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", origin: str = "recipe") -> Recipe:
+    """Recipe from YAML text.
+
+    Args:
+        text: the YAML.
+        overrides: `key.sub=value` strings, applied in order; see `yaml_text.apply_overrides`.
+        name: the run's name where the text gives none.
+        origin: what error lines call the text.
+
+    Raises:
+        RecipeError: one line a fault: field, what was expected, what came.
+    """
+    tree = parse_yaml(text, origin)
+    tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
+    apply_overrides(tree, overrides, list_defaults={("loss", "terms"): Loss().model_dump()["terms"]})
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe)]) from None
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Recipe from a YAML file, with `key.sub=value` overrides.
+
+    Raises:
+        RecipeError: the file cannot be read, is not YAML, or a field is wrong.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError([f"{path}: no such recipe; `distill recipes` lists those that ship"]) from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = (
+            "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
+        )
+        raise RecipeError([f"{str(path)!r}: cannot be read as a recipe: {reason}"]) from None
+    return parse(text, overrides, name=path.stem, origin=str(path))
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every field written out; `parse(dump(recipe)) == recipe`."""
+    return to_yaml(recipe.model_dump(mode="json"))

@@ -1,0 +1,110 @@
+"""The `train:` and `parallel:` sections of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+
+from distill.faults import Section
+from distill.recipe.fields import Count, DType, NotNegative, Text, no_reports, steps_or_ratio
+
+# TrainingArguments that a field of the recipe owns
+OWNED_ARGUMENTS = {
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "per_device_train_batch_size": "train.batch_size",
+    "gradient_accumulation_steps": "train.tokens_per_step",
+    "learning_rate": "train.learning_rate",
+    "lr_scheduler_type": "train.schedule",
+    "warmup_steps": "train.warmup",
+    "warmup_ratio": "train.warmup",
+    "weight_decay": "train.weight_decay",
+    "max_grad_norm": "train.max_grad_norm",
+    "optim": "train.optimizer",
+    "bf16": "train.precision",
+    "fp16": "train.precision",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "activation_checkpointing": "train.gradient_checkpointing",
+    "seed": "train.seed",
+    "save_steps": "train.save_every",
+    "eval_steps": "train.eval_every",
+    "logging_steps": "train.log_every",
+    "report_to": "train.report_to",
+    "full_determinism": "train.deterministic",
+    "use_cpu": "train.device",
+    "dataloader_num_workers": "data.workers",
+    "fsdp": "parallel.strategy",
+    "output_dir": "--name",
+}
+
+
+class Train(Section):
+    """How it is learned: exactly one of `steps` and `epochs`.
+
+    Attributes:
+        steps: optimizer steps.
+        epochs: passes over the data.
+        tokens_per_step: tokens in an optimizer step over all devices, padding and prompts included; null for one
+            micro-batch a device, without accumulation.
+        batch_size: sequences in a micro-batch of one device.
+        learning_rate: its peak.
+        schedule: of the learning rate, after warm-up.
+        warmup: a number of steps, or below 1 a share of all steps.
+        weight_decay: decoupled (AdamW).
+        max_grad_norm: gradients are clipped to this norm; 0 for no clipping.
+        optimizer: `fused_adamw` (ours; on a CPU torch's), or a transformers optimizer name.
+        optimizer_states: dtype of fused_adamw's two moments; `auto` is that of the weights.
+        master_weights: fused_adamw keeps a float32 copy of bfloat16 weights; without it they are rounded at random.
+        precision: what the student computes in, weights of another dtype through autocast.
+        gradient_checkpointing: keep fewer activations and compute them again.
+        seed: of initialisation, data order, split and dropout.
+        save_every: steps between checkpoints; null for none but the final model.
+        eval_every: steps between held-out evaluations; null for before and after only.
+        log_every: steps between log lines.
+        report_to: transformers integrations such as `wandb` or `tensorboard`.
+        deterministic: the same bits every time, at some cost in speed.
+        device: `auto` takes CUDA where there is one.
+        arguments: anything else `transformers.TrainingArguments` takes.
+    """
+
+    steps: Count | None = None
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    tokens_per_step: Count | None = None
+    batch_size: Count = 1
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
+    warmup: Annotated[int | float, BeforeValidator(steps_or_ratio)] = 0.03
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: NotNegative = 1.0
+    optimizer: Text = "fused_adamw"
+    optimizer_states: Literal["auto", "float32", "bfloat16"] = "auto"
+    master_weights: bool = False
+    precision: DType = "auto"
+    gradient_checkpointing: bool = False
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    save_every: Count | None = None
+    eval_every: Count | None = None
+    log_every: Count = 10
+    report_to: Annotated[list[Text], BeforeValidator(no_reports)] = Field(default_factory=list)
+    deterministic: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            came = "neither" if self.steps is None else f"steps {self.steps} and epochs {self.epochs:g}"
+            raise ValueError(f"give exactly one of steps and epochs; came {came}")
+        if self.optimizer != "fused_adamw" and (self.master_weights or self.optimizer_states != "auto"):
+            raise ValueError(f"master_weights and optimizer_states belong to fused_adamw; came {self.optimizer}")
+        for name in self.arguments:
+            if name in OWNED_ARGUMENTS:
+                raise ValueError(f"arguments.{name} is set by {OWNED_ARGUMENTS[name]}; set it there")
+        return self
+
+
+class Parallel(Section):
+    """How several devices share the work: `auto` is DDP, or FSDP where the models do not fit one device."""
+
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"

@@ -1,0 +1,114 @@
+"""The README.md of a saved student: what it was made from, how close it came, and the recipe that made it.
+
+Names and texts that people gave (models, data sets, the run) are written so that Markdown, HTML and YAML take them for
+text and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from distill.judging.evaluate import HeldOut, gap_closed
+
+MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~<>&$])")
+
+
+def write_model_card(
+    folder: Path,
+    *,
+    name: str,
+    teacher: str,
+    student: str,
+    data: str,
+    recipe: str,
+    before: HeldOut | None = None,
+    after: HeldOut | None = None,
+    versions: Mapping[str, str] | None = None,
+    hub_models: tuple[str, ...] = (),
+) -> Path:
+    """Write `README.md` into `folder`.
+
+    Args:
+        folder: The saved student.
+        name: Of the run.
+        teacher: What the teacher is, as the recipe says it.
+        student: What the student started as.
+        data: What it was trained on.
+        recipe: The resolved recipe, YAML.
+        before, after: Held-out figures; the table needs both.
+        versions: Of the libraries that trained it.
+        hub_models: Hub ids that this student descends from, for the card's metadata; others are left out.
+
+    Returns:
+        The file.
+    """
+    head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["distillation"]}
+    bases = [model for model in hub_models if re.fullmatch(r"[\w.-]+/[\w.-]+", model)]
+    if bases:
+        head["base_model"] = bases
+    parts = [
+        # JSON is YAML, and quotes every text
+        "---\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()) + "\n---",
+        f"# {escape(name)}",
+        f"A student distilled from **{escape(teacher)}**.",
+        f"| | |\n|---|---|\n| teacher | {escape(teacher)} |\n| student before | {escape(student)} |\n"
+        f"| data | {escape(data)} |",
+    ]
+    if before is not None and after is not None:
+        parts += ["## Held-out figures", figures_table(before, after), _explanation(before, after)]
+    parts += [
+        "## Use",
+        fenced(
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            'student = AutoModelForCausalLM.from_pretrained("path/to/this/folder")\n'
+            'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
+            "python",
+        ),
+        "The teacher's licence and terms of use may bind models made from its outputs; read them before sharing.",
+        "## Recipe",
+        fenced(recipe.strip(), "yaml"),
+    ]
+    if versions:
+        parts.append(
+            "Trained with " + ", ".join(f"{escape(key)} {escape(value)}" for key, value in versions.items()) + "."
+        )
+    path = folder / "README.md"
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return path
+
+
+def figures_table(before: HeldOut, after: HeldOut) -> str:
+    """Held-out figures of teacher, student before and student after, as a Markdown table."""
+    lines = ["| | forward KL | reverse KL | top-1 agreement | perplexity |", "|---|---:|---:|---:|---:|"]
+    lines.append(f"| teacher | 0 | 0 | 100 % | {after.teacher_perplexity:,.2f} |")
+    for title, row in (("student before", before), ("student after", after)):
+        lines.append(
+            f"| {title} | {row.forward_kl:.4f} | {row.reverse_kl:.4f} | {100 * row.agreement:.1f} % "
+            f"| {row.student_perplexity:,.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def _explanation(before: HeldOut, after: HeldOut) -> str:
+    return (
+        f"Means over {after.tokens:,} held-out tokens, in nats; the student against the teacher's next-token "
+        f"distributions. Share of the gap closed, (KL before - KL after) / KL before: "
+        f"**{100 * gap_closed(before, after):.1f} %**."
+    )
+
+
+def escape(text: str) -> str:
+    """`text` on one line, with nothing in it that Markdown or HTML would act on."""
+    plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    # a bare address would become a link
+    return MARKS.sub(r"\\\1", plain).replace("://", ":\u200b//")
+
+
+def fenced(text: str, language: str) -> str:
+    """`text` as a code block, fenced by more backticks than any run of them inside."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}\n{fence}"

@@ -1,0 +1,277 @@
+"""`distill report RUN`: everything about one run on one page, `report.html`, that loads nothing from anywhere.
+
+Whatever people or models wrote (names, prompts, answers, the recipe) goes through `html.escape`; the page holds no
+script, so that it can be mailed, archived and opened offline.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distill.faults import RecipeError
+from distill.folders import RECIPE_FILE, RUNS
+from distill.reports.curves import PANELS, Panel
+from distill.reports.style import STYLE
+from distill.reports.svg_plot import Series, line_chart, short
+
+CHARTS = (*PANELS, Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True))
+WHO = {"teacher": "teacher", "before": "student before", "after": "student after"}
+
+
+class Run(NamedTuple):
+    """What a run's folder tells.
+
+    Attributes:
+        folder: where it lies.
+        recipe: the resolved recipe, YAML.
+        metrics: rows of `metrics.jsonl`.
+        before: held-out figures and samples from before training; empty before the first evaluation.
+        result: `result.json`; empty while the run is unfinished.
+    """
+
+    folder: Path
+    recipe: str
+    metrics: list[dict[str, Any]]
+    before: dict[str, Any]
+    result: dict[str, Any]
+
+    @property
+    def held_out(self) -> dict[str, dict[str, float]]:
+        """Held-out figures by `before` and `after`, those there are."""
+        found = {"before": self.before.get("held_out"), "after": self.result.get("after")}
+        return {name: figures for name, figures in found.items() if figures}
+
+
+def find_run(argument: str | Path) -> Path:
+    """The folder of a run: a path, or its name under `runs/`.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    for folder in (Path(argument), RUNS / argument):
+        if (folder / RECIPE_FILE).is_file():
+            return folder
+    names = sorted(path.parent.name for path in RUNS.glob(f"*/{RECIPE_FILE}"))
+    known = f"; runs here: {', '.join(names)}" if names else "; there are no runs here"
+    raise RecipeError([f"{str(argument)!r}: no such run (a folder with a {RECIPE_FILE}){known}"])
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run, finished or not.
+
+    Raises:
+        RecipeError: a file of it is damaged.
+    """
+    from distill.training.progress import read_metrics
+
+    def read(name: str) -> dict[str, Any]:
+        path = folder / name
+        if not path.is_file():
+            return {}
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise RecipeError([f"{path}: cannot be read: {error}"]) from None
+        return value if isinstance(value, dict) else {}
+
+    return Run(
+        folder,
+        (folder / RECIPE_FILE).read_text(encoding="utf-8"),
+        read_metrics(folder / "metrics.jsonl"),
+        read("before.json"),
+        read("result.json"),
+    )
+
+
+def write_report(folder: Path, destination: Path | None = None) -> Path:
+    """Write the page about the run in `folder` to `destination` (`report.html` in the folder); returns its path."""
+    target = destination or folder / "report.html"
+    text = page(read_run(folder))
+    beside = target.with_name(target.name + ".unfinished")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, target)
+    return target
+
+
+def page(run: Run) -> str:
+    """The whole page as HTML."""
+    name = html.escape(run.folder.name)
+    sections = [
+        _summary(run),
+        _section("Held out", _held_out(run)),
+        _section("Training, by optimizer step", _charts(run.metrics)),
+        _section("Time", _time(run.metrics)),
+        _section("Samples", _samples(run)),
+        _section("Recipe", f"<pre>{html.escape(run.recipe.strip())}</pre>"),
+        _section("Environment", _pairs(run.result.get("environment", {}))),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{name}</title><style>{STYLE}</style></head>\n<body><main>\n<h1>{name}</h1>\n"
+        + "\n".join(section for section in sections if section)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>\n{body}\n</section>" if body else ""
+
+
+def _recipe_facts(run: Run) -> dict[str, str]:
+    from distill.preamble import model_name
+    from distill.recipe import parse
+
+    recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
+    terms = " + ".join(f"{term.weight:g} {term.type}" for term in recipe.loss.terms if term.weight > 0)
+    return {
+        "teacher": model_name(recipe.teacher),
+        "student": model_name(recipe.student),
+        "data": recipe.data.source,
+        "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
+    }
+
+
+def _summary(run: Run) -> str:
+    facts = "".join(f"<span><b>{key}</b> {html.escape(value)}</span>" for key, value in _recipe_facts(run).items())
+    cards = []
+    if "gap_closed" in run.result and run.result["gap_closed"] is not None:
+        cards.append(("gap closed", f"{run.result['gap_closed']:.1%}", "of the KL to the teacher"))
+    after, before = run.held_out.get("after"), run.held_out.get("before")
+    if after:
+        was = f"was {before['forward_kl']:.4f}" if before else ""
+        cards.append(("KL to teacher", f"{after['forward_kl']:.4f}", was))
+        was = f"was {before['agreement']:.1%}" if before else ""
+        cards.append(("agreement", f"{after['agreement']:.1%}", was))
+    speeds = sorted(row["tokens_per_second"] for row in run.metrics if row.get("tokens_per_second"))
+    if speeds:
+        cards.append(("tokens a second", short(speeds[len(speeds) // 2]), "median"))
+    boxes = "".join(
+        f'<div class="card"><div class="what">{what}</div><div class="figure">{figure}</div>'
+        f'<div class="note">{note}</div></div>'
+        for what, figure, note in cards
+    )
+    unfinished = "" if run.result else '<p class="warning">This run has not finished; figures so far.</p>'
+    return f'<p class="facts">{facts}</p>{unfinished}<div class="cards">{boxes}</div>'
+
+
+def _held_out(run: Run) -> str:
+    figures = run.held_out
+    if not figures:
+        return ""
+    last = figures.get("after") or figures["before"]
+
+    def perplexity(value: float) -> str:
+        return f"{math.exp(value):,.2f}" if value < 700 else "inf"
+
+    rows = [["teacher", "0", "0", "100 %", perplexity(last["teacher_cross_entropy"]), f"{last['teacher_entropy']:.3f}"]]
+    for name, row in figures.items():
+        rows.append(
+            [
+                WHO[name], f"{row['forward_kl']:.4f}", f"{row['reverse_kl']:.4f}", f"{100 * row['agreement']:.1f} %",
+                perplexity(row["student_cross_entropy"]), f"{row['student_entropy']:.3f}",
+            ]
+        )  # fmt: skip
+    head = ["", "forward KL", "reverse KL", "agreement", "perplexity", "entropy"]
+    note = f"Means over {last['tokens']:,} held-out tokens, in nats; teacher and student see the same text."
+    return table(head, rows) + f'<p class="note">{note}</p>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table that scrolls sideways where it is too wide; the first column holds names."""
+    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def points(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+    """(step, figure) of the rows that have it."""
+    return [
+        (float(row["step"]), float(row[key]) * factor)
+        for row in rows
+        if isinstance(row.get(key), int | float) and isinstance(row.get("step"), int | float)
+    ]
+
+
+def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
+    charts = []
+    for panel in CHARTS:
+        lines = [
+            Series("training", points(rows, panel.key, panel.factor), 0),
+            Series("held out", points(rows, f"eval_{panel.key}", panel.factor), 1),
+        ]
+        lines = [line for line in lines if line.points]
+        if not lines:
+            continue
+        last = lines[-1].points[-1][1]
+        legend = ' <span class="held-out">held out</span>' if len(lines) > 1 or lines[0].color == 1 else ""
+        charts.append(
+            f"<figure><figcaption>{html.escape(panel.title)}{legend}<b>{short(last)}</b></figcaption>"
+            f"{line_chart(lines, panel.title, from_zero=panel.from_zero)}</figure>"
+        )
+    return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
+
+
+def _time(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where the time and the arithmetic went, as far as the run measured it."""
+    trained = [row for row in rows if isinstance(row.get("seconds"), int | float)]
+    if not trained:
+        return ""
+    seconds = sum(row["seconds"] for row in trained)
+    tokens = sum(row["seconds"] * row.get("tokens_per_second", 0.0) for row in trained)
+    text = f"<p>{duration(seconds)} of training for {tokens:,.0f} tokens; evaluations and checkpoints not counted.</p>"
+    shares = {
+        name: sum(row["seconds"] * row[f"mfu_{name}"] for row in trained if row.get(f"mfu_{name}") is not None)
+        / max(seconds, 1e-9)
+        for name in ("teacher", "student")
+    }
+    if not any(shares.values()):
+        return text
+    parts = [("teacher's arithmetic", shares["teacher"]), ("student's arithmetic", shares["student"])]
+    parts.append(("below the GPU's peak", max(0.0, 1 - sum(shares.values()))))
+    bars = "".join(
+        f'<span class="part-{i}" style="flex-grow:{share:.4f}"></span>' for i, (_, share) in enumerate(parts)
+    )
+    keys = "".join(f'<span class="key part-{i}"></span>{name} {share:.1%} ' for i, (name, share) in enumerate(parts))
+    return f'{text}<div class="bar">{bars}</div><p class="note">{keys}</p>'
+
+
+def duration(seconds: float) -> str:
+    """A time for people."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _samples(run: Run) -> str:
+    answers: dict[str, Any] = run.result.get("answers") or run.before.get("answers") or {}
+    if not answers:
+        return ""
+    prompts = run.result.get("prompts") or run.before.get("prompts") or _prompts(run)
+    blocks = []
+    for number, prompt in enumerate(prompts):
+        said = "".join(
+            f"<div><h4>{html.escape(WHO.get(who, who))}</h4>"
+            f"<pre>{html.escape(texts[number]) or '(nothing)'}</pre></div>"
+            for who, texts in answers.items()
+            if number < len(texts)
+        )
+        blocks.append(f'<h3>{html.escape(prompt)}</h3><div class="answers">{said}</div>')
+    return "".join(blocks)
+
+
+def _prompts(run: Run) -> list[str]:
+    from distill.recipe import parse
+
+    return parse(run.recipe, name=run.folder.name).generate.prompts
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    rows = [[str(key), str(value)] for key, value in values.items()]
+    return table(["", ""], rows).replace("<thead><tr><th></th><th></th></tr></thead>", "") if rows else ""

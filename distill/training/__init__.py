@@ -1,0 +1,1 @@
+"""The training itself: objective, trainer, metrics, checkpoints, health, several GPUs."""

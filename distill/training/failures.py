@@ -1,0 +1,84 @@
+"""What can break a run from outside, said in one line with what to do: disk, memory, a worker that died."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from distill.faults import RunError
+from distill.recipe import Recipe
+from distill.training.checkpoints import checkpoints
+
+DISK = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the disk is read-only",
+    errno.EACCES: "writing there is not permitted",
+    errno.EPERM: "writing there is not permitted",
+}
+GIB = 2**30
+
+
+@contextmanager
+def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
+    """Turn failures of the machine into `RunError`, one line that says what to change; others pass through."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RunError(out_of_memory(recipe, error)) from error
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        raise RunError(_disk(DISK[error.errno], error.filename or folder, folder)) from error
+    except Exception as error:  # libraries wrap what the system said into their own exceptions
+        text = str(error)
+        if "No space left" in text or ("PytorchStreamWriter failed" in text and _free(folder) < GIB):
+            raise RunError(_disk(DISK[errno.ENOSPC], folder, folder)) from error
+        if "DataLoader worker" in text:
+            raise RunError(
+                f"a data worker died ({text.splitlines()[0]}); most often the machine ran out of memory: lower "
+                f"data.workers (now {recipe.data.workers}){_continue(folder)}"
+            ) from error
+        raise
+
+
+def out_of_memory(recipe: Recipe, error: BaseException) -> str:
+    """What to lower, and by how much, when the GPU's memory is used up."""
+    batch, length = recipe.train.batch_size, recipe.data.max_length
+    ways = []
+    if batch > 1:
+        keeps = "" if recipe.train.tokens_per_step is None else " (the step stays the same: more micro-batches)"
+        ways.append(f"train.batch_size from {batch} to {max(batch // 2, 1)}, half of the activations{keeps}")
+    if not recipe.train.gradient_checkpointing:
+        ways.append("train.gradient_checkpointing to true, one layer's activations at a time")
+    if recipe.student.lora is None:
+        ways.append("student.lora to {}, no gradients and optimizer states of the base weights")
+    if recipe.train.optimizer_states != "bfloat16" and recipe.train.optimizer == "fused_adamw":
+        ways.append("train.optimizer_states to bfloat16, half of the optimizer's memory")
+    if recipe.teacher.dtype != "fp8":
+        ways.append("teacher.dtype to fp8, half of the teacher's layers")
+    if batch == 1:
+        ways.append(f"data.max_length from {length} to {length // 2}, half of the activations")
+    return (
+        f"the GPU is out of memory: {str(error).splitlines()[0]}; set {'; or '.join(ways)}. "
+        "`distill check` ranks the ways by the GiB they save"
+    )
+
+
+def _disk(what: str, where: object, folder: Path) -> str:
+    return f"{where}: {what} ({_free(folder) / GIB:.1f} GiB free); make room there{_continue(folder)}"
+
+
+def _free(folder: Path) -> int:
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def _continue(folder: Path) -> str:
+    whole = checkpoints(folder) if folder.is_dir() else []
+    return f", then continue from {whole[-1]} with --resume" if whole else ", then start again"

@@ -1,0 +1,203 @@
+"""What a run measures while it trains: the distillation figures, tokens per second, MFU and peak memory.
+
+Everything is summed on the device and read once per logging step, where the trainer synchronises anyway.
+
+Tokens per second count the positions that went through the models (padding included; packing leaves little) and,
+apart, the trained ones (labels that are learned), over the wall time since the last logging step, less the time spent
+in evaluations and checkpoints.
+
+MFU, model FLOPs utilisation (Chowdhery et al., 2022, appendix B), is the model's arithmetic over elapsed time over the
+GPU's dense bf16 peak; recomputation (gradient checkpointing) does not count. With P the parameters of the decoder
+without its embedding and V x H the head, per step:
+
+    teacher   2 P tokens + 2 V H trained + 4 L A pairs
+    student   f P tokens + h V H trained + (4 + 8) L A pairs
+
+f is 6 where all weights are trained and 4 with frozen base weights (LoRA: no weight gradients), h the same for the
+head, L layers, A = heads x head width, pairs the (query, key) pairs inside documents, sum over tokens of position + 1
+(sliding windows are not taken off). An unknown GPU, or a mixture of experts, gives no MFU rather than a guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from distill.models.head import bare, decoder_of, find_head
+from distill.training.objective import STATISTICS
+
+# dense bf16 tensor-core FLOP/s as the vendor states them, by a part of the device's name; the longest match counts
+PEAK_FLOPS = {
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "H100": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989.4e12,
+    "B200": 2250e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name, None for one not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = [part for part in PEAK_FLOPS if part in name]
+    return PEAK_FLOPS[max(known, key=len)] if known else None
+
+
+class Work(NamedTuple):
+    """FLOPs of one model in training or inference: a token, a trained token, a pair of query and key."""
+
+    token: float
+    trained: float
+    pair: float
+
+    def of(self, tokens: float, trained: float, pairs: float) -> float:
+        """FLOPs of that many tokens, trained tokens and pairs."""
+        return self.token * tokens + self.trained * trained + self.pair * pairs
+
+
+def work_of(model: nn.Module, *, trains: bool) -> Work | None:
+    """The FLOPs of `model` by the formulas above; None for a mixture of experts, whose active share is unknown here."""
+    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+    decoder, linear = decoder_of(model), find_head(model).linear
+    embeddings = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    body = [p for p in decoder.parameters() if id(p) not in embeddings]
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+    def cost(parameters: list[nn.Parameter]) -> float:
+        """Forward 2, backward to the input 2, to the weight 2 more where it is trained."""
+        return float(sum(p.numel() * (2 + (2 + 2 * p.requires_grad) * trains) for p in parameters))
+
+    return Work(
+        cost(body), cost(list(linear.parameters())), 4.0 * (3 if trains else 1) * config.num_hidden_layers * width
+    )
+
+
+def parameters_of(model: nn.Module) -> tuple[int, int]:
+    """All parameters (tied ones once) and those that are trained."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+class Meter:
+    """Sums of one logging interval, kept on the device.
+
+    Args:
+        device: Where the sums live.
+        teacher: FLOPs of the teacher, from `work_of`; None for no MFU.
+        student: The same of the student.
+        divergence: The objective's name for its divergence (None: no teacher in the loss) and the terms' weights.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        teacher: Work | None,
+        student: Work | None,
+        divergence: tuple[str | None, float] = ("kl", 1.0),
+    ) -> None:
+        self.device, self.teacher, self.student = device, teacher, student
+        self.divergence = divergence
+        self.peak = peak_flops(device)
+        self.tokens_seen = 0
+        self._pause = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the interval and start its clock."""
+        precision = torch.float32 if self.device.type == "mps" else torch.float64
+        self._sums = torch.zeros(len(STATISTICS), dtype=precision, device=self.device)
+        self._counts = torch.zeros(2, dtype=precision, device=self.device)  # trained tokens, pairs
+        self._tokens = 0
+        self._start, self._pause = time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside does not count."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pause += time.perf_counter() - start
+
+    def add(self, inputs: Mapping[str, Any], statistics: torch.Tensor) -> None:
+        """Count one micro-batch; `statistics` are the objective's sums. Launches a few small kernels, never waits."""
+        self._sums += statistics.detach()
+        rows = inputs.get("valid_rows")
+        trained = (inputs["labels"][:, 1:] != -100).sum() if rows is None else rows.numel()
+        positions = inputs.get("position_ids")
+        batch, length = inputs["input_ids"].shape
+        self._counts[0] += trained
+        self._counts[1] += batch * length * (length + 1) // 2 if positions is None else (positions + 1).sum()
+        self._tokens += batch * length
+
+    def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """The interval's figures over all ranks, and a new interval. One synchronisation.
+
+        Args:
+            reduce: Sums a tensor over the ranks.
+
+        Returns:
+            kl or divergence, cross_entropy, teacher_cross_entropy, student_entropy, teacher_entropy, agreement (means
+            over trained tokens, natural logarithms), tokens_per_second, trained_tokens_per_second, tokens_seen (since
+            this process started), peak_memory_gib and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
+        """
+        here = torch.cat([self._sums, self._counts, self._counts.new_tensor([self._tokens, 1.0])])
+        *sums, trained, pairs, tokens, ranks = reduce(here).tolist()
+        seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
+        self.tokens_seen += int(tokens)
+        figures = named_means(sums, trained, self.divergence) | {
+            "tokens_per_second": tokens / seconds,
+            "trained_tokens_per_second": trained / seconds,
+            "trained_tokens": trained,
+            "tokens_seen": float(self.tokens_seen),
+            "seconds": seconds,
+            "peak_memory_gib": peak_memory(self.device) / 2**30,
+        }
+        if self.peak and self.teacher and self.student:
+            available = self.peak * seconds * ranks
+            work = self.teacher.of(tokens, trained, pairs) if self.divergence[0] else 0.0
+            figures["mfu_teacher"] = work / available
+            figures["mfu_student"] = self.student.of(tokens, trained, pairs) / available
+            figures["mfu"] = figures["mfu_teacher"] + figures["mfu_student"]
+        self.restart()
+        return figures
+
+
+def named_means(sums: list[float], trained: float, divergence: tuple[str | None, float]) -> dict[str, float]:
+    """Means over `trained` tokens of the objective's statistics, the teacher's left out where it takes no part."""
+    mean = {name: value / max(trained, 1.0) for name, value in zip(STATISTICS, sums, strict=True)}
+    name, weight = divergence
+    figures = {key: mean[key] for key in ("cross_entropy", "student_entropy")}
+    if name is not None:
+        figures |= {name: mean["divergence"] / weight, "agreement": mean["agreement"]}
+        figures |= {"teacher_entropy": mean["teacher_entropy"], "teacher_cross_entropy": -mean["teacher_label_logprob"]}
+    return figures
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most the CUDA allocator ever held, or on CPU the process's largest resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

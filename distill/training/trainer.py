@@ -1,0 +1,281 @@
+"""`DistillationTrainer`: transformers' Trainer with a teacher, a fused loss, and figures one can believe.
+
+    trainer = DistillationTrainer(student, teacher, args=TrainingArguments("out", max_steps=100), train_dataset=rows)
+    trainer.train()
+
+The loss is the mean over the valid tokens of the whole optimizer step: all micro-batches, all ranks. Each micro-batch
+computes its sum over the step's token count (int64: as a float it would be rounded to bf16 under FSDP2), and since
+DDP and FSDP average gradients over the ranks, the loss is multiplied by their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+
+from distill.data.collator import Collator
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
+from distill.training.health import Health
+from distill.training.metrics import Meter, named_means, work_of
+from distill.training.objective import STATISTICS, DistillationObjective, LossSpec
+
+log = logging.getLogger(__name__)
+
+
+class DistillationTrainer(Trainer):
+    """Trains `model` to match `teacher`.
+
+    Rows hold `input_ids`, `labels` (not shifted, -100 where nothing is learned; every token without them) and, if
+    several documents share a row, `position_ids` that restart; `distill.data.load_data` makes such rows.
+
+    Args:
+        model: The student: a causal language model, bare or inside PEFT. Its forward is patched.
+        teacher: A causal language model over the same vocabulary; moved to the student's device and frozen.
+        args: As of `Trainer`. Four of its fields are set, since any other value trains wrongly here:
+            `remove_unused_columns`, `logging_nan_inf_filter` and `ddp_find_unused_parameters` to False,
+            `average_tokens_across_devices` to True.
+        loss: What `DistillationObjective` takes: a divergence's name, a recipe's loss section, terms, or a module.
+        vocab_size: Columns that both heads are cut to; None for the smaller head.
+        train_dataset, eval_dataset, processing_class, callbacks: As of `Trainer`.
+        data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
+        more: Anything else of `Trainer`.
+
+    Raises:
+        ValueError: for models that cannot be compared; see `DistillationObjective`.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        teacher: nn.Module,
+        args: TrainingArguments,
+        *,
+        loss: LossSpec = "forward_kl",
+        vocab_size: int | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        **more: Any,
+    ) -> None:
+        args.remove_unused_columns = False
+        args.logging_nan_inf_filter = False
+        args.ddp_find_unused_parameters = False
+        args.average_tokens_across_devices = True
+        if args.n_gpu > 1:
+            log.warning("%d GPUs are visible to one process; using one. Start with torchrun to use all.", args.n_gpu)
+            args._n_gpu = 1
+        if data_collator is None:
+            data_collator = PlainRows(Collator(_padding_token(processing_class, model), omit_plain_positions=True))
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            **more,
+        )
+        teacher.to(args.device)
+        # FSDP places the student itself, later; the objective reads both models where they stand now
+        device = next(model.parameters()).device
+        if device.type != "meta" and device != args.device:
+            model.to(args.device)
+        self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
+        self.meter = Meter(
+            args.device, work_of(teacher, trains=False), work_of(model, trains=True), self.objective.divergence
+        )
+        self._checkpoints_go_to: str | None = None
+        self.health = Health(
+            lambda values: self.accelerator.reduce(values, "sum"),
+            self.accelerator.num_processes,
+            Path(args.output_dir or "."),
+        )
+        if self.accelerator.scaler is not None:  # float16: its scale is found by steps that overflow
+            self.health.limit *= 10
+        self.add_callback(_Watch(self))
+
+    # ------------------------------------------------------------------ loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The micro-batch's summed loss over the step's token count, times the number of ranks."""
+        output = model(**self.objective.compare(inputs, num_items_in_batch))
+        if model.training:
+            self.meter.add(inputs, output["statistics"])
+        loss = output["loss"]
+        if num_items_in_batch is not None:
+            loss = loss * self.accelerator.num_processes
+        return (loss, output) if return_outputs else loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `Trainer.training_step`; remembers the batch until its step is known to be finite."""
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        self.health.see_batch(inputs, loss)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        norm = super()._clip_grad_norm(model)
+        self.health.see_norm(norm)
+        return norm
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
+        """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
+        if not batch_samples:
+            return None
+        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
+        count = torch.as_tensor(count, dtype=torch.int64).to(device)
+        return self.accelerator.reduce(count, "sum").clamp_min(1)
+
+    # --------------------------------------------------------------- figures
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the interval's figures to a training step's log; runs on every rank."""
+        if "loss" in logs and self.is_in_train:
+            logs = {**logs, **self.meter.read(lambda values: self.accelerator.reduce(values, "sum"))}
+            if self.health.skipped:
+                logs["skipped_steps"] = self.health.skipped
+        super().log(logs, start_time)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`; on SIGTERM it writes a checkpoint and returns, with `health.stopping` set.
+
+        Raises:
+            RunError: loss or gradients stay NaN or infinite.
+        """
+        self.meter.restart()
+        with self.health.stops_on_sigterm():
+            return super().train(*args, **kwargs)
+
+    @torch.no_grad()
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Held-out figures, means over the trained tokens of the whole set (`Trainer` would average over batches).
+
+        Returns:
+            Under `eval_`: the loss and the figures of training.
+        """
+        with self.meter.paused():
+            figures = self._held_out(self.get_eval_dataloader(eval_dataset))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _held_out(self, batches: Any) -> dict[str, float]:
+        model = self.model_wrapped if self.is_in_train else self.model
+        assert model is not None
+        training = model.training
+        model.eval()
+        sums = torch.zeros(len(STATISTICS) + 2, dtype=torch.float64, device=self.args.device)
+        with self.compute_loss_context_manager():
+            for batch in batches:
+                inputs = self._prepare_inputs(batch)
+                output = model(**self.objective.compare(inputs, num_items=1))
+                trained = (inputs["labels"][:, 1:] != -100).sum().double()[None]
+                sums += torch.cat([output["statistics"].double(), output["loss"].double()[None], trained])
+        model.train(training)
+        *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()
+        if trained == 0:
+            raise ValueError("eval_dataset: no trained tokens (every label is -100)")
+        return {"loss": loss / trained, **named_means(statistics, trained, self.objective.divergence)}
+
+    # ----------------------------------------------------------- checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._checkpoints_go_to or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write a checkpoint beside and rename it: a folder named checkpoint-N is always complete."""
+        folder = Path(super()._get_output_dir(trial))
+        unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
+        with self.meter.paused(), self._without_rotation() as limit:
+            if self.args.should_save:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self._checkpoints_go_to = str(unfinished)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._checkpoints_go_to = None
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                if (folder / name).exists():
+                    os.replace(folder / name, unfinished / "replaced")
+                make_lasting(unfinished / name)
+                os.replace(unfinished / name, folder / name)
+                drop_old(folder, limit)
+                shutil.rmtree(unfinished, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def _without_rotation(self) -> Iterator[int | None]:
+        """`Trainer` rotates before the new checkpoint has its name; this trainer does it after. Yields the limit."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield limit
+        finally:
+            self.args.save_total_limit = limit
+
+
+class _Watch(TrainerCallback):
+    """Shows each optimizer step to `Health`, and stops training where it wants that."""
+
+    def __init__(self, trainer: DistillationTrainer) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gradients are there and not used yet."""
+        model = self.trainer.model
+        assert model is not None
+        self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log, write a checkpoint and stop."""
+        if self.trainer.health.stopping and state.global_step < state.max_steps:
+            control.should_log = control.should_save = control.should_training_stop = True
+
+
+class PlainRows:
+    """A collator for rows that may lack `position_ids` (one document a row) or `labels` (every token is learned)."""
+
+    def __init__(self, collator: Collator) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Complete the rows and collate them."""
+        return self.collator(
+            [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
+        )
+
+
+def _padding_token(tokenizer: Any, model: nn.Module) -> int:
+    """Any id will do: padding is masked and is a document of its own."""
+    for owner in (tokenizer, getattr(model, "config", None)):
+        for name in ("pad_token_id", "eos_token_id"):
+            token = getattr(owner, name, None)
+            if isinstance(token, list) and token:
+                token = token[0]
+            if isinstance(token, int):
+                return token
+    return 0
