@@ -35,6 +35,17 @@ def test_figures_are_those_of_the_evaluation_in_training(kind):
     assert judge(teacher, teacher, data).gap_closed(found).value == pytest.approx(1)
 
 
+def test_rows_are_kept_apart_in_a_batch():
+    """Rows of different lengths, padded into one batch, give each row the sums that it has alone."""
+    student, teacher = tiny_model(seed=2), tiny_model(hidden=48, seed=1)
+    data = [*rows(3, 24), *rows(2, 17), *rows(2, 31)]
+    seen = []
+    alone, together = judge(student, teacher, data), judge(student, teacher, data, batch_size=4, advance=seen.append)
+    assert seen == [4, 3] and np.array_equal(alone.counts, together.counts)
+    assert np.allclose(alone.sums, together.sums, rtol=1e-5) and len(set(alone.sums[:, 0])) > 3
+    assert together.calibration_error == pytest.approx(alone.calibration_error, abs=1e-6)
+
+
 def test_masked_rows_are_an_error():
     data = [{"input_ids": [3, 4, 5], "labels": [-100] * 3, "position_ids": [0, 1, 2]}]
     with pytest.raises(ValueError, match="no trained tokens"):

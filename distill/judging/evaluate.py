@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
 from distill.data.collator import Collator
@@ -111,9 +110,9 @@ def evaluate(
     objective = objective or DistillationObjective(teacher, student, "forward_kl", vocab_size=vocab_size)
     training, loss = student.training, objective.loss
     student.eval()
-    objective.loss = _Comparison(objective)
+    objective.loss = objective.held_out_loss()
     try:
-        with torch.no_grad(), _autocast(device, autocast):
+        with torch.no_grad(), as_trained(device, autocast):
             sums = _sums(student, objective, rows, collator, batch_size, device)
     finally:
         student.train(training)
@@ -129,26 +128,6 @@ def evaluate(
     return HeldOut(
         int(tokens), forward, reverse, agreement, cross_entropy, -teacher_logprob, student_entropy, teacher_entropy
     )
-
-
-class _Comparison(FusedDistillationLoss):
-    """Forward KL with its statistics, and the reverse KL as one statistic more."""
-
-    def __init__(self, objective: DistillationObjective) -> None:
-        student, teacher, _ = objective.reading
-        shapes: dict[str, Any] = {
-            "student_logit_scale": student.scale,
-            "student_softcap": student.softcap,
-            "teacher_logit_scale": teacher.scale,
-            "teacher_softcap": teacher.softcap,
-        }
-        super().__init__([LossTerm("forward_kl", 1.0)], **shapes)
-        self.reverse = FusedDistillationLoss([LossTerm("reverse_kl", 1.0)], **shapes)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        loss, statistics = super().forward(*args, **kwargs)
-        _, reverse = self.reverse(*args, **kwargs)
-        return loss, (*statistics, reverse.divergence)
 
 
 def _sums(
@@ -178,7 +157,8 @@ def _sums(
     return sums
 
 
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
+def as_trained(device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Autocast to `dtype`, or nothing where that is None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 

@@ -12,7 +12,7 @@ bins' |accuracy - mean probability| are averaged by their tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import nn
 
 from distill.data.collator import Collator
 from distill.judging.bootstrap import Interval, interval, share_interval
+from distill.judging.evaluate import as_trained
 from distill.models.head import call_head, decoder_of, find_head, probe_logits
 
 BINS = 15
@@ -67,14 +68,20 @@ def judge(
     rows: Sequence[Any],
     *,
     vocab_size: int | None = None,
+    batch_size: int = 1,
+    autocast: torch.dtype | None = None,
+    advance: Callable[[int], None] | None = None,
     seed: int = 0,
 ) -> Judgement:
-    """Compare `student` with `teacher` on every trained token of `rows`, a row at a time, in float32 logits.
+    """Compare `student` with `teacher` on every trained token of `rows`, in float32 logits.
 
     Args:
         student, teacher: Causal language models on one device; put in eval mode and given back as they were.
         rows: Of `input_ids`, `labels` (not shifted), `position_ids`.
         vocab_size: Columns both heads are cut to; None for the smaller head.
+        batch_size: Rows at a time; their figures are kept apart all the same.
+        autocast: Compute hidden states in this dtype, as in training; None for the weights' own.
+        advance: Called with the number of rows that are done, for a progress bar.
         seed: Of the resampling.
 
     Raises:
@@ -89,25 +96,33 @@ def judge(
     sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))
     bins = torch.zeros(2, 3, BINS, dtype=torch.float64, device=device)
     try:
-        for number, row in enumerate(rows):
-            batch = {name: tensor.to(device) for name, tensor in collator([row]).items()}
+        for first in range(0, len(rows), batch_size):
+            chosen = [rows[number] for number in range(first, min(first + batch_size, len(rows)))]
+            batch = {name: tensor.to(device) for name, tensor in collator(chosen).items()}
             keep = batch["valid_rows"]
             labels = batch["labels"].flatten()[keep + 1]
+            owner = keep // batch["labels"].shape[1]
             body = {name: batch[name] for name in ("input_ids", "position_ids")}
-            hidden = [
-                decoder_of(model)(**body, use_cache=False).last_hidden_state.flatten(0, 1)[keep]
-                for model in (student, teacher)
-            ]
-            counts[number] = len(labels)
+            with as_trained(device, autocast):
+                hidden = [
+                    decoder_of(model)(**body, use_cache=False).last_hidden_state.flatten(0, 1)[keep]
+                    for model in (student, teacher)
+                ]
+            found = torch.zeros(len(chosen), len(FIGURES), dtype=torch.float64, device=device)
             for start in range(0, len(labels), CHUNK):
                 part = slice(start, start + CHUNK)
                 logs = [
                     _log_probabilities(model, h[part], shape, columns)
                     for model, h, shape in zip((student, teacher), hidden, shapes, strict=True)
                 ]
-                sums[number] += _figures(logs[0], logs[1], labels[part]).sum(1).cpu().numpy()
+                found.index_add_(0, owner[part], _figures(logs[0], logs[1], labels[part]).T)
                 for which, log in enumerate(logs):
                     _count(bins[which], log, labels[part])
+            there = slice(first, first + len(chosen))
+            sums[there] = found.cpu().numpy()
+            counts[there] = torch.bincount(owner, minlength=len(chosen)).cpu().numpy()
+            if advance is not None:
+                advance(len(chosen))
     finally:
         for model, training in modes:
             model.train(training)
