@@ -22,7 +22,6 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -33,11 +32,9 @@ from distill.environment import environment
 from distill.folders import RECIPE_FILE, run_folder
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
+from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
 from distill.lock import LOCK_FILE, lock_of, lock_text, read_lock, require_same
-from distill.models.adapters import add_lora
-from distill.models.head import bare, find_head
-from distill.models.load import kept_layers, load_student, load_teacher, load_tokenizer, save_student
-from distill.models.vocabulary import compare, extend_student
+from distill.models.load import save_student
 from distill.preamble import Plan, model_name, preamble, result_table, show_samples
 from distill.recipe import Recipe, dump
 from distill.reports.curves import draw_curves
@@ -53,6 +50,7 @@ from distill.training.arguments import (
 )
 from distill.training.checkpoints import checkpoints, half_written
 from distill.training.failures import explained
+from distill.training.launch import is_first
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.trainer import DistillationTrainer
 
@@ -75,17 +73,6 @@ class RunResult(NamedTuple):
     after: HeldOut
     gap_closed: float
     steps: int
-
-
-class Models(NamedTuple):
-    """What was loaded: both models, the tokenizer of both (None for synthetic data), and what is known of them."""
-
-    teacher: Any
-    student: Any
-    tokenizer: Any
-    vocab_size: int | None
-    vocabulary: str
-    kept: list[int] | None
 
 
 def run(
@@ -114,7 +101,7 @@ def run(
     # --- what was asked for
     device = resolve_device(recipe.train)
     process = PartialState(cpu=device.type == "cpu")
-    (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if _first() else None])
+    (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if is_first() else None])
     if resume:
         _same_recipe(recipe, folder)
     precision = resolve_precision(recipe, device)
@@ -122,11 +109,11 @@ def run(
     transformers.set_seed(recipe.train.seed)
 
     # --- data and models, nothing written yet
-    tokenizer = _tokenizer(recipe)
-    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=_synthetic_size(recipe, tokenizer))
-    models = _load_models(recipe, tokenizer, device, precision)
+    tokenizer = read_tokenizer(recipe)
+    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=synthetic_size(recipe, tokenizer))
+    models = load_models(recipe, tokenizer, device, precision)
     locked = None
-    if _first():
+    if is_first():
         locked = lock_of(
             recipe, teacher=models.teacher, student=models.student, tokenizer=tokenizer, rows=splits.train,
             processes=world_size(),
@@ -141,6 +128,7 @@ def run(
         arguments,
         loss=recipe.loss,
         vocab_size=models.vocab_size,
+        objective=models.objective,
         train_dataset=splits.train,
         eval_dataset=splits.validation,
         processing_class=tokenizer,
@@ -149,7 +137,7 @@ def run(
     )
     trainer.remove_callback(transformers.PrinterCallback)
     if device.type == "cuda":
-        _patch(models, recipe, arguments.per_device_train_batch_size)
+        patch_models(models, recipe, arguments.per_device_train_batch_size)
     if recipe.teacher.dtype == "fp8":
         _quantise(trainer, splits, arguments.per_device_train_batch_size)
     plan = Plan(
@@ -175,7 +163,7 @@ def run(
 
     # --- train
     last = checkpoints(folder)[-1] if resume and checkpoints(folder) else None
-    if resume and _first():
+    if resume and is_first():
         for path in half_written(folder):
             console.say(f"{path} was not finished when the run ended, and is not used")
         console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
@@ -185,7 +173,7 @@ def run(
     finally:
         progress.stop()
     if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
-        if _first():
+        if is_first():
             console.say(f"stopped by SIGTERM behind step {trainer.state.global_step}; continue with --resume")
         raise SystemExit(0)
 
@@ -195,10 +183,6 @@ def run(
     _save(recipe, models, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _write(path: Path, text: str) -> None:
@@ -220,78 +204,6 @@ def _same_recipe(recipe: Recipe, folder: Path) -> None:
         )
 
 
-def _synthetic(recipe: Recipe) -> bool:
-    return recipe.data.source.partition(":")[0] == "synthetic"
-
-
-def _tokenizer(recipe: Recipe) -> Any:
-    """The tokenizer that makes the data: the teacher's; None where the data are random tokens."""
-    return None if _synthetic(recipe) else load_tokenizer(recipe.teacher)
-
-
-def _synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
-    """Ids of random tokens stay below the smaller of the two vocabularies."""
-    if tokenizer is not None:
-        return None
-    from distill.models.load import load_config
-
-    sections: list[tuple[Any, str]] = [(recipe.teacher, "teacher")]
-    if recipe.student.init == "random" or recipe.student.from_teacher is None:
-        sections.append((recipe.student, "student"))
-    return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
-
-
-def _load_models(recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision) -> Models:
-    """Load both models and hold that they can be compared token by token."""
-    section = recipe.student
-    own = section.init == "pretrained" and section.from_teacher is None and tokenizer is not None
-    student_tokenizer = load_tokenizer(section, "student") if own else tokenizer
-    extend = section.vocabulary == "extend"
-    if own and not extend:  # before gigabytes are read
-        compare(tokenizer, student_tokenizer).require()
-    teacher = load_teacher(recipe.teacher, device=device, dtype=precision.teacher)
-    bare_section = section.model_copy(update={"lora": None})
-    student = load_student(bare_section, teacher=teacher, device=device, dtype=precision.student)
-    if own and extend:
-        extend_student(student, student_tokenizer, tokenizer)
-        student_tokenizer = tokenizer
-    for model, field in ((teacher, "teacher"), (student, "student")):
-        _check_length(recipe, model, field)
-    rows = [len(find_head(model).linear.weight) for model in (teacher, student)]  # type: ignore[arg-type]
-    if tokenizer is None:
-        shared, verdict = min(rows), f"not compared, the data are random tokens; the loss is over {min(rows):,} rows"
-    else:
-        found = compare(tokenizer, student_tokenizer, *rows)
-        shared, verdict = found.require(), str(found)
-    if section.lora is not None:
-        student = add_lora(student, section.lora)
-    kept = kept_layers(section, teacher) if section.init == "pretrained" and section.from_teacher else None
-    return Models(teacher, student, tokenizer, shared, verdict, kept)
-
-
-def _check_length(recipe: Recipe, model: Any, field: str) -> None:
-    most = getattr(bare(model).config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
-    if most and recipe.data.max_length > most:
-        raise ValueError(
-            f"data.max_length: expected at most {most}, the {field}'s longest sequence; came {recipe.data.max_length}"
-        )
-
-
-def _patch(models: Models, recipe: Recipe, batch_size: int) -> None:
-    """Put our kernels into both models; on a CPU they stay as they are."""
-    from distill.models.attention import choose_attention
-    from distill.models.patching import patch
-
-    for model, role in ((models.teacher, "teacher"), (models.student, "student")):
-        section = recipe.teacher if role == "teacher" else recipe.student
-        backend = None
-        if section.attention == "auto":
-            backend, _ = choose_attention(model, batch_size, recipe.data.max_length, backward=role == "student")
-        report = patch(model, role, attention=backend)  # type: ignore[arg-type]
-        if _first():
-            console.say(f"{'kernels':<12}{role}: {report}")
-
-
 def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> None:
     """Turn the teacher's linear layers to fp8 and say what that costs."""
     from distill.models.fp8_teacher import quantise_teacher
@@ -299,7 +211,7 @@ def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> 
     rows = [splits.validation[index] for index in range(min(batch_size, len(splits.validation)))]
     batch = trainer._prepare_inputs(trainer.data_collator(rows))
     report = quantise_teacher(trainer.objective, batch)
-    if _first():
+    if is_first():
         console.say(f"{'fp8':<12}{report}")
 
 
@@ -328,10 +240,10 @@ def _before(
         return HeldOut(**kept["held_out"]), kept["answers"]
     before = _held_out(recipe, models, trainer, splits, precision)
     answers: dict[str, list[str]] = {}
-    if models.tokenizer is not None and recipe.generate.prompts and _first():
+    if models.tokenizer is not None and recipe.generate.prompts and is_first():
         for name, model in (("teacher", models.teacher), ("before", models.student)):
             answers[name] = _generate(recipe, models, model)
-    if _first():
+    if is_first():
         _write(path, json.dumps({"held_out": before._asdict(), "answers": answers}, indent=1))
     return before, answers
 
@@ -353,7 +265,7 @@ def _save(
     folder, state = result.folder, None
     if trainer.is_fsdp_enabled:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    if not _first():
+    if not is_first():
         return
     student = trainer.accelerator.unwrap_model(trainer.model)
     save_student(student, models.tokenizer, folder / "student", state_dict=state)

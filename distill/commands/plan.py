@@ -157,22 +157,22 @@ def inspect(
         raise ValueError(f"--shade: expected entropy or divergence, came {shade!r}")
     from rich.console import Console
 
+    from distill.loading import load_models, read_tokenizer, synthetic_size
     from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
-    from distill.run import _load_models, _synthetic_size, _tokenizer
 
     with console.working("reading data"):
         from distill.data.load import load_data
         from distill.training.arguments import resolve_device, resolve_precision
 
-        tokenizer = _tokenizer(resolved)
-        size = _synthetic_size(resolved, tokenizer)
+        tokenizer = read_tokenizer(resolved)
+        size = synthetic_size(resolved, tokenizer)
         splits = load_data(resolved.data, tokenizer, seed=resolved.train.seed, vocab_size=size)
         split = splits.validation if held_out else splits.train
         chosen = [split[number] for number in range(min(rows, len(split)))]
         shades = None
         if shade is not None:
             device = resolve_device(resolved.train)
-            models = _load_models(resolved, tokenizer, device, resolve_precision(resolved, device))
+            models = load_models(resolved, tokenizer, device, resolve_precision(resolved, device))
             models.student.eval()
             shades = shade_rows(chosen, shade, models.teacher, models.student)
     made = [tokens_of(row, tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)]

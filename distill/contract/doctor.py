@@ -144,15 +144,15 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
 def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     """Load what `examine` looks at."""
     from distill.data.load import load_data
+    from distill.loading import read_tokenizer, synthetic_size
     from distill.models.load import load_student, load_teacher, load_tokenizer
     from distill.models.vocabulary import compare, extend_student
-    from distill.run import _synthetic_size, _tokenizer
 
     device = resolve_device(recipe.train)
     torch.manual_seed(recipe.train.seed)
-    tokenizer = _tokenizer(recipe)
+    tokenizer = read_tokenizer(recipe)
     data = recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or 512, 512)})
-    splits = load_data(data, tokenizer, seed=recipe.train.seed, vocab_size=_synthetic_size(recipe, tokenizer))
+    splits = load_data(data, tokenizer, seed=recipe.train.seed, vocab_size=synthetic_size(recipe, tokenizer))
     section = recipe.student
     own = section.init == "pretrained" and section.from_teacher is None and tokenizer is not None
     student_tokenizer = load_tokenizer(section, "student") if own else tokenizer

@@ -48,7 +48,7 @@ def probe(recipe: Recipe) -> Measured:
     Raises:
         ValueError: no GPU here, or models that cannot be loaded.
     """
-    from distill.run import _load_models, _patch
+    from distill.loading import load_models, patch_models
     from distill.training.trainer import DistillationTrainer
 
     device = resolve_device(recipe.train)
@@ -61,7 +61,7 @@ def probe(recipe: Recipe) -> Measured:
     data = recipe.data.model_copy(update={"source": "synthetic", "max_rows": max(rows, 8), "cache": False})
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=quick), "data": data})
     with working("loading both models"):
-        models = _load_models(recipe, None, device, precision)
+        models = load_models(recipe, None, device, precision)
     splits = load_data(data, None, seed=0, vocab_size=models.vocab_size)
     watch = _Stopwatch()
     # what loading and patching say belongs beside the result, not into it
@@ -74,7 +74,7 @@ def probe(recipe: Recipe) -> Measured:
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        _patch(models, recipe, arguments.per_device_train_batch_size)
+        patch_models(models, recipe, arguments.per_device_train_batch_size)
         torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
     return Measured(float(torch.cuda.max_memory_allocated(device)), watch.marks[3] - watch.marks[2])

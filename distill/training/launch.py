@@ -21,6 +21,11 @@ from distill import console
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
+def is_first() -> bool:
+    """Whether this process is the one that speaks and writes: rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def visible_gpus() -> int:
     """CUDA devices this process may use; does not start CUDA on them."""
     import torch

@@ -70,6 +70,9 @@ class Work(NamedTuple):
         return self.token * tokens + self.trained * trained + self.pair * pairs
 
 
+NO_WORK = Work(0.0, 0.0, 0.0)
+
+
 def work_of(model: nn.Module, *, trains: bool) -> Work | None:
     """The FLOPs of `model` by the formulas above; None for a mixture of experts, whose active share is unknown here."""
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]

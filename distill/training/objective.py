@@ -10,6 +10,9 @@ neither trained, saved, sharded nor broadcast with it.
     output = student(**objective.compare(batch, num_items=n))     # {"loss": scalar, "statistics": [7]}
 
 The mean is over `num_items`, the valid tokens of the whole optimizer step. Labels are shifted here, once.
+
+Another kind of teacher is a subclass: `read` says what is known of the models, `signal` asks the teacher about a batch,
+`loss_of` compares, `held_out_loss` measures.
 """
 
 from __future__ import annotations
@@ -42,15 +45,14 @@ class Comparison:
     bf16) and leave an object they do not know alone.
 
     Attributes:
-        teacher_hidden: [B, S, teacher hidden], the teacher's last hidden states; None if the loss has no divergence.
+        signal: what the teacher says of the batch, [B, S, teacher hidden] last hidden states unless a subclass of the
+            objective says otherwise; None if the loss has no divergence.
         num_items: int64 tensor or int that the summed loss is divided by; None for this batch's valid tokens.
         statistics: whether sums of the token statistics are wanted.
     """
 
-    def __init__(
-        self, teacher_hidden: torch.Tensor | None, num_items: torch.Tensor | int | None, statistics: bool
-    ) -> None:
-        self.teacher_hidden = teacher_hidden
+    def __init__(self, signal: Any, num_items: torch.Tensor | int | None, statistics: bool) -> None:
+        self.signal = signal
         self.num_items = num_items
         self.statistics = statistics
 
@@ -61,6 +63,15 @@ class Reading(NamedTuple):
     student: LogitShape
     teacher: LogitShape
     vocab_size: int | None
+
+    def shapes(self) -> dict[str, Any]:
+        """Scale and soft cap of both, as the fused losses name them."""
+        return {
+            "student_logit_scale": self.student.scale,
+            "student_softcap": self.student.softcap,
+            "teacher_logit_scale": self.teacher.scale,
+            "teacher_softcap": self.teacher.softcap,
+        }
 
 
 def loss_terms(loss: Loss) -> list[LossTerm]:
@@ -88,16 +99,28 @@ class DistillationObjective:
     """
 
     def __init__(
-        self, teacher: nn.Module, student: nn.Module, loss: LossSpec = "forward_kl", *, vocab_size: int | None = None
+        self,
+        teacher: nn.Module | None,
+        student: nn.Module,
+        loss: LossSpec = "forward_kl",
+        *,
+        vocab_size: int | None = None,
     ) -> None:
-        teacher.eval().requires_grad_(False)
-        self.teacher = teacher
-        self.reading = Reading(
-            probe_logits(student, "student"), probe_logits(teacher, "teacher"), _shared(student, teacher, vocab_size)
-        )
-        self.loss = _build_loss(loss, self.reading)
+        if teacher is not None:
+            teacher.eval().requires_grad_(False)
+        self.teacher: Any = teacher
+        self.reading = self.read(student, vocab_size)
+        self.loss: Any = build_loss(loss, self.reading)
         self._student: nn.Module | None = None
         self.attach(student)
+
+    def read(self, student: nn.Module, vocab_size: int | None) -> Reading:
+        """How both models make logits of hidden states, and the columns that are compared."""
+        return Reading(
+            probe_logits(student, "student"),
+            probe_logits(self.teacher, "teacher"),
+            _shared(student, self.teacher, vocab_size),
+        )
 
     def attach(self, student: nn.Module) -> None:
         """Patch `student.forward`; the innermost transformers model is patched, whatever wraps it."""
@@ -133,6 +156,10 @@ class DistillationObjective:
             self._student.forward = original
         self._student = None
 
+    def signal(self, inputs: Mapping[str, Any]) -> Any:
+        """What the teacher says of a batch; made before the student's forward, None where the loss needs none."""
+        return self.teacher_hidden(inputs) if self.loss.objective.needs_teacher else None
+
     def teacher_hidden(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """The teacher's last hidden states, [B, S, hidden], without a graph.
 
@@ -159,8 +186,48 @@ class DistillationObjective:
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
-        hidden = self.teacher_hidden(inputs) if self.loss.objective.needs_teacher else None
-        return {**inputs, "comparison": Comparison(hidden, num_items, statistics)}
+        return {**inputs, "comparison": Comparison(self.signal(inputs), num_items, statistics)}
+
+    def loss_of(
+        self,
+        hidden: torch.Tensor,
+        head: HeadWeights,
+        comparison: Comparison,
+        labels: torch.Tensor,
+        valid_rows: torch.Tensor | None,
+    ) -> Any:
+        """The loss inside the student head's own call.
+
+        Args:
+            hidden: The student's last hidden states, [B, S, hidden].
+            head: The student's head as it is inside the call.
+            comparison: The teacher's signal and what the sum is divided by.
+            labels: int64 [B, S], already shifted.
+            valid_rows: int64 [M], the flat rows with a label, if the collator found them.
+
+        Returns:
+            The loss, a scalar; with `comparison.statistics` a pair of it and the token statistics, each [B * S].
+        """
+        # the teacher's head is not used where the loss has no divergence
+        with whole(find_head(self.teacher)) as teacher_head:
+            return self.loss(
+                hidden,
+                head.weight,
+                comparison.signal,
+                teacher_head.weight,
+                labels,
+                student_bias=head.bias,
+                teacher_bias=teacher_head.bias,
+                student_lora=head.lora,
+                num_items=comparison.num_items,
+                valid_rows=valid_rows,
+                vocab_size=self.reading.vocab_size,
+                return_stats=comparison.statistics,
+            )
+
+    def held_out_loss(self) -> Any:
+        """What takes the place of `loss` in an evaluation: forward KL with its statistics, and the reverse KL."""
+        return HeldOutLoss(self.reading)
 
     @property
     def columns(self) -> int:
@@ -196,22 +263,7 @@ class DistillationObjective:
         shifted = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
-            # not used where the loss has no divergence
-            with whole(find_head(self.teacher)) as teacher_head:
-                result = self.loss(
-                    hidden,
-                    head.weight,
-                    comparison.teacher_hidden,
-                    teacher_head.weight,
-                    shifted,
-                    student_bias=head.bias,
-                    teacher_bias=teacher_head.bias,
-                    student_lora=head.lora,
-                    num_items=comparison.num_items,
-                    valid_rows=valid_rows,
-                    vocab_size=self.reading.vocab_size,
-                    return_stats=comparison.statistics,
-                )
+            result = self.loss_of(hidden, head, comparison, shifted, valid_rows)
             if not comparison.statistics:
                 return {"loss": result}
             loss, stats = result
@@ -220,13 +272,22 @@ class DistillationObjective:
         return call_head(find_head(student), hidden, compute)
 
 
-def _build_loss(loss: LossSpec, reading: Reading) -> FusedDistillationLoss:
-    shapes: dict[str, Any] = {
-        "student_logit_scale": reading.student.scale,
-        "student_softcap": reading.student.softcap,
-        "teacher_logit_scale": reading.teacher.scale,
-        "teacher_softcap": reading.teacher.softcap,
-    }
+class HeldOutLoss(FusedDistillationLoss):
+    """Forward KL with its statistics, and the reverse KL as one statistic more."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__([LossTerm("forward_kl", 1.0)], **reading.shapes())
+        self.reverse = FusedDistillationLoss([LossTerm("reverse_kl", 1.0)], **reading.shapes())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        loss, statistics = super().forward(*args, **kwargs)
+        _, reverse = self.reverse(*args, **kwargs)
+        return loss, (*statistics, reverse.divergence)
+
+
+def build_loss(loss: LossSpec, reading: Reading) -> FusedDistillationLoss:
+    """The fused loss for two models that make their logits as `reading` says."""
+    shapes = reading.shapes()
     if isinstance(loss, FusedDistillationLoss):
         _check_shapes(loss, shapes)
         return loss

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from distill.data.collator import Collator
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.training.health import Health
-from distill.training.metrics import Meter, named_means, work_of
+from distill.training.metrics import NO_WORK, Meter, named_means, work_of
 from distill.training.objective import STATISTICS, DistillationObjective, LossSpec
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class DistillationTrainer(Trainer):
 
     Args:
         model: The student: a causal language model, bare or inside PEFT. Its forward is patched.
-        teacher: A causal language model over the same vocabulary; moved to the student's device and frozen.
+        teacher: A causal language model over the same vocabulary; moved to the student's device and frozen. None only
+            with an `objective` that needs no model.
         args: As of `Trainer`. Four of its fields are set, since any other value trains wrongly here:
             `remove_unused_columns`, `logging_nan_inf_filter` and `ddp_find_unused_parameters` to False,
             `average_tokens_across_devices` to True.
@@ -47,6 +48,8 @@ class DistillationTrainer(Trainer):
         vocab_size: Columns that both heads are cut to; None for the smaller head.
         train_dataset, eval_dataset, processing_class, callbacks: As of `Trainer`.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
+        objective: What makes the objective of `(teacher, model, loss, vocab_size=)`: `DistillationObjective` or a
+            subclass for another kind of teacher.
         more: Anything else of `Trainer`.
 
     Raises:
@@ -58,7 +61,7 @@ class DistillationTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        teacher: nn.Module,
+        teacher: nn.Module | None,
         args: TrainingArguments,
         *,
         loss: LossSpec = "forward_kl",
@@ -68,6 +71,7 @@ class DistillationTrainer(Trainer):
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
+        objective: Callable[..., DistillationObjective] = DistillationObjective,
         **more: Any,
     ) -> None:
         args.remove_unused_columns = False
@@ -89,15 +93,15 @@ class DistillationTrainer(Trainer):
             callbacks=callbacks,
             **more,
         )
-        teacher.to(args.device)
+        if teacher is not None:
+            teacher.to(args.device)
         # FSDP places the student itself, later; the objective reads both models where they stand now
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:
             model.to(args.device)
-        self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
-        self.meter = Meter(
-            args.device, work_of(teacher, trains=False), work_of(model, trains=True), self.objective.divergence
-        )
+        self.objective: DistillationObjective = objective(teacher, model, loss, vocab_size=vocab_size)
+        work = work_of(teacher, trains=False) if teacher is not None else NO_WORK
+        self.meter = Meter(args.device, work, work_of(model, trains=True), self.objective.divergence)
         self._checkpoints_go_to: str | None = None
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),

@@ -1,0 +1,111 @@
+"""What a run loads before it writes anything: the tokenizer, both models, and the proof that they can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from distill import console
+from distill.models.adapters import add_lora
+from distill.models.head import bare, find_head
+from distill.models.load import kept_layers, load_config, load_student, load_teacher, load_tokenizer
+from distill.models.vocabulary import compare, extend_student
+from distill.recipe import Recipe
+from distill.training.arguments import Precision
+from distill.training.launch import is_first
+from distill.training.objective import DistillationObjective
+
+
+class Models(NamedTuple):
+    """What was loaded, and what is known of it.
+
+    Attributes:
+        teacher, student: the models.
+        tokenizer: of both; None for synthetic data.
+        vocab_size: columns of the vocabulary that are compared; None for all.
+        vocabulary: the verdict on the two vocabularies, a line.
+        kept: layers of the teacher that a student cut from it has.
+        objective: what makes the objective, as `DistillationTrainer` takes it.
+    """
+
+    teacher: Any
+    student: Any
+    tokenizer: Any
+    vocab_size: int | None
+    vocabulary: str
+    kept: list[int] | None
+    objective: Callable[..., DistillationObjective] = DistillationObjective
+
+
+def is_synthetic(recipe: Recipe) -> bool:
+    """Whether the data are random tokens."""
+    return recipe.data.source.partition(":")[0] == "synthetic"
+
+
+def read_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer that makes the data: the teacher's; None where the data are random tokens."""
+    return None if is_synthetic(recipe) else load_tokenizer(recipe.teacher)
+
+
+def synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
+    """Ids of random tokens stay below the smaller of the two vocabularies."""
+    if tokenizer is not None:
+        return None
+    sections: list[tuple[Any, str]] = [(recipe.teacher, "teacher")]
+    if recipe.student.init == "random" or recipe.student.from_teacher is None:
+        sections.append((recipe.student, "student"))
+    return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
+
+
+def load_models(recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision) -> Models:
+    """Load both models and hold that they can be compared token by token."""
+    section = recipe.student
+    own = section.init == "pretrained" and section.from_teacher is None and tokenizer is not None
+    student_tokenizer = load_tokenizer(section, "student") if own else tokenizer
+    extend = section.vocabulary == "extend"
+    if own and not extend:  # before gigabytes are read
+        compare(tokenizer, student_tokenizer).require()
+    teacher = load_teacher(recipe.teacher, device=device, dtype=precision.teacher)
+    bare_section = section.model_copy(update={"lora": None})
+    student = load_student(bare_section, teacher=teacher, device=device, dtype=precision.student)
+    if own and extend:
+        extend_student(student, student_tokenizer, tokenizer)
+        student_tokenizer = tokenizer
+    for model, field in ((teacher, "teacher"), (student, "student")):
+        check_length(recipe, model, field)
+    rows = [len(find_head(model).linear.weight) for model in (teacher, student)]  # type: ignore[arg-type]
+    if tokenizer is None:
+        shared, verdict = min(rows), f"not compared, the data are random tokens; the loss is over {min(rows):,} rows"
+    else:
+        found = compare(tokenizer, student_tokenizer, *rows)
+        shared, verdict = found.require(), str(found)
+    if section.lora is not None:
+        student = add_lora(student, section.lora)
+    kept = kept_layers(section, teacher) if section.init == "pretrained" and section.from_teacher else None
+    return Models(teacher, student, tokenizer, shared, verdict, kept)
+
+
+def check_length(recipe: Recipe, model: Any, field: str) -> None:
+    """Refuse sequences that are longer than the model's positions."""
+    most = getattr(bare(model).config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
+    if most and recipe.data.max_length > most:
+        raise ValueError(
+            f"data.max_length: expected at most {most}, the {field}'s longest sequence; came {recipe.data.max_length}"
+        )
+
+
+def patch_models(models: Models, recipe: Recipe, batch_size: int) -> None:
+    """Put our kernels into both models; on a CPU they stay as they are."""
+    from distill.models.attention import choose_attention
+    from distill.models.patching import patch
+
+    for model, role in ((models.teacher, "teacher"), (models.student, "student")):
+        section = recipe.teacher if role == "teacher" else recipe.student
+        backend = None
+        if section.attention == "auto":
+            backend, _ = choose_attention(model, batch_size, recipe.data.max_length, backward=role == "student")
+        report = patch(model, role, attention=backend)  # type: ignore[arg-type]
+        if is_first():
+            console.say(f"{'kernels':<12}{role}: {report}")
