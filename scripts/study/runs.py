@@ -1,0 +1,193 @@
+"""One configuration after another in one process: the teacher is loaded once, students are copied from one cut.
+
+Nothing here trains or judges in its own way: `DistillationTrainer`, `evaluate` along the run, `judge` before and
+after it, each as `distill run` and `distill eval` use them.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PrinterCallback, TrainerCallback
+
+from distill.data.load import Splits, load_data
+from distill.judging.evaluate import evaluate
+from distill.judging.judge import Judgement, judge
+from distill.models.attention import choose_attention
+from distill.models.load import load_student, load_teacher, load_tokenizer
+from distill.models.patching import patch
+from distill.recipe import Recipe
+from distill.training.arguments import fused_optimizer, resolve_device, resolve_precision, training_arguments
+from distill.training.trainer import DistillationTrainer
+from scripts.study.plan import Setup
+
+MOMENTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the run after which the student is looked at
+SPLIT_SEED = 0  # what is held out is the same for every seed
+
+
+class Bench:
+    """What all configurations share: teacher, tokenizer, data, students before training.
+
+    Args:
+        setups: All that will be run; of each depth one student is cut before the teacher gets our kernels.
+    """
+
+    def __init__(self, setups: Sequence[Setup]) -> None:
+        first = setups[0].recipe()
+        self.device = resolve_device(first.train)
+        self.precision = resolve_precision(first, self.device)
+        self.teacher = load_teacher(first.teacher, device=self.device, dtype=self.precision.teacher)
+        self.tokenizer = load_tokenizer(first.teacher)
+        self.cuts: dict[int, Any] = {}
+        self._splits: dict[str, Splits] = {}
+        self._before: dict[tuple[str, int], Judgement] = {}
+        self._attention: dict[int | str, str] = {}
+        for setup in setups:
+            if setup.layers not in self.cuts:
+                section = setup.recipe().student
+                self.cuts[setup.layers] = load_student(
+                    section, teacher=self.teacher, device=self.device, dtype=self.precision.student
+                )
+        self._use_kernels(self.teacher, "teacher", first)
+
+    def splits(self, setup: Setup) -> Splits:
+        """The rows of a configuration's data, read once."""
+        if setup.data not in self._splits:
+            self._splits[setup.data] = load_data(setup.recipe().data, self.tokenizer, seed=SPLIT_SEED)
+        return self._splits[setup.data]
+
+    def student(self, setup: Setup, recipe: Recipe) -> Any:
+        """A fresh student with our kernels."""
+        student = copy.deepcopy(self.cuts[setup.layers])
+        self._use_kernels(student, "student", recipe)
+        return student
+
+    def judge(self, student: Any, setup: Setup, recipe: Recipe) -> Judgement:
+        """Held-out figures with intervals."""
+        return judge(
+            student, self.teacher, self.splits(setup).validation, batch_size=recipe.train.batch_size,
+            autocast=self.precision.autocast,
+        )  # fmt: skip
+
+    def before(self, student: Any, setup: Setup, recipe: Recipe) -> Judgement:
+        """The same of the student that is not trained yet, once for each data set and depth."""
+        key = (setup.data, setup.layers)
+        if key not in self._before:
+            self._before[key] = self.judge(student, setup, recipe)
+        return self._before[key]
+
+    def _use_kernels(self, model: Any, role: Any, recipe: Recipe) -> None:
+        """As `distill run` does on a GPU; a CPU keeps the model as it is."""
+        if self.device.type != "cuda":
+            return
+        key = role if role == "teacher" else model.config.num_hidden_layers
+        if key not in self._attention:
+            batch, length = recipe.train.batch_size, recipe.data.max_length
+            self._attention[key], _ = choose_attention(model, batch, length, backward=role == "student")
+        patch(model, role, attention=self._attention[key])
+
+
+class Quality(TrainerCallback):
+    """Looks at the student along the run: held-out figures over the tokens seen."""
+
+    def __init__(self, bench: Bench, setup: Setup, recipe: Recipe) -> None:
+        self.bench, self.recipe, self.rows = bench, recipe, bench.splits(setup).validation
+        steps = recipe.train.steps or 0
+        self.at = {max(1, round(share * steps)) for share in MOMENTS}
+        self.trainer: DistillationTrainer | None = None
+        self.curve: list[dict[str, float]] = []
+        self.seconds = 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate at the chosen steps, off the clock."""
+        if state.global_step not in self.at or state.global_step == state.max_steps:
+            return
+        assert self.trainer is not None
+        start, train = time.perf_counter(), self.recipe.train
+        found = evaluate(
+            self.trainer.model, self.bench.teacher, self.rows, batch_size=train.batch_size,  # type: ignore[arg-type]
+            autocast=self.bench.precision.autocast, objective=self.trainer.objective,
+        )  # fmt: skip
+        self.curve.append({"tokens": state.global_step * (train.tokens_per_step or 0), **_point(found)})
+        self.seconds += time.perf_counter() - start
+
+
+def _point(found: Any) -> dict[str, float]:
+    """The figures of one place on a curve."""
+    return {
+        "forward_kl": found.forward_kl, "reverse_kl": found.reverse_kl, "agreement": found.agreement,
+        "student_cross_entropy": found.student_cross_entropy,
+    }  # fmt: skip
+
+
+def run_one(setup: Setup, bench: Bench) -> dict[str, Any]:
+    """Train one configuration and judge it: the row of the results, without what the machine is."""
+    recipe = setup.recipe()
+    student, splits = bench.student(setup, recipe), bench.splits(setup)
+    before = bench.before(student, setup, recipe)
+    quality = Quality(bench, setup, recipe)
+    transformers.set_seed(recipe.train.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(
+            recipe, Path(folder), rows=len(splits.train), device=bench.device, precision=bench.precision
+        )
+        trainer = DistillationTrainer(
+            student, bench.teacher, arguments, loss=recipe.loss, train_dataset=splits.train,
+            processing_class=bench.tokenizer, callbacks=[quality],
+            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        quality.trainer = trainer
+        start = time.perf_counter()
+        trainer.train()
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start - quality.seconds
+    trainer.objective.detach()
+    after = bench.judge(student, setup, recipe)
+    tokens = (recipe.train.steps or 0) * (recipe.train.tokens_per_step or 0)
+    ends = [{"tokens": n, **_point(_means(j))} for n, j in ((0, before), (tokens, after))]
+    row = {
+        "key": setup.key, "data": setup.data, "layers": setup.layers, "objective": setup.objective,
+        "seed": setup.seed, "settings": setup.shown, "tokens": tokens,
+        "held_out_tokens": after.tokens, "held_out_rows": after.rows,
+        "after": {name: list(figure) for name, figure in after.figures.items()},
+        "before": {name: figure.value for name, figure in before.figures.items()},
+        "gap_closed": list(after.gap_closed(before)), "calibration_error": after.calibration_error,
+        "curve": [ends[0], *quality.curve, ends[1]], "seconds": round(seconds, 2),
+        "tokens_per_s": round(tokens / seconds),
+    }  # fmt: skip
+    del trainer, quality, student
+    gc.collect()
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def _means(found: Judgement) -> Any:
+    """Values of a judgement by attribute, as `evaluate` gives them."""
+    import types
+
+    return types.SimpleNamespace(**{name: figure.value for name, figure in found.figures.items()})
+
+
+def finished(folder: Path) -> list[dict[str, Any]]:
+    """Rows of all files in `folder`; a line cut short by a kill is left out."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                logging.getLogger(__name__).warning("%s: a line is cut short, and its run is made again", path)
+    return rows

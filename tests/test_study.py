@@ -1,0 +1,135 @@
+"""The study: every configuration is a recipe, rows are not made twice, verdicts follow from rows and nothing else."""
+
+import json
+
+import pytest
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.recipe import load
+from scripts.study.__main__ import main
+from scripts.study.plan import BASELINE, OBJECTIVES, RECIPE, grid
+from scripts.study.runs import finished
+from scripts.study.verdict import markdown, sentences
+
+SOURCES = {"gsm8k": ("data.source=a.jsonl",), "python-stdlib": ("data.source=python-stdlib",)}
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_configurations_differ_in_nothing_but_what_is_compared():
+    setups = grid(SOURCES)
+    assert len(setups) == 2 * 2 * len(OBJECTIVES) * 3 + 4
+    assert len({setup.key for setup in setups}) == len(setups)
+    common = load(RECIPE)
+    for setup in setups:
+        recipe = setup.recipe()
+        assert recipe.train.seed == setup.seed and recipe.student.from_teacher.layers == setup.layers
+        same_train = recipe.train.model_copy(update={"seed": 0, "learning_rate": common.train.learning_rate})
+        assert same_train == common.train, "equal tokens, schedule and batch for all"
+        assert "learning rate" in setup.objective or recipe.train.learning_rate == common.train.learning_rate
+        assert recipe.teacher == common.teacher and recipe.data.max_length == common.data.max_length
+    seeds = [setup.seed for setup in setups[: 2 * 2 * len(OBJECTIVES)]]
+    assert set(seeds) == {0}, "a seed is whole before the next begins"
+
+
+def test_a_key_knows_settings_but_not_where_the_data_lie():
+    here, there = grid(SOURCES)[0], grid({"gsm8k": ("data.source=/elsewhere/b.jsonl",)})[0]
+    assert here.key == there.key and here.shown == there.shown
+    assert here.key != grid(SOURCES, more=["train.steps=7"])[0].key
+    with pytest.raises(ValueError, match="--objectives: expected some of 'cross-entropy'"):
+        grid(SOURCES, objectives=["KL"])
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.fixture
+def tiny_study(tmp_path, monkeypatch, capsys):
+    """The command on a teacher of tens of kilobytes: call it with more arguments."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    lines = [{"question": f"What is {n} plus {n}?", "answer": f"It is {n + n}, since {n} twice."} for n in range(60)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    small = [
+        "teacher.model=teacher", "teacher.config=null", "student.config=null", "data.max_length=96", "data.workers=0",
+        "train.batch_size=2", "train.tokens_per_step=192", "train.steps=6", "train.learning_rate=5e-3",
+    ]  # fmt: skip
+
+    def study(*more):
+        code = main(
+            ["--data", "sums.jsonl", "--out", "out", "--sources", "gsm8k", "--layers", "2", "--set", *small, *more]
+        )
+        return code, capsys.readouterr()
+
+    return study
+
+
+def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
+    objectives = ["--objectives", BASELINE, "forward KL"]
+    code, said = tiny_study(*objectives, "--seeds", "1", "--minutes", "0")
+    assert code == 2 and "stopped: 6 configurations wait" in said.out and "no rows in out" in said.err
+    code, said = tiny_study(*objectives, "--seeds", "2")
+    assert code == 0 and "8/8 gsm8k, 2 layers, forward KL, learning rate x 2, seed 0" in said.out
+    rows = finished(tmp_path / "out")
+    assert len(rows) == len({row["key"] for row in rows}) == 8
+    for row in rows:
+        assert str(tmp_path) not in json.dumps(row)
+        assert [point["tokens"] for point in row["curve"]] == [0, 192, 384, 576, 768, 1152]
+        value, low, high = row["after"]["forward_kl"]
+        assert low <= value <= high and row["curve"][-1]["forward_kl"] == value
+        assert row["curve"][0]["forward_kl"] == row["before"]["forward_kl"]
+    seeds = [row for row in rows if row["objective"] == "forward KL"]
+    assert len(seeds) == 2 and seeds[0]["before"] == seeds[1]["before"], "held-out rows do not depend on the seed"
+    assert seeds[0]["after"] != seeds[1]["after"]
+    trained = seeds[0]["gap_closed"][0]
+    assert trained > 0, "training on the teacher's distribution brings the student closer"
+    verdict = (tmp_path / "out" / "verdict.md").read_text()
+    assert "**gsm8k, 2 layers**" in verdict and "| forward KL" in verdict
+    assert (tmp_path / "out" / "study.svg").read_text().startswith("<?xml")
+    # again: everything is there; a row cut short is made anew
+    (path,) = (tmp_path / "out").glob("*.jsonl")
+    code, said = tiny_study(*objectives, "--seeds", "2")
+    assert code == 0 and "8 have their row" in said.out and len(finished(tmp_path / "out")) == 8
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]) + '\n{"key": "half')
+    assert len(finished(tmp_path / "out")) == 7
+
+
+def test_mistakes_are_one_line(tiny_study, tmp_path):
+    code, said = tiny_study("--objectives", "KL")
+    assert code == 2 and said.err.startswith("study: --objectives: expected") and said.err.count("\n") == 1
+    (tmp_path / "sums.jsonl").unlink()
+    code, said = tiny_study()
+    assert code == 2 and "--data: expected GSM8K's train split" in said.err
+
+
+# ---------------------------------------------------------------- verdict
+
+
+def row(objective, seed, kl):
+    figure = [kl, kl - 0.01, kl + 0.01]
+    after = {"forward_kl": figure, "reverse_kl": figure, "agreement": [0.5, 0.4, 0.6]}
+    before = {"forward_kl": 4.0, "agreement": 0.1, "student_cross_entropy": 5.0, "teacher_cross_entropy": 2.0}
+    return {
+        "data": "gsm8k", "layers": 10, "objective": objective, "seed": seed, "tokens": 4_000_000, "before": before,
+        "after": after | {"student_cross_entropy": [3.0, 2.9, 3.1]}, "gap_closed": [1 - kl / 4, 0, 1],
+        "curve": [{"tokens": 0, "forward_kl": 4.0}, {"tokens": 4_000_000, "forward_kl": kl}],
+    }  # fmt: skip
+
+
+def test_only_differences_beyond_the_seeds_count():
+    rows = [row(BASELINE, seed, 1.0 + 0.01 * seed) for seed in range(3)]
+    rows += [row("forward KL", seed, 0.8 + 0.01 * seed) for seed in range(3)]
+    rows += [row("JSD", seed, 0.95 + 0.1 * seed) for seed in range(3)]
+    rows += [row("reverse KL", seed, 1.2 + 0.01 * seed) for seed in range(3)]
+    rows += [row("forward KL, T = 2", 0, 0.5), row("forward KL, learning rate x 2", 0, 0.4)]
+    (line,) = sentences(rows)
+    assert "closer to the teacher than cross-entropy alone: forward KL (-20%)" in line
+    assert "not told apart from it: JSD" in line and "further away: reverse KL (+20%)" in line
+    assert "one seed, so untested: forward KL, T = 2 (-50%)" in line and "learning rate" not in line
+    text = markdown(rows)
+    assert "| forward KL | 3 | 0.8100 ± 0.0100 | 0.790 to 0.830 |" in text
+    assert "perplexity 148.41; teacher 7.39" in text and "| one seed | one seed |" in text
+    assert text.index("| cross-entropy |") < text.index("| forward KL |") < text.index("| JSD |")
+    assert "| **forward KL, learning rate x 2** | **1** |" in text, "the lowest mean stands out"
