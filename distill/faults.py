@@ -177,7 +177,7 @@ def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[st
         elif part in fields and position < len(loc) - 1:
             path.append(part)
             sections = _sections(fields[part].annotation)
-        elif part in tags:
+        elif part in tags and part not in fields:
             sections = [s for s in sections if part in get_args(s.model_fields["type"].annotation)]
         elif position == len(loc) - 1 or not sections:
             path.append(str(part))

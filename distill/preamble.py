@@ -57,7 +57,7 @@ def preamble(
         name += f", layers {_ranges(kept)}"
     columns = objective.columns
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * columns * 4 / 2**30
-    terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.loss.terms if term.weight > 0)
+    terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     lines = {
         "teacher": f"{model_name(recipe.teacher)}, {_count(parameters_of(teacher)[0])} parameters",
         "student": f"{name}, {_count(total)} parameters, {_count(trained)} trained ({trained / total:.0%})",

@@ -75,7 +75,7 @@ def gap_closed(before: HeldOut, after: HeldOut) -> float:
 
 def evaluate(
     student: nn.Module,
-    teacher: nn.Module,
+    teacher: nn.Module | None,
     rows: Sequence[Any],
     *,
     collator: Callable[[list[Any]], dict[str, torch.Tensor]] | None = None,
@@ -90,9 +90,9 @@ def evaluate(
 
     Args:
         student: Bare, inside PEFT, or (with `objective`) wrapped by DDP or FSDP.
-        teacher: On the student's device.
+        teacher: On the student's device; None with an `objective` that needs none.
         rows: A data set of `input_ids`, `labels` (not shifted, -100 where nothing is learned), `position_ids`.
-        collator: Makes a batch of rows; None for `Collator` with the student's padding token.
+        collator: Makes a batch of rows; None for the objective's around `Collator`.
         batch_size: Rows at a time.
         vocab_size: Columns that both heads are cut to; None for the smaller head.
         autocast: Compute in this dtype, as in training; None for the weights' own.
@@ -104,10 +104,10 @@ def evaluate(
     if len(rows) == 0:
         raise ValueError("data.validation: no held-out rows; hold out a larger fraction or give a source")
     device = next(student.parameters()).device
-    if collator is None:
-        collator = Collator(_padding_token(student))
     borrowed = objective is not None
     objective = objective or DistillationObjective(teacher, student, "forward_kl", vocab_size=vocab_size)
+    if collator is None:
+        collator = objective.collator(Collator(_padding_token(student)))
     training, loss = student.training, objective.loss
     student.eval()
     objective.loss = objective.held_out_loss()

@@ -47,14 +47,33 @@ class Teacher(ModelSection):
     """The large model, never trained.
 
     Attributes:
+        type: `model` loads it; `cache` reads what it said, as `distill cache` wrote it, and loads no teacher. A model
+            that is named beside a cache must be the one that made it.
+        path: the cache's folder.
         adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
     """
 
+    type: Literal["model", "cache"] = "model"
+    path: Text | None = None
     adapter: Text | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether no teacher is loaded: what it said lies on disk."""
+        return self.type == "cache"
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
-        if self.init == "pretrained" and self.model is None:
+        if self.is_cached != (self.path is not None):
+            wrong = (
+                "path is missing: the folder that distill cache wrote"
+                if self.is_cached
+                else ("path belongs to type: cache; a model is named by model")
+            )
+            raise ValueError(wrong)
+        if self.is_cached and self.dtype == "fp8":
+            raise ValueError("dtype: fp8 has no meaning with type: cache; the cache was made in its own dtype")
+        if self.init == "pretrained" and self.model is None and not self.is_cached:
             raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")
         return self
 

@@ -11,15 +11,15 @@ neither trained, saved, sharded nor broadcast with it.
 
 The mean is over `num_items`, the valid tokens of the whole optimizer step. Labels are shifted here, once.
 
-Another kind of teacher is a subclass: `read` says what is known of the models, `signal` asks the teacher about a batch,
-`loss_of` compares, `held_out_loss` measures.
+Another kind of teacher is a subclass: `read` says what is known of the models, `collator` adds what is known of a batch
+beforehand, `signal` asks the teacher about a batch, `loss_of` compares, `held_out_loss` measures.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -156,6 +156,10 @@ class DistillationObjective:
             self._student.forward = original
         self._student = None
 
+    def collator(self, plain: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], dict[str, Any]]:
+        """What makes batches for this objective: `plain`, or something around it that adds to its batches."""
+        return plain
+
     def signal(self, inputs: Mapping[str, Any]) -> Any:
         """What the teacher says of a batch; made before the student's forward, None where the loss needs none."""
         return self.teacher_hidden(inputs) if self.loss.objective.needs_teacher else None
@@ -230,6 +234,11 @@ class DistillationObjective:
         return HeldOutLoss(self.reading)
 
     @property
+    def terms(self) -> Sequence[LossTerm]:
+        """Of the loss, each with its weight."""
+        return self.loss.terms
+
+    @property
     def columns(self) -> int:
         """Columns of the vocabulary that the loss is over."""
         return self.reading.vocab_size or len(find_head(self.teacher).linear.weight)  # type: ignore[arg-type]
@@ -237,7 +246,7 @@ class DistillationObjective:
     @property
     def divergence(self) -> tuple[str | None, float]:
         """What the statistics' `divergence` is called, `kl` or `divergence` (None: there is none), and its weight."""
-        soft = [term for term in self.loss.terms if term.type != "cross_entropy" and term.weight > 0]
+        soft = [term for term in self.terms if term.type != "cross_entropy" and term.weight > 0]
         if not soft:
             return None, 1.0
         return "kl" if {term.type for term in soft} in KL else "divergence", sum(term.weight for term in soft)
