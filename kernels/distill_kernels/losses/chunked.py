@@ -19,6 +19,7 @@ from distill_kernels.losses.linear import (
     REFERENCE_CHUNK_ELEMENTS,
     Batch,
     Head,
+    HeadGradients,
     Outcome,
     Wanted,
     find_rows,
@@ -72,65 +73,19 @@ def run_chunks(
         dtype: of the products' operands.
         rows: of a chunk.
     """
-    narrow, student = student, student.cut(vocab, dtype)
-    hidden, n = narrow.hidden, narrow.hidden.shape[0]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    sums = HeadGradients(student, wanted, vocab, torch.float64 if dtype == torch.float64 else torch.float32)
+    hidden, n = student.hidden, student.hidden.shape[0]
+    student = student.cut(vocab, dtype)
     loss = batch.row_scale.new_zeros(n)
-    d_hidden = torch.zeros_like(hidden) if wanted.hidden else None
-
-    def zeros(tensor: torch.Tensor | None, want: bool) -> torch.Tensor | None:
-        return torch.zeros_like(tensor, dtype=wide) if want and tensor is not None else None
-
-    d_weight, d_bias = zeros(narrow.weight, wanted.weight), zeros(narrow.bias, wanted.bias)
-    d_a, d_b = zeros(narrow.lora_a, wanted.lora_a), zeros(narrow.lora_b, wanted.lora_b)
     count = n if batch.rows is None else batch.rows.numel()
     for start in range(0, count, rows):
         stop = min(start + rows, count)
         here: Rows = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         x = hidden[here].to(dtype)
         loss[here], gradient = row_loss(raw_logits(student, x), here, wanted.gradient)
-        if gradient is None:
-            continue
-        if d_bias is not None:
-            d_bias[:vocab] += gradient.sum(0)
-        g = gradient.to(dtype)
-        if d_weight is not None:
-            _add_product(d_weight[:vocab], g.t(), x)
-        low = None
-        if student.lora_a is not None and student.lora_b is not None:
-            low = (g @ student.lora_b).mul_(student.lora_scale)
-            if d_a is not None:
-                _add_product(d_a, low.t(), x)
-            if d_b is not None:
-                _add_product(d_b[:vocab], g.t(), (x @ student.lora_a.t()).mul_(student.lora_scale))
-        if d_hidden is not None:
-            d_x = g @ student.weight
-            if low is not None and student.lora_a is not None:
-                d_x.addmm_(low, student.lora_a)
-            d_hidden[here] = d_x.to(d_hidden.dtype)
-
-    def narrowed(made: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-        return None if made is None or like is None else made.to(like.dtype)
-
-    return Outcome(
-        loss,
-        None,
-        d_hidden,
-        narrowed(d_weight, narrow.weight),
-        narrowed(d_bias, narrow.bias),
-        narrowed(d_a, narrow.lora_a),
-        narrowed(d_b, narrow.lora_b),
-    )
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`total += a b` in the total's dtype; fp32 totals of 16-bit operands keep the tensor cores in use."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        if gradient is not None:
+            sums.add(student, x, gradient, here)
+    return Outcome(loss, None, *sums.finished())
 
 
 class _ChunkedFunction(torch.autograd.Function):

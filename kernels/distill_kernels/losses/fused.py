@@ -7,15 +7,20 @@ student's logits into its gradient `G` in place. For every group of chunks, whos
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
 from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.linear import Batch, Head, Outcome, Wanted
+from distill_kernels.losses.mixture import Mixture
+from distill_kernels.losses.mixture_kernel import TeacherMixer, run_mixed_rows
 from distill_kernels.losses.plan import CHUNK_ROWS, Plan, plan_chunks
 from distill_kernels.losses.projection import TILE, Logits, Transform, product_fp32, project
 from distill_kernels.losses.rows import run_rows
 from distill_kernels.losses.terms import Objective, TokenStats
+from distill_kernels.losses.topk_kernel import run_top_k_rows
 
 
 class _Workspace:
@@ -46,7 +51,7 @@ class _Workspace:
 
 def fused_linear_divergence(
     student: Head,
-    teacher: Head | None,
+    teacher: Head | Mixture | None,
     batch: Batch,
     objective: Objective,
     wanted: Wanted,
@@ -69,6 +74,8 @@ def fused_linear_divergence(
     logit_dtype = torch.float32 if dtype == torch.float32 else torch.float16
     models = 1 if teacher is None else 2
     narrow_weight = narrow.weight.dtype != torch.float32
+    if workspace is not None and isinstance(teacher, Mixture):  # a chunk takes these buffers too
+        workspace //= 3 if wanted.stats and o.temperature != 1.0 else 2
     plan = plan_chunks(
         count,
         vocab,
@@ -94,6 +101,12 @@ def fused_linear_divergence(
     d_b = torch.zeros_like(narrow.lora_b, dtype=torch.float32) if wanted.lora_b and narrow.lora_b is not None else None
     d_weight = None
     space = _Workspace(plan, vocab, logit_dtype, device, both=both, models=models)
+    mixer = None
+    if isinstance(teacher, Mixture):
+        at_one = both and wanted.stats
+        mixer = TeacherMixer(
+            teacher, plan.chunk_rows, vocab, logit_dtype, o.temperature, at_one=at_one, descriptors=descriptors
+        )
 
     def pick(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         rows = tensor[start:stop] if batch.rows is None else tensor[batch.rows[start:stop]]
@@ -102,13 +115,20 @@ def fused_linear_divergence(
     def make_gradients(at: int, start: int, stop: int) -> None:
         """Losses, statistics and, at row `at` of the buffer, the gradients of the rows of one chunk."""
         s = space.student(at, stop - start)
-        t = None
-        if teacher is not None:
+        t = at_one = None
+        if mixer is not None:
+            t, at_one = mixer(lambda tensor: pick(tensor, start, stop), space.teacher(at, stop - start))
+        elif teacher is not None:
             t = space.teacher(at, stop - start)
             project(teacher, pick(teacher.hidden, start, stop), t, transforms[1], descriptors=descriptors)
         project(student, pick(hidden, start, stop), s, transforms[0], descriptors=descriptors)
         here = slice(start, stop) if batch.rows is None else slice(None)
-        run_rows(
+        row_loss = run_rows
+        if batch.top is not None:
+            row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here))
+        elif mixer is not None:
+            row_loss = functools.partial(run_mixed_rows, at_one=at_one)
+        row_loss(
             s,
             t,
             o,

@@ -11,13 +11,16 @@ CPU tensors take the PyTorch path of this file (fp32 arithmetic, fp64 for fp64 i
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.divergence import reference_rows
+from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
 from distill_kernels.losses.terms import Objective, TokenStats
+from distill_kernels.losses.topk_rows import TopK, reference_top_k_rows
 
 REFERENCE_CHUNK_ELEMENTS = 8 << 20  # logits of one chunk and model on the CPU: 32 MiB in fp32
 
@@ -60,11 +63,13 @@ class Batch(NamedTuple):
         labels: int64 [N] or None; row i of the hidden states predicts labels[i].
         row_scale: [N] fp32 (fp64 for fp64 inputs); a row's loss is multiplied by it, 0 skips the row.
         rows: int64 [M], the rows worth computing, or None for all of them.
+        top: what a teacher that is data says of every token, or None where the teacher is a head.
     """
 
     labels: torch.Tensor | None
     row_scale: torch.Tensor
     rows: torch.Tensor | None
+    top: TopK | None = None
 
 
 class Wanted(NamedTuple):
@@ -134,7 +139,7 @@ def find_rows(row_scale: torch.Tensor) -> torch.Tensor | None:
 
 def linear_divergence(
     student: Head,
-    teacher: Head | None,
+    teacher: Head | Mixture | None,
     batch: Batch,
     objective: Objective,
     wanted: Wanted,
@@ -147,7 +152,7 @@ def linear_divergence(
 
     Args:
         student: the student's head. Its tensors' gradients come back in their own dtypes.
-        teacher: the teacher's head, or None where the objective has no divergence.
+        teacher: the teacher's head, several teachers', or None where the objective has no divergence.
         batch: labels, row scales and the rows to compute.
         objective: the loss.
         wanted: which gradients, and whether statistics.
@@ -175,7 +180,7 @@ def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
 
 def reference_linear_divergence(
     student: Head,
-    teacher: Head | None,
+    teacher: Head | Mixture | None,
     batch: Batch,
     objective: Objective,
     wanted: Wanted,
@@ -190,31 +195,29 @@ def reference_linear_divergence(
     bounds the bytes of one chunk's logits.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    narrow = student  # whose dtypes the gradients take
+    sums = HeadGradients(student, wanted, vocab, wide)
+    hidden, n = student.hidden, student.hidden.shape[0]
     student = student.cut(vocab, wide)
     teacher = None if teacher is None else teacher.cut(vocab, wide)
-    hidden, n = narrow.hidden, narrow.hidden.shape[0]
     elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * wide.itemsize)
     chunk = min(max(elements // vocab, 1), max(n, 1))
 
     loss = batch.row_scale.new_zeros(n)
     stats = TokenStats(*(hidden.new_zeros(n, dtype=torch.float32) for _ in TokenStats._fields))
-    d_hidden = hidden.new_zeros(hidden.shape) if wanted.hidden else None
-
-    def zeros_like(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
-        return torch.zeros_like(tensor, dtype=wide) if wanted and tensor is not None else None
-
-    d_weight, d_bias = zeros_like(narrow.weight, wanted.weight), zeros_like(narrow.bias, wanted.bias)
-    d_a, d_b = zeros_like(narrow.lora_a, wanted.lora_a), zeros_like(narrow.lora_b, wanted.lora_b)
-
     count = n if batch.rows is None else batch.rows.numel()
     for start in range(0, count, chunk):
         stop = min(start + chunk, count)
         here = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         x = hidden[here].to(wide)
-        result = reference_rows(
+        row_loss = reference_rows
+        if batch.top is not None:
+            row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here))
+        several = isinstance(teacher, Mixture)
+        if several:
+            row_loss = functools.partial(reference_mixture_rows, mixture=teacher, here=here, project=project)
+        result = row_loss(
             project(student, x),
-            None if teacher is None else project(teacher, teacher.hidden[here].to(wide)),
+            None if teacher is None or several else project(teacher, teacher.hidden[here].to(wide)),
             objective,
             labels=None if batch.labels is None else batch.labels[here],
             row_scale=batch.row_scale[here],
@@ -225,35 +228,68 @@ def reference_linear_divergence(
         if result.stats is not None:
             for all_rows, these_rows in zip(stats, result.stats, strict=True):
                 all_rows[here] = these_rows
-        g = result.gradient
-        if g is None:
-            continue
-        if d_weight is not None:
-            d_weight[:vocab].addmm_(g.t(), x)
-        if d_bias is not None:
-            d_bias[:vocab] += g.sum(0)
-        g_low = None
-        if student.lora_a is not None and student.lora_b is not None:
-            g_low = (g @ student.lora_b).mul_(student.lora_scale)
-            if d_a is not None:
-                d_a.addmm_(g_low.t(), x)
-            if d_b is not None:
-                d_b[:vocab].addmm_(g.t(), x @ student.lora_a.t(), alpha=student.lora_scale)
-        if d_hidden is not None:
-            d_x = g @ student.weight
-            if g_low is not None and student.lora_a is not None:
-                d_x.addmm_(g_low, student.lora_a)
-            d_hidden[here] = d_x.to(d_hidden.dtype)
+        if result.gradient is not None:
+            sums.add(student, x, result.gradient, here)
+    return Outcome(loss, stats if wanted.stats else None, *sums.finished())
 
-    def narrowed(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
-        return None if gradient is None or like is None else gradient.to(like.dtype)
 
-    return Outcome(
-        loss,
-        stats if wanted.stats else None,
-        d_hidden,
-        narrowed(d_weight, narrow.weight),
-        narrowed(d_bias, narrow.bias),
-        narrowed(d_a, narrow.lora_a),
-        narrowed(d_b, narrow.lora_b),
-    )
+class HeadGradients:
+    """Gradients of the student's tensors, summed chunk by chunk from those of its logits.
+
+    Products take their operands in the dtype of the cut head; sums over chunks are kept in `wide` and come back in the
+    dtypes of the head that was given.
+    """
+
+    def __init__(self, narrow: Head, wanted: Wanted, vocab: int, wide: torch.dtype) -> None:
+        def zeros(tensor: torch.Tensor | None, want: bool) -> torch.Tensor | None:
+            return torch.zeros_like(tensor, dtype=wide) if want and tensor is not None else None
+
+        self.narrow, self.vocab = narrow, vocab
+        self.hidden = narrow.hidden.new_zeros(narrow.hidden.shape) if wanted.hidden else None
+        self.weight, self.bias = zeros(narrow.weight, wanted.weight), zeros(narrow.bias, wanted.bias)
+        self.lora_a, self.lora_b = zeros(narrow.lora_a, wanted.lora_a), zeros(narrow.lora_b, wanted.lora_b)
+
+    def add(self, head: Head, x: torch.Tensor, gradient: torch.Tensor, here: slice | torch.Tensor) -> None:
+        """Add what the gradient [n, V] of the logits of `x` [n, H] gives.
+
+        Args:
+            head: the cut head, in the dtype of x.
+            x: the hidden states.
+            gradient: in any floating dtype.
+            here: which rows these are.
+        """
+        if self.bias is not None:
+            self.bias[: self.vocab] += gradient.sum(0)
+        g = gradient.to(x.dtype)
+        if self.weight is not None:
+            _add_product(self.weight[: self.vocab], g.t(), x)
+        low = None
+        if head.lora_a is not None and head.lora_b is not None:
+            low = (g @ head.lora_b).mul_(head.lora_scale)
+            if self.lora_a is not None:
+                _add_product(self.lora_a, low.t(), x)
+            if self.lora_b is not None:
+                _add_product(self.lora_b[: self.vocab], g.t(), x @ head.lora_a.t(), head.lora_scale)
+        if self.hidden is not None:
+            d_x = g @ head.weight
+            if low is not None and head.lora_a is not None:
+                d_x.addmm_(low, head.lora_a)
+            self.hidden[here] = d_x.to(self.hidden.dtype)
+
+    def finished(self) -> tuple[torch.Tensor | None, ...]:
+        """Of hidden states, weight, bias, LoRA A and B, each in its tensor's dtype; None where not wanted."""
+        sums = (self.hidden, self.weight, self.bias, self.lora_a, self.lora_b)
+        return tuple(
+            None if total is None or like is None else total.to(like.dtype)
+            for total, like in zip(sums, self.narrow[:5], strict=True)
+        )
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> None:
+    """`total += alpha a b` in the total's dtype; fp32 totals of 16-bit operands keep the tensor cores in use."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, alpha=alpha)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=alpha)

@@ -34,21 +34,22 @@ def _load(ptr, columns, V, EVICT: tl.constexpr):
 @triton.jit
 def _join(maxima, totals, hard, inverse_t):
     """Lanes' maxima and sums of exps -> `log sum exp` of the row at temperature T and at 1."""
-    maximum = tl.max(maxima, 0)
+    maximum = tl.max(maxima)
     base = tl.where(maximum == -float("inf"), 0.0, maximum)
-    total = tl.sum(totals * tl.exp((maxima - base) * inverse_t), 0)
-    total_hard = tl.sum(hard * tl.exp(maxima - base), 0)
+    total = tl.sum(totals * tl.exp((maxima - base) * inverse_t))
+    total_hard = tl.sum(hard * tl.exp(maxima - base))
     return base * inverse_t + tl.log(total), base + tl.log(total_hard)
 
 
 @triton.jit
 def _online(z, maxima, totals, hard, inverse_t, BOTH: tl.constexpr):
-    """Fold a block [STEPS, LANES] into the lanes' running maxima and sums."""
+    """Fold a block [STEPS, *LANES] into the lanes' running maxima and sums."""
     after = tl.maximum(maxima, tl.max(z, 0))
     base = tl.where(after == -float("inf"), 0.0, after)
-    totals = totals * tl.exp((maxima - base) * inverse_t) + tl.sum(tl.exp((z - base[None, :]) * inverse_t), 0)
+    z -= tl.expand_dims(base, 0)
+    totals = totals * tl.exp((maxima - base) * inverse_t) + tl.sum(tl.exp(z * inverse_t), 0)
     if BOTH:
-        hard = hard * tl.exp(maxima - base) + tl.sum(tl.exp(z - base[None, :]), 0)
+        hard = hard * tl.exp(maxima - base) + tl.sum(tl.exp(z), 0)
     else:
         hard = totals
     return after, totals, hard

@@ -7,6 +7,7 @@ the same computation. Row scales and the reduction around it are plain PyTorch i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from distill_kernels.losses.linear import (
     linear_divergence,
     row_scales,
 )
+from distill_kernels.losses.mixture import Mixture, TeacherHead, make_mixture
 from distill_kernels.losses.scaling import scale_gradient_
 from distill_kernels.losses.terms import Objective, TokenStats
+from distill_kernels.losses.topk_rows import TopK
 
 SECOND_BACKWARD = (
     "the fused loss was already differentiated: its gradients are made once, in the forward pass; call the loss again"
@@ -49,16 +52,22 @@ def linear_divergence_op(
     skip_rows: bool,
     per_row: bool,
     wanted: list[bool],
+    teacher_ids: torch.Tensor | None,
+    teacher_logprobs: torch.Tensor | None,
+    tail: str,
 ) -> list[torch.Tensor]:
     """Loss ([] or, `per_row`, [N]), statistics [7, N], gradients of the five student tensors; empty where unwanted."""
     rows = find_rows(row_scale) if skip_rows and valid_rows is None else valid_rows
     teacher = None
     if teacher_hidden is not None and teacher_weight is not None:
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
+    top = None
+    if teacher_ids is not None and teacher_logprobs is not None:
+        top = TopK(teacher_ids, teacher_logprobs, tail)
     outcome = linear_divergence(
         Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale),
         teacher,
-        Batch(labels, row_scale, rows),
+        Batch(labels, row_scale, rows, top),
         Objective.decode(objective),
         Wanted(*wanted),
         vocab=vocab,
@@ -88,6 +97,7 @@ def _gradients(outcome: Outcome) -> tuple[torch.Tensor | None, ...]:
 def _(
     student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias,
     labels, row_scale, valid_rows, objective, lora_scale, vocab, dtype, workspace, skip_rows, per_row, wanted,
+    teacher_ids, teacher_logprobs, tail,
 ):  # fmt: skip
     n = student_hidden.shape[0]
     inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
@@ -107,24 +117,25 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
     ctx.settings = inputs[11:18]
     ctx.per_row = inputs[17]
     ctx.wanted = inputs[18]
-    ctx.save_for_backward(*(inputs[:11] if ctx.per_row else output[2:]))
+    ctx.tail = inputs[21]
+    ctx.save_for_backward(*((*inputs[:11], *inputs[19:21]) if ctx.per_row else output[2:]))
 
 
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
     if ctx.per_row:
-        tensors = list(ctx.saved_tensors)
+        *tensors, teacher_ids, teacher_logprobs = ctx.saved_tensors
         tensors[9] = tensors[9] * upstream[0]
         wanted = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
         settings[6] = False
-        made = linear_divergence_op(*tensors, *settings, wanted)[2:]
+        made = linear_divergence_op(*tensors, *settings, wanted, teacher_ids, teacher_logprobs, ctx.tail)[2:]
         gradients = [gradient if want else None for gradient, want in zip(made, wanted, strict=False)]
     else:
         gradients = [
             saved * upstream[0].to(saved.dtype) if want else None
             for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=False)
         ]
-    return (*gradients, *[None] * 14)
+    return (*gradients, *[None] * 17)
 
 
 linear_divergence_op.register_autograd(_op_backward, setup_context=_save_for_backward)
@@ -181,6 +192,11 @@ def _power_of_two(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Te
     return row_scale * torch.exp2(-exponent), torch.exp2(exponent)
 
 
+def _teacher_head(teacher: TeacherHead) -> Head:
+    bias = None if teacher.bias is None else teacher.bias.detach()
+    return Head(teacher.hidden.detach().flatten(0, -2), teacher.weight.detach(), bias)
+
+
 def fused_loss(
     objective: Objective,
     student_hidden: torch.Tensor,
@@ -202,17 +218,38 @@ def fused_loss(
     workspace: int | None,
     skip_ignored_rows: bool,
     encoded: str,
+    top: TopK | None = None,
+    teachers: Sequence[TeacherHead] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
-    """What every module calls; arguments as in `FusedDistillationLoss`, `encoded` is `objective.encode()`."""
+    """What every module calls; arguments as in `FusedDistillationLoss`, `encoded` is `objective.encode()`.
+
+    With `top`, [N, K] of every token, the divergence is from this teacher, and none comes as a head; with `teachers`
+    from their mixture, eagerly: `torch.compile` breaks its graph here.
+    """
     from distill_kernels.losses.arguments import check_arguments
 
     lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
     if not objective.needs_teacher and not return_stats:
         teacher_hidden = teacher_weight = teacher_bias = None
+    several = bool(teachers) and (objective.needs_teacher or return_stats)
+    if teachers is not None and not teachers:
+        raise ValueError("teachers: expected at least one TeacherHead, got none")
+    if teachers and (teacher_hidden is not None or teacher_weight is not None):
+        raise ValueError("teachers: expected either teachers or teacher_hidden and teacher_weight, got both")
+    # needs no teacher's head, or has them checked one by one
+    heads_only = objective if top is None and not several else objective._replace(kinds=())
     vocab, dtype = check_arguments(
-        objective, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
+        heads_only, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
         lora_a, lora_b, token_weights, valid_rows, vocab_size,
     )  # fmt: skip
+    for number, other in enumerate(teachers if teachers and several else ()):
+        try:
+            check_arguments(
+                objective, student_hidden, student_weight, other.hidden, other.weight, labels, student_bias, other.bias,
+                lora_a, lora_b, token_weights, valid_rows, vocab_size,
+            )  # fmt: skip
+        except ValueError as error:
+            raise ValueError(f"teachers[{number}]: {error}") from None
     shape = student_hidden.shape[:-1]
     student_hidden = student_hidden.flatten(0, -2)
     teacher_hidden = None if teacher_hidden is None else teacher_hidden.flatten(0, -2)
@@ -236,24 +273,30 @@ def fused_loss(
     grad = torch.is_grad_enabled()
     flags = [grad and tensor is not None and tensor.requires_grad for tensor in students]
     wanted = Wanted(*flags)._replace(stats=return_stats)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not several:
         loss, stats, *_ = linear_divergence_op(
             *students, teacher_hidden, teacher_weight, teacher_bias, labels, scale, valid_rows, encoded,
             lora_scale, vocab, dtype, workspace, skip, per_row,
-            list(Wanted(stats=return_stats)) if per_row else list(wanted),
+            list(Wanted(stats=return_stats)) if per_row else list(wanted), *(top or (None, None, "")),
         )  # fmt: skip
     else:
         rows = find_rows(scale) if skip else valid_rows
-        teacher = None
-        if teacher_hidden is not None and teacher_weight is not None:
+        teacher: Head | Mixture | None = None
+        if several and teachers:
+            teacher = make_mixture(teachers, _teacher_head)
+            if len(teacher.heads) == 1:
+                objective = objective._replace(teacher_scale=teacher.scales[0], teacher_softcap=teacher.softcaps[0])
+                teacher = teacher.heads[0]
+        elif teacher_hidden is not None and teacher_weight is not None:
             teacher = Head(
                 teacher_hidden.detach(),
                 teacher_weight.detach(),
                 None if teacher_bias is None else teacher_bias.detach(),
             )
         settings = {"vocab": vocab, "dtype": dtype, "workspace": workspace}
-        loss, stats = _FusedLoss.apply(
-            *students, (teacher, Batch(labels, scale, rows), objective, wanted, settings, per_row, lora_scale)
+        apply = torch.compiler.disable(_FusedLoss.apply) if several else _FusedLoss.apply
+        loss, stats = apply(
+            *students, (teacher, Batch(labels, scale, rows, top), objective, wanted, settings, per_row, lora_scale)
         )
     if down is not None:
         loss = loss * down
