@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.losses import terms
+from distill_kernels.losses.shards import ON_ANOTHER_RANK, OUTSIDE, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 
 MOST_LOG_RATIO = 80.0  # of the two probabilities in a mixture; beyond it the smaller one no longer matters
@@ -91,6 +92,48 @@ def reference_terms(
     return share * p_t * (d - log_q) + g, g
 
 
+def _total(rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """Row sums over this rank's columns -> over all columns."""
+    return rows if shard is None else shard.ranks.add_(rows)
+
+
+def _maximum(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """Each row's largest logit, [n, 1]."""
+    here = z.amax(-1, keepdim=True) if z.shape[-1] else z.new_full((z.shape[0], 1), -torch.inf)
+    return here if shard is None else shard.ranks.maximum(here)
+
+
+def _log_sum_exp(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    if shard is None:
+        return torch.logsumexp(z, -1)
+    top = _maximum(z, shard)
+    return _total((z - top).exp().sum(-1), shard).log() + top.squeeze(-1)
+
+
+def _log_softmax(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    if shard is None:
+        return torch.log_softmax(z, -1)
+    z = z - _maximum(z, shard)
+    return z - _total(z.exp().sum(-1, keepdim=True), shard).log()
+
+
+def _at_labels(log_p: torch.Tensor, targets: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+    """Each row's log-probability of its label, [n]."""
+    if shard is None:
+        return log_p.gather(-1, targets[:, None]).squeeze(-1)
+    found = torch.where(targets == OUTSIDE, -torch.inf, log_p.new_zeros(targets.shape))
+    if log_p.shape[-1]:
+        found = torch.where(targets >= 0, log_p.gather(-1, targets.clamp_min(0)[:, None]).squeeze(-1), found)
+    return _total(found, shard)
+
+
+def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: float) -> None:
+    """`gradient[i, targets[i]] += value` in rows whose label is among these columns."""
+    if gradient.shape[-1]:
+        values = torch.where(targets >= 0, value, gradient.new_zeros(targets.shape))
+        gradient.scatter_add_(-1, targets.clamp_min(0)[:, None], values[:, None])
+
+
 def reference_rows(
     student_raw: torch.Tensor,
     teacher_raw: torch.Tensor | None,
@@ -100,6 +143,7 @@ def reference_rows(
     row_scale: torch.Tensor,
     with_gradient: bool = True,
     with_stats: bool = False,
+    shard: VocabShard | None = None,
 ) -> RowResult:
     """Loss, gradient and statistics of rows whose logits exist; the specification, and what CPU tensors get.
 
@@ -111,48 +155,50 @@ def reference_rows(
         row_scale: [n], what each row's loss is multiplied by; 0 skips the row.
         with_gradient: make the gradient for `student_raw`.
         with_stats: make the statistics.
+        shard: the logits are the columns that one rank holds (V may be 0) and `labels` count from its first one; loss
+            and statistics are those of all columns, joined over the ranks.
     """
     o = objective
     n, vocab = student_raw.shape
     z = transform_logits(student_raw, o.student_scale, o.student_softcap)
     z_teacher = None if teacher_raw is None else transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap)
     kept = row_scale != 0
-    targets = None if labels is None else torch.where(kept, labels, 0)
+    columns = vocab if shard is None else shard.vocab
+    targets = None if labels is None else torch.where(kept, labels, 0 if shard is None else ON_ANOTHER_RANK)
     loss = z.new_zeros(n)
     gradient = None
     log_p1 = None  # the student at T = 1
     if o.kinds:
         assert z_teacher is not None
-        log_s = torch.log_softmax(z / o.temperature, -1) if o.temperature != 1.0 else torch.log_softmax(z, -1)
-        log_t = torch.log_softmax(z_teacher / o.temperature if o.temperature != 1.0 else z_teacher, -1)
+        log_s = _log_softmax(z / o.temperature if o.temperature != 1.0 else z, shard)
+        log_t = _log_softmax(z_teacher / o.temperature if o.temperature != 1.0 else z_teacher, shard)
         log_p1 = log_s if o.temperature == 1.0 else None
         p_s, p_t = log_s.exp(), log_t.exp()
         for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
             f, g = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)
-            loss += weight * f.sum(-1).clamp_min(0)
+            loss += weight * _total(f.sum(-1), shard).clamp_min(0)
             if with_gradient:
                 if kind != terms.FORWARD_KL:  # whose g sums to 0
-                    g = g - p_s * g.sum(-1, keepdim=True)
+                    g = g - p_s * _total(g.sum(-1, keepdim=True), shard)
                 g = g.mul_(weight / o.temperature)
                 gradient = g if gradient is None else gradient.add_(g)
     if o.hard_weight:
         assert targets is not None
-        log_p1 = torch.log_softmax(z, -1) if log_p1 is None else log_p1
-        at_label = log_p1.gather(-1, targets[:, None]).squeeze(-1)
-        hard = -(1 - o.label_smoothing) * at_label
+        log_p1 = _log_softmax(z, shard) if log_p1 is None else log_p1
+        hard = -(1 - o.label_smoothing) * _at_labels(log_p1, targets, shard)
         if o.label_smoothing:
-            hard = hard - o.label_smoothing * log_p1.mean(-1)
+            hard = hard - o.label_smoothing / columns * _total(log_p1.sum(-1), shard)
         lse = None
         if o.z_loss:
-            lse = torch.logsumexp(z, -1)
+            lse = _log_sum_exp(z, shard)
             hard = hard + o.z_loss * lse.square()
         loss += o.hard_weight * hard
         if with_gradient:
             factor = o.hard_weight * (1 + 2 * o.z_loss * lse[:, None] if lse is not None else 1.0)
             g = log_p1.exp().mul_(factor)
             if o.label_smoothing:
-                g.sub_(o.hard_weight * o.label_smoothing / vocab)
-            g.scatter_add_(-1, targets[:, None], g.new_full((n, 1), -o.hard_weight * (1 - o.label_smoothing)))
+                g.sub_(o.hard_weight * o.label_smoothing / columns)
+            _add_at_labels_(g, targets, -o.hard_weight * (1 - o.label_smoothing))
             gradient = g if gradient is None else gradient.add_(g)
     loss = torch.where(kept, loss * row_scale, 0.0)
     if gradient is not None:
@@ -162,29 +208,34 @@ def reference_rows(
         if o.student_scale != 1.0:
             gradient.mul_(o.student_scale)
         gradient.masked_fill_(~kept[:, None], 0.0)
-    stats = reference_stats(z, z_teacher, o, targets, kept) if with_stats else None
+    stats = reference_stats(z, z_teacher, o, targets, kept, shard) if with_stats else None
     return RowResult(loss, gradient, stats)
 
 
 def reference_stats(
-    z: torch.Tensor, z_teacher: torch.Tensor | None, o: Objective, targets: torch.Tensor | None, kept: torch.Tensor
+    z: torch.Tensor,
+    z_teacher: torch.Tensor | None,
+    o: Objective,
+    targets: torch.Tensor | None,
+    kept: torch.Tensor,
+    shard: VocabShard | None = None,
 ) -> TokenStats:
     """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `kept` is False."""
     zeros = z.new_zeros(z.shape[0])
-    log_s = torch.log_softmax(z, -1)
+    log_s = _log_softmax(z, shard)
     p_s = log_s.exp()
-    student_label = zeros if targets is None else log_s.gather(-1, targets[:, None]).squeeze(-1)
-    student_entropy = -torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1)
+    student_label = zeros if targets is None else _at_labels(log_s, targets, shard)
+    student_entropy = -_total(torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1), shard)
     divergence = teacher_entropy = agreement = teacher_label = zeros
     if z_teacher is not None:
-        log_t = torch.log_softmax(z_teacher, -1)
+        log_t = _log_softmax(z_teacher, shard)
         p_t = log_t.exp()
         for kind, weight, parameter in zip(o.kinds, o.divergence_weights, o.parameters, strict=True):
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
-            divergence = divergence + weight * f.sum(-1).clamp_min(0)
-        teacher_entropy = -torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1)
-        tops = [logits == logits.amax(-1, keepdim=True) for logits in (z, z_teacher)]
-        agreement = (tops[0] & tops[1]).any(-1).to(z.dtype)
-        teacher_label = zeros if targets is None else log_t.gather(-1, targets[:, None]).squeeze(-1)
+            divergence = divergence + weight * _total(f.sum(-1), shard).clamp_min(0)
+        teacher_entropy = -_total(torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1), shard)
+        common_tops = (z == _maximum(z, shard)) & (z_teacher == _maximum(z_teacher, shard))
+        agreement = _total(common_tops.any(-1).to(z.dtype), shard).clamp_max(1)
+        teacher_label = zeros if targets is None else _at_labels(log_t, targets, shard)
     figures = (divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label)
     return TokenStats(*(torch.where(kept, figure, 0.0).float() for figure in figures))

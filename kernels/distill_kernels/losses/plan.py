@@ -22,6 +22,7 @@ GROUP_ROWS = 4096
 LAST_CHUNK_ROWS = 384  # what the buffer holds beyond a group, so that the group's last chunk is not too small
 MEMORY_SHARE = 24
 SMALL_SHARE = 512  # of the device's memory: extra rows that small are no loss even where dW is smaller
+SHARED_MEMORY_BYTES = 24 << 30  # in place of the device's where ranks, perhaps of unequal memory, must cut alike
 
 
 class Plan(NamedTuple):

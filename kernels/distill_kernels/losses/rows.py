@@ -6,6 +6,9 @@ One program a row. It joins the tiles' shifts and totals to the row's normaliser
 backwards, to find the row's end still in L2.
 
 Bytes a row, 16-bit logits: 4 V read and 2 V written; twice the reads, less what L2 keeps, with the extra sweep.
+
+Where the vocabulary is cut over ranks (shards.py), a small kernel leaves each rank's normalisers for the ranks to join;
+the same sweeps then make each rank's part of the loss, with `sum(g)` added up over the ranks between them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.losses import divergence, terms
 from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard
 from distill_kernels.losses.terms import Objective
 
 if HAS_TRITON:
@@ -25,6 +29,7 @@ if HAS_TRITON:
     SKEW_REVERSE_KL = tl.constexpr(terms.SKEW_REVERSE_KL)
     TVD = tl.constexpr(terms.TVD)
     MOST_LOG_RATIO = tl.constexpr(divergence.MOST_LOG_RATIO)
+    ELSEWHERE = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
@@ -111,17 +116,62 @@ def _logit(values_ptr, shift_ptr, column, V, TILE: tl.constexpr):
 
 
 @triton.jit
+def _all_normalisers(
+    student_shift_ptr, student_total_ptr, student_hard_ptr, teacher_shift_ptr, teacher_total_ptr, teacher_hard_ptr,
+    tiles, inverse_t,
+    TEMPERED: tl.constexpr, HARD: tl.constexpr, HAS_TEACHER: tl.constexpr, STATS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Maximum, log sum of exps at T and at T = 1 of a row, of the student and of the teacher."""
+    student_max, lse_s = _normaliser(student_shift_ptr, student_total_ptr, tiles, inverse_t, TILES)
+    lse1_s = lse_s
+    lse_t = lse_s
+    lse1_t = lse_s
+    teacher_max = student_max
+    if TEMPERED and (HARD or STATS):
+        _, lse1_s = _normaliser(student_shift_ptr, student_hard_ptr, tiles, 1.0, TILES)
+    if HAS_TEACHER:
+        teacher_max, lse_t = _normaliser(teacher_shift_ptr, teacher_total_ptr, tiles, inverse_t, TILES)
+        lse1_t = lse_t
+        if TEMPERED and STATS:
+            _, lse1_t = _normaliser(teacher_shift_ptr, teacher_hard_ptr, tiles, 1.0, TILES)
+    return student_max, lse_s, lse1_s, teacher_max, lse_t, lse1_t
+
+
+@triton.jit
+def _fold_rows_kernel(
+    student_shift_ptr, student_total_ptr, student_hard_ptr, teacher_shift_ptr, teacher_total_ptr, teacher_hard_ptr,
+    norms_ptr, tiles, norms_stride, inverse_t,
+    TEMPERED: tl.constexpr, HARD: tl.constexpr, HAS_TEACHER: tl.constexpr, STATS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One row's six normalisers over the columns of this rank, for the ranks to join."""
+    start = tl.program_id(0).to(tl.int64) * tiles
+    norms = _all_normalisers(
+        student_shift_ptr + start, student_total_ptr + start, student_hard_ptr + start,
+        teacher_shift_ptr + start, teacher_total_ptr + start, teacher_hard_ptr + start,
+        tiles, inverse_t, TEMPERED, HARD, HAS_TEACHER, STATS, TILES,
+    )  # fmt: skip
+    for i in tl.static_range(6):
+        tl.store(norms_ptr + i * norms_stride + tl.program_id(0), norms[i])
+
+
+@triton.jit
 def _row_kernel(
     student_ptr, student_shift_ptr, student_total_ptr, student_hard_ptr,
     teacher_ptr, teacher_shift_ptr, teacher_total_ptr, teacher_hard_ptr,
-    gradient_ptr, labels_ptr, scale_ptr, rows_ptr, loss_ptr, stats_ptr,
-    V, tiles, student_stride, teacher_stride, gradient_stride, stats_stride, inverse_t, weights, shares, stats_weights,
-    hard_weight, smoothing, z_loss, student_scale, inverse_cap,
+    gradient_ptr, labels_ptr, scale_ptr, rows_ptr, loss_ptr, stats_ptr, norms_ptr, mean_ptr,
+    V, whole_vocab, tiles, student_stride, teacher_stride, gradient_stride, stats_stride, norms_stride,
+    inverse_t, weights, shares, stats_weights, hard_weight, smoothing, z_loss, student_scale, inverse_cap, first_rank,
     KINDS: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_TEACHER: tl.constexpr, HAS_LABELS: tl.constexpr,
     HAS_ROWS: tl.constexpr, SWEEP_FIRST: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    SHARDED: tl.constexpr, HAS_MEAN: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """One row. `SHARDED`: its normalisers are given, and loss and statistics are this rank's parts of them.
+
+    `HAS_MEAN` (with `SHARDED`): without `GRADIENT`, `sum(g)` over this rank's columns goes to `mean_ptr`; with it, the
+    sum over all ranks comes from there, and loss and statistics were made before.
+    """
+    FIGURES: tl.constexpr = not (HAS_MEAN and GRADIENT)  # loss and statistics are made here
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
     if HAS_ROWS:
@@ -132,8 +182,11 @@ def _row_kernel(
     blocks = tl.cdiv(tiles, BLOCK)
     within = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
-        tl.store(loss_ptr + row, 0.0)
-        if STATS:
+        if FIGURES:
+            tl.store(loss_ptr + row, 0.0)
+        if HAS_MEAN and not GRADIENT:
+            tl.store(mean_ptr + here, 0.0)
+        if STATS and FIGURES:
             for i in tl.static_range(7):
                 tl.store(stats_ptr + i * stats_stride + row, 0.0)
         if GRADIENT:
@@ -146,18 +199,19 @@ def _row_kernel(
     student_shift_ptr += here * tiles
     teacher_ptr += here * teacher_stride
     teacher_shift_ptr += here * tiles
-    student_max, lse_s = _normaliser(student_shift_ptr, student_total_ptr + here * tiles, tiles, inverse_t, TILES)
-    lse1_s = lse_s
-    lse_t = lse_s
-    lse1_t = lse_s
-    teacher_max = student_max
-    if TEMPERED and (HARD or STATS):
-        _, lse1_s = _normaliser(student_shift_ptr, student_hard_ptr + here * tiles, tiles, 1.0, TILES)
-    if HAS_TEACHER:
-        teacher_max, lse_t = _normaliser(teacher_shift_ptr, teacher_total_ptr + here * tiles, tiles, inverse_t, TILES)
-        lse1_t = lse_t
-        if TEMPERED and STATS:
-            _, lse1_t = _normaliser(teacher_shift_ptr, teacher_hard_ptr + here * tiles, tiles, 1.0, TILES)
+    if SHARDED:
+        student_max = tl.load(norms_ptr + here)
+        lse_s = tl.load(norms_ptr + norms_stride + here)
+        lse1_s = tl.load(norms_ptr + 2 * norms_stride + here)
+        teacher_max = tl.load(norms_ptr + 3 * norms_stride + here)
+        lse_t = tl.load(norms_ptr + 4 * norms_stride + here)
+        lse1_t = tl.load(norms_ptr + 5 * norms_stride + here)
+    else:
+        student_max, lse_s, lse1_s, teacher_max, lse_t, lse1_t = _all_normalisers(
+            student_shift_ptr, student_total_ptr + here * tiles, student_hard_ptr + here * tiles,
+            teacher_shift_ptr, teacher_total_ptr + here * tiles, teacher_hard_ptr + here * tiles,
+            tiles, inverse_t, TEMPERED, HARD, HAS_TEACHER, STATS, TILES,
+        )  # fmt: skip
     label = tl.full((), -1, tl.int32)
     student_label = 0.0
     teacher_label = 0.0
@@ -166,6 +220,9 @@ def _row_kernel(
         student_label = _logit(student_ptr, student_shift_ptr, label, V, TILE) - lse1_s
         if HAS_TEACHER and STATS:
             teacher_label = _logit(teacher_ptr, teacher_shift_ptr, label, V, TILE) - lse1_t
+        if SHARDED:
+            student_label = tl.where(label == ELSEWHERE, 0.0, student_label)
+            teacher_label = tl.where(label == ELSEWHERE, 0.0, teacher_label)
 
     f_sum = tl.zeros((BLOCK, TILE), tl.float32)
     g_sum = tl.zeros((BLOCK, TILE), tl.float32)
@@ -175,6 +232,8 @@ def _row_kernel(
     entropy_t = tl.zeros((BLOCK, TILE), tl.float32)
     common_top = tl.zeros((BLOCK, TILE), tl.float32)
     g_mean = 0.0
+    if HAS_MEAN and GRADIENT:
+        g_mean = tl.load(mean_ptr + here)
     for sweep in tl.static_range(0 if SWEEP_FIRST else 1, 2 if GRADIENT else 1):
         for count in range(blocks):
             block = blocks - 1 - count if sweep == 1 else count
@@ -191,16 +250,16 @@ def _row_kernel(
             p_t = g
             if len(KINDS) > 0:
                 f, g, p_s, p_t = _all_divergences(log_s, log_t, weights, shares, KINDS)
-                if sweep == 0 or not SWEEP_FIRST:
+                if FIGURES and (sweep == 0 or not SWEEP_FIRST):
                     f_sum += f
                 if sweep == 0:
                     g_sum += g
             p1 = p_s  # the student at T = 1
             if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
                 p1 = tl.exp(z_s - lse1_s)
-            if (sweep == 0 or not SWEEP_FIRST) and SMOOTHED:
+            if FIGURES and (sweep == 0 or not SWEEP_FIRST) and SMOOTHED:
                 z_sum += tl.where(columns < V, z_s, 0.0)
-            if (sweep == 0 or not SWEEP_FIRST) and STATS:
+            if FIGURES and (sweep == 0 or not SWEEP_FIRST) and STATS:
                 if TEMPERED:
                     log_s = z_s - lse1_s
                 entropy_s += tl.where(p1 > 0.0, p1 * log_s, 0.0)
@@ -214,14 +273,14 @@ def _row_kernel(
                     both = (z_s == student_max) & (z_t == teacher_max)
                     common_top = tl.where(both, 1.0, common_top)
             if sweep == 1:
-                if SWEEP_FIRST:
+                if SWEEP_FIRST or HAS_MEAN:
                     g -= p_s * g_mean
                 g *= inverse_t
                 if HARD:
                     if Z_LOSS:
                         p1 *= 1.0 + 2.0 * z_loss * lse1_s
                     if SMOOTHED:
-                        p1 -= smoothing / V
+                        p1 -= smoothing / whole_vocab
                     g += hard_weight * (p1 - tl.where(columns == label, 1.0 - smoothing, 0.0))
                 g *= scale
                 if SCALED:
@@ -232,26 +291,32 @@ def _row_kernel(
         if sweep == 0:
             g_mean = tl.sum(g_sum)
 
-    loss = tl.maximum(tl.sum(f_sum), 0.0)
-    divergence = loss
-    if TEMPERED:
-        divergence = tl.maximum(tl.sum(stat_f), 0.0)
-    if HARD:
-        hard = -(1.0 - smoothing) * student_label
-        if SMOOTHED:
-            hard -= smoothing * (tl.sum(z_sum) / V - lse1_s)
-        if Z_LOSS:
-            hard += z_loss * lse1_s * lse1_s
-        loss += hard_weight * hard
-    tl.store(loss_ptr + row, loss * scale)
-    if STATS:
-        tl.store(stats_ptr + row, divergence)
-        tl.store(stats_ptr + stats_stride + row, -student_label)
-        tl.store(stats_ptr + 2 * stats_stride + row, -tl.sum(entropy_s))
-        tl.store(stats_ptr + 3 * stats_stride + row, -tl.sum(entropy_t))
-        tl.store(stats_ptr + 4 * stats_stride + row, tl.max(common_top))
-        tl.store(stats_ptr + 5 * stats_stride + row, student_label)
-        tl.store(stats_ptr + 6 * stats_stride + row, teacher_label)
+    if HAS_MEAN and not GRADIENT:
+        tl.store(mean_ptr + here, g_mean)
+    if FIGURES:
+        loss = tl.maximum(tl.sum(f_sum), 0.0)
+        divergence = loss
+        if TEMPERED:
+            divergence = tl.maximum(tl.sum(stat_f), 0.0)
+        if HARD:
+            once = lse1_s  # what belongs to a row, not to its columns
+            if SHARDED:
+                once *= first_rank
+            hard = -(1.0 - smoothing) * student_label
+            if SMOOTHED:
+                hard -= smoothing * (tl.sum(z_sum) / whole_vocab - once)
+            if Z_LOSS:
+                hard += z_loss * once * lse1_s
+            loss += hard_weight * hard
+        tl.store(loss_ptr + row, loss * scale)
+        if STATS:
+            tl.store(stats_ptr + row, divergence)
+            tl.store(stats_ptr + stats_stride + row, -student_label)
+            tl.store(stats_ptr + 2 * stats_stride + row, -tl.sum(entropy_s))
+            tl.store(stats_ptr + 3 * stats_stride + row, -tl.sum(entropy_t))
+            tl.store(stats_ptr + 4 * stats_stride + row, tl.max(common_top))
+            tl.store(stats_ptr + 5 * stats_stride + row, student_label)
+            tl.store(stats_ptr + 6 * stats_stride + row, teacher_label)
 
 
 def run_rows(
@@ -265,6 +330,7 @@ def run_rows(
     loss: torch.Tensor,
     stats: torch.Tensor | None,
     gradient: torch.Tensor | None,
+    shard: VocabShard | None = None,
 ) -> None:
     """Launch the row kernel over the n rows of `student`.
 
@@ -276,26 +342,59 @@ def run_rows(
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         stats: fp32 [7, N] with rows in order, or None.
         gradient: [n, V] in the dtype wanted; may be the memory of `student.values`. None: no gradient.
+        shard: these are the columns that one rank holds, V may be 0, and `labels` count from its first one
+            (`VocabShard.own_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
     """
     o = objective
     n, vocab = student.values.shape
-    tiles = cdiv(vocab, TILE)
     other = student if teacher is None else teacher
-    out = student.values if gradient is None else gradient
+    tiles = cdiv(vocab, TILE)
     inverse_cap = 1.0 / o.student_softcap if o.student_softcap else 0.0
     if n == 0:
         return
-    _row_kernel[(n,)](
-        student.values, student.shift, student.total, student.total_hard,
-        other.values, other.shift, other.total, other.total_hard,
-        out, labels, row_scale, rows, loss, stats,
-        vocab, tiles, student.values.stride(0), other.values.stride(0), out.stride(0),
-        0 if stats is None else stats.stride(0), 1.0 / o.temperature, o.weights, o.parameters, o.divergence_weights,
-        o.hard_weight, o.label_smoothing, o.z_loss, o.student_scale, inverse_cap,
-        KINDS=o.kinds, TEMPERED=o.temperature != 1.0, HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0,
-        Z_LOSS=o.z_loss != 0.0, SCALED=o.student_scale != 1.0, CAPPED=o.student_softcap != 0.0,
-        HAS_TEACHER=teacher is not None, HAS_LABELS=labels is not None, HAS_ROWS=rows is not None,
-        SWEEP_FIRST=gradient is None or any(kind != terms.FORWARD_KL for kind in o.kinds),
-        GRADIENT=gradient is not None, STATS=stats is not None,
-        TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8,
-    )  # fmt: skip
+    sweep_first = any(kind != terms.FORWARD_KL for kind in o.kinds)
+    flags = {
+        "TEMPERED": o.temperature != 1.0, "HARD": o.hard_weight != 0.0, "HAS_TEACHER": teacher is not None,
+        "STATS": stats is not None, "TILES": next_power_of_2(tiles),
+    }  # fmt: skip
+    numbers = student[1:], other[1:]  # the tiles' shifts and totals
+    norms = mean = None
+
+    def launch(gradient: torch.Tensor | None, *, sweep_first: bool) -> None:
+        if vocab == 0:
+            return
+        out = student.values if gradient is None else gradient
+        _row_kernel[(n,)](
+            student.values, *numbers[0], other.values, *numbers[1],
+            out, labels, row_scale, rows, loss, stats, norms, mean,
+            vocab, vocab if shard is None else shard.vocab, tiles, student.values.stride(0), other.values.stride(0),
+            out.stride(0), 0 if stats is None else stats.stride(0), 0 if norms is None else norms.stride(0),
+            1.0 / o.temperature, o.weights, o.parameters, o.divergence_weights,
+            o.hard_weight, o.label_smoothing, o.z_loss, o.student_scale, inverse_cap,
+            1.0 if shard is None or shard.ranks.index == 0 else 0.0,
+            KINDS=o.kinds, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0, SCALED=o.student_scale != 1.0,
+            CAPPED=o.student_softcap != 0.0, HAS_LABELS=labels is not None, HAS_ROWS=rows is not None,
+            SWEEP_FIRST=sweep_first, GRADIENT=gradient is not None, SHARDED=norms is not None,
+            HAS_MEAN=mean is not None, TILE=TILE, BLOCK=8, num_warps=8, **flags,
+        )  # fmt: skip
+
+    if shard is not None:
+        norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=loss.device)
+        if vocab:
+            _fold_rows_kernel[(n,)](
+                *numbers[0], *numbers[1], norms, tiles, norms.stride(0), 1.0 / o.temperature, **flags, num_warps=1
+            )
+        norms = join_normalisers(shard.ranks.gather(norms))
+        if sweep_first and gradient is not None:
+            mean = torch.zeros(n, dtype=torch.float32, device=loss.device)
+            launch(None, sweep_first=True)
+            shard.ranks.add_(mean)
+            sweep_first = False
+    launch(gradient, sweep_first=sweep_first or gradient is None)
+
+
+def join_normalisers(parts: torch.Tensor) -> torch.Tensor:
+    """Every rank's `_all_normalisers`, [ranks, 6, n] -> those of all columns, [6, n]."""
+    joint = torch.logsumexp(parts, 0)
+    joint[::3] = parts[:, ::3].amax(0)
+    return joint

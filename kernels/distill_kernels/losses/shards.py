@@ -1,0 +1,122 @@
+"""A head whose vocabulary is cut over the ranks of a group: who holds which columns, and what crosses the wire.
+
+Under tensor parallelism every rank holds some rows of both [V, H] heads, while hidden states, labels and the loss are
+the same on all ranks. Logits never leave their rank. Of each token cross the wire
+
+    six fp32 numbers, gathered: maximum and log sum of exps of both models (at T and at T = 1)
+    one more, summed, where the divergence is not forward KL: sum(g), which the gradient needs (divergence.py)
+    one or, with statistics, eight, summed once at the end: the loss and `TokenStats`
+    Hs of dx, summed in fp32: each rank's part comes out of its product in fp32 and the sum is rounded once
+
+Every rank must make the same calls in the same order, so that all cut the batch into the same chunks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+OUTSIDE = -1  # a label that no rank holds, kept by the first rank: its probability is 0
+ON_ANOTHER_RANK = -2  # a label among another rank's columns
+
+
+class Ranks:
+    """The processes of a group, as the losses use them.
+
+    Args:
+        group: a torch.distributed process group that this process belongs to.
+    """
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as dist
+
+        self.group = group
+        self.index, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors of one shape, [ranks, *shape]."""
+        import torch.distributed as dist
+
+        out = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        dist.all_gather_into_tensor(out, tensor.contiguous(), group=self.group)
+        return out.view(self.size, *tensor.shape)
+
+    def add_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace `tensor` by its sum over the ranks, in place."""
+        self.add_later(tensor)()
+        return tensor
+
+    def add_later(self, tensor: torch.Tensor) -> Callable[[], object]:
+        """As `add_`, beside what follows: the sum is there once the returned function was called."""
+        import torch.distributed as dist
+
+        return dist.all_reduce(tensor, group=self.group, async_op=True).wait
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest over the ranks, elementwise."""
+        return self.gather(tensor).amax(0)
+
+    def complete_(self, tensor: torch.Tensor, spans: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """Fill rows `spans[rank]` of every rank's `tensor` from that rank's own."""
+        import torch.distributed as dist
+
+        for rank, (start, stop) in enumerate(spans):
+            if stop > start:
+                dist.broadcast(tensor[start:stop], group=self.group, group_src=rank)
+        return tensor
+
+
+class VocabShard(NamedTuple):
+    """Which columns of the vocabulary every rank computes.
+
+    Attributes:
+        ranks: the group (`Ranks`, or what stands for it in a test).
+        spans: (first, one past the last) column of each rank, in order, without the columns that are padding.
+    """
+
+    ranks: Ranks
+    spans: tuple[tuple[int, int], ...]
+
+    @property
+    def start(self) -> int:
+        """The first column of this rank."""
+        return self.spans[self.ranks.index][0]
+
+    @property
+    def columns(self) -> int:
+        """Columns of this rank; 0 where others hold all that count."""
+        start, stop = self.spans[self.ranks.index]
+        return stop - start
+
+    @property
+    def widest(self) -> int:
+        """The most columns of any rank, by which all plan their chunks."""
+        return max(stop - start for start, stop in self.spans)
+
+    @property
+    def vocab(self) -> int:
+        """Columns of all ranks."""
+        return self.spans[-1][1]
+
+    def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels as columns of this rank, `ON_ANOTHER_RANK`, or (first rank only) `OUTSIDE` of the vocabulary."""
+        own = labels - self.start
+        own = torch.where((own >= 0) & (own < self.columns), own, ON_ANOTHER_RANK)
+        if self.ranks.index == 0:
+            own = torch.where((labels < 0) | (labels >= self.vocab), OUTSIDE, own)
+        return own
+
+    def encode(self) -> str:
+        """As text, for operators whose arguments must be plain."""
+        return json.dumps([self.ranks.group.group_name, self.spans])
+
+    @staticmethod
+    def decode(text: str) -> VocabShard:
+        """The inverse of `encode`."""
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        name, spans = json.loads(text)
+        return VocabShard(Ranks(_resolve_process_group(name)), tuple((start, stop) for start, stop in spans))
