@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,6 +18,7 @@ from distill.data.packing import Documents
 from distill.data.sources import Row, RowFault, Source
 from distill.data.token_cache import keep, key_of, tokenizer_hash
 from distill.data.tokenise import Encoder, Piece, Tally
+from distill.faults import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -89,12 +91,18 @@ def _encoded(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iterat
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder,)) as pool:
         waiting: deque[Future[tuple[list[Piece], Tally]]] = deque()
-        for batch in batches:
-            waiting.append(pool.submit(_encode_here, batch))
-            if len(waiting) >= 2 * workers:
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(_encode_here, batch))
+                if len(waiting) >= 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise RunError(
+                f"a process that tokenises died; most often the machine ran out of memory: lower data.workers "
+                f"(now {workers})"
+            ) from error
 
 
 _encoder_here: Encoder | None = None

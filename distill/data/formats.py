@@ -25,6 +25,8 @@ PAIR_COLUMNS = (
 )
 TEXT_COLUMNS = ("text", "content")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+# what chat templates in use know; any other role is passed to the template as it is, and reported
+KNOWN_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}
 
 
 class FieldMap(Protocol):
@@ -182,7 +184,7 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # a csv holds a chat as JSON text
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise RowFault("invalid JSON", f"column {column!r}: {error}") from error
     if value is None:
         raise RowFault("null", f"column {column!r}")
@@ -203,10 +205,13 @@ def _message(message: Any, column: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise RowFault("wrong type", f"column {column!r}: a message without a role")
-    message["role"] = ROLES.get(role, role)
+    plain = role.strip().lower()
+    message["role"] = ROLES.get(plain, plain if plain in KNOWN_ROLES else role)
+    if isinstance(content, list):
+        message["content"] = content = _joined_parts(content, column)
     if content is None and not message.get("tool_calls"):
         raise RowFault("null", f"column {column!r}: a message of {role} without content")
-    if content is not None and not isinstance(content, str | list):
+    if content is not None and not isinstance(content, str):
         raise RowFault("wrong type", f"column {column!r}: content is {type(content).__name__}")
     if content is None:
         message["content"] = ""
@@ -214,6 +219,15 @@ def _message(message: Any, column: str) -> dict[str, Any]:
     if says_nothing and message["role"] in ("user", "assistant"):
         raise RowFault("empty", f"column {column!r}: a message of {role} says nothing")
     return message
+
+
+def _joined_parts(parts: list[Any], column: str) -> str:
+    """The text of a content that comes in parts; a template that knows no parts would print them as Python."""
+    texts = [part if isinstance(part, str) else part.get("text") for part in parts if isinstance(part, str | dict)]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in parts})
+        raise RowFault("not text", f"column {column!r}: content in parts of {', '.join(kinds)}")
+    return "".join(texts)  # type: ignore[arg-type]
 
 
 def _without_nulls(value: Any) -> Any:
@@ -230,7 +244,7 @@ def _tools(row: Row) -> list[Any] | None:
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise RowFault("invalid JSON", f"column 'tools': {error}") from error
     if not tools:
         return None

@@ -54,6 +54,7 @@ class DataReport:
         examples: reason to the first row it hit.
         truncated: chats and pairs cut off at `max_length`.
         merged: chats and pairs with one token across the end of a prompt; that token is not learned.
+        roles: unusual roles in chats, which the template got as they are, to number of rows.
         documents: pieces of text, chats and pairs to train on; none is split further.
         tokens: in them.
         trained_tokens: of these the ones that are learned.
@@ -72,6 +73,7 @@ class DataReport:
     examples: dict[str, str] = field(default_factory=dict)
     truncated: int = 0
     merged: int = 0
+    roles: dict[str, int] = field(default_factory=dict)
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -109,6 +111,9 @@ class DataReport:
             lines.append(f"cut off at {self.max_length:,} tokens: {self.truncated:,}")
         if self.merged:
             lines.append(f"one token across the end of the prompt, not learned: {self.merged:,}")
+        if self.roles:
+            roles = ", ".join(f"{role!r:.40} in {count:,} rows" for role, count in self.roles.items())
+            lines.append(f"roles that templates do not usually know, given to this one as they are: {roles}")
         if self.frozen_date:
             lines.append(f"the chat template's date is frozen at {self.frozen_date}")
         return "\n".join(lines)
@@ -167,6 +172,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
     _check(documents, tally, source, "data.source")
     report.rows_read, report.dropped, report.examples = tally.rows_read, dict(tally.dropped), tally.examples
     report.truncated, report.merged, report.from_cache = tally.truncated, tally.merged, found
+    report.roles = dict(tally.roles)
     if data.validation.source is None:
         held_out, rest = _hold_out(documents.origin, data.validation.fraction, data.validation.max_rows, seed)
         return _pack(data, documents, rest, documents, held_out, report, seed, key)

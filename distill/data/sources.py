@@ -212,7 +212,7 @@ def _parsed(line: str, where: str) -> Row | RowFault:
         return RowFault("invalid UTF-8", where)
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
         return RowFault("invalid JSON", f"{where}: {error}")
     return row if isinstance(row, dict) else RowFault("not a JSON object", f"{where}: {type(row).__name__}")
 
@@ -223,7 +223,7 @@ def _read_json(path: Path) -> Iterator[Row | RowFault]:
         text = file.read()
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         first = text.lstrip().split("\n", 1)[0].strip()
         if first.startswith("{") and first.endswith("}"):
             yield from _read_lines(path)
@@ -244,6 +244,9 @@ def _read_csv(path: Path) -> Iterator[Row | RowFault]:
     csv.field_size_limit(sys.maxsize)
     with _open(path) as file:
         reader = csv.DictReader(file, delimiter="\t" if _kind(path) == ".tsv" else ",", restkey="", strict=True)
+        names = list(reader.fieldnames or ())
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"data.source: {path} has two columns called {twice!r}; rename one")
         for row in reader:
             where = f"{path.name}, line {reader.line_num}"
             if any(isinstance(value, str) and BAD_BYTE.search(value) for value in row.values()):

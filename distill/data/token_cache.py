@@ -20,7 +20,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # raise it when the same data would be tokenised differently
+VERSION = 2  # raise it when the same data would be tokenised differently
 
 
 def cache_root() -> Path:

@@ -10,18 +10,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from distill.data.chat import ChatTemplate, Span
-from distill.data.formats import Format, Sample
+from distill.data.formats import KNOWN_ROLES, Format, Sample
 from distill.data.packing import IGNORED
 from distill.data.sources import Row, RowFault
 
 BLOCK = 1 << 16  # characters given to the tokenizer at once: some take quadratic time over one long word
+MOST_ROLES = 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -44,6 +45,7 @@ class Tally:
         truncated: chats and pairs whose end exceeded `max_length`.
         merged: chats and pairs in which one token holds the last of the prompt and the first of the answer; that
             token is not learned.
+        roles: a role in chats that templates do not usually know, to number of rows; the template got it as it is.
     """
 
     rows_read: int = 0
@@ -51,11 +53,19 @@ class Tally:
     examples: dict[str, str] = field(default_factory=dict)
     truncated: int = 0
     merged: int = 0
+    roles: Counter[str] = field(default_factory=Counter)
 
     def drop(self, number: int, fault: RowFault) -> None:
         """Count a row that cannot be used."""
         self.dropped[fault.reason] += 1
-        self.examples.setdefault(fault.reason, f"row {number}: {fault.detail}"[:300])
+        shown = f"row {number}: {fault.detail}"[:300]
+        self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in shown))
+
+    def see_roles(self, messages: Iterable[Mapping[str, Any]]) -> None:
+        """Count a chat's unusual roles; of endlessly many the first ones."""
+        for role in sorted({str(message.get("role")) for message in messages} - KNOWN_ROLES):
+            if role in self.roles or len(self.roles) < MOST_ROLES:
+                self.roles[role] += 1
 
     def add(self, other: Tally) -> None:
         """Add the counts of later rows."""
@@ -64,6 +74,7 @@ class Tally:
         self.examples = other.examples | self.examples
         self.truncated += other.truncated
         self.merged += other.merged
+        self.roles.update(other.roles)
 
 
 class Encoder:
@@ -104,8 +115,11 @@ class Encoder:
                     texts.append((number, _clean(sample.text or "")))
                 else:
                     partly.append((number, *self._spans(sample)))
+                    tally.see_roles(sample.messages or ())
             except RowFault as fault:
                 tally.drop(number, fault)
+            except RecursionError:
+                tally.drop(number, RowFault("nested too deeply"))
         pieces = [*self._encode_texts(texts, tally), *self._encode_partly(partly, tally)]
         return pieces, tally
 
@@ -191,7 +205,7 @@ class Encoder:
 
 def _clean(text: str) -> str:
     if _SURROGATE.search(text):
-        raise RowFault("invalid Unicode", "half a surrogate pair")
+        raise RowFault("invalid Unicode", "half a surrogate pair, or a byte that is not UTF-8")
     return text
 
 

@@ -1,0 +1,228 @@
+"""Data that lies, through `distill run` itself: counted and reported, or refused in one line; never a stack trace.
+
+An exception that the command lets through fails the test by itself; what is held here is the exit code, how many lines
+are on standard error and what they and the report say. Every run that goes on must end with a student.
+"""
+
+import gzip
+import json
+
+import pytest
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill import run as run_module
+from distill.cli import run_command
+
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 1}}
+data: {source: rows.jsonl, max_length: 64, cache: false, validation: {fraction: 0.2}}
+train: {steps: 1, batch_size: 1, log_every: 1, device: cpu}
+generate: {prompts: []}
+"""
+GOOD = [{"text": f"Row {number} is as it should be, and it is learned."} for number in range(6)]
+TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+DEEP = "[" * 100_000
+DIGITS = "9" * 5_000
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = tiny_tokenizer()
+    save_tiny(folder / "teacher", tiny_model(tokenizer, seed=1), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def workplace(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)  # a second a run, and not looked at
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("model: teacher", f"model: {models / 'teacher'}"))
+    return tmp_path
+
+
+def lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def chat(*turns):
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def distil(workplace, name, content, *overrides):
+    """Write the data, run, and return the exit code."""
+    (workplace / name).write_bytes(content)
+    return run_command(["run", "r.yaml", f"data.source={name}", *overrides])
+
+
+def dropped(out):
+    """Reason to count, as the run's opening lines report them."""
+    found = [line.strip() for line in out.splitlines() if line.strip().startswith("dropped ")]
+    return {line.split(": ", 1)[1].split(" (")[0]: int(line.split()[1].rstrip(":")) for line in found}
+
+
+# ------------------------------------------------------------------ rows that are counted while the rest is learned
+
+
+def test_rows_of_every_kind_of_fault_are_counted_by_reason(workplace, capsys):
+    bad = [
+        b'{"text": ""}', b'{"text": " \\t "}', b'{"text": null}', b"{}", b'{"text": 7}', b'{"text": ["a"]}', b"[1]",
+        b"7", b"null", b'{"text": "\xff\xfe"}', b'{"text": "\\ud800"}', b"nonsense", b'{"text": ' + DIGITS.encode() + b"}",
+        DEEP.encode(), b'{"text": NaN}', b"\0\0", b'{"text": "cut off in the mid',
+    ]  # fmt: skip
+    assert distil(workplace, "a.jsonl", lines(GOOD) + b"\n".join(bad)) == 0
+    out, err = capsys.readouterr()
+    assert dropped(out) == {
+        "empty": 2, "null": 1, "no value": 1, "wrong type": 3, "not a JSON object": 3, "invalid UTF-8": 1,
+        "invalid Unicode": 1, "invalid JSON": 5,
+    }  # fmt: skip
+    assert "23 rows read" in out and err == "" and (workplace / "runs/r/student/model.safetensors").exists()
+
+
+def test_chats_of_every_kind_of_fault_are_counted_by_reason(workplace, capsys):
+    bad = [
+        {"messages": None}, {"messages": []}, {"messages": [None]}, {"messages": 7}, {"messages": "hello"},
+        {"messages": '[{"role": "user"'}, {"messages": DEEP}, {"messages": [{"role": None, "content": "x"}]},
+        {"messages": [{"role": "user", "content": None}, TURNS[1]]}, {"messages": [{"role": "user", "content": 7}]},
+        {"messages": [TURNS[0], {"role": "assistant", "content": [{"type": "image", "url": "x"}]}]},
+        {"messages": TURNS[:1]}, {"messages": TURNS, "tools": DEEP}, {"messages": TURNS, "tools": 7},
+        {"messages": [TURNS[0], {"role": "assistant", "content": " "}]},
+        {"messages": [{**TURNS[0], "deep": json.loads("[" * 900 + "]" * 900)}, TURNS[1]]},
+    ]  # fmt: skip
+    assert distil(workplace, "a.jsonl", lines([*({"messages": TURNS} for _ in range(4)), *bad])) == 0
+    assert dropped(capsys.readouterr().out) == {
+        "null": 2, "empty": 2, "wrong type": 6, "invalid JSON": 3, "not text": 1, "no assistant turn": 1,
+        "nested too deeply": 1,
+    }  # fmt: skip
+
+
+def test_nulls_that_a_table_puts_into_every_message_are_no_fault(workplace, capsys):
+    filled = [{**turn, "tool_calls": None, "name": None, "from": None, "value": None} for turn in TURNS]
+    assert distil(workplace, "a.jsonl", lines([{"messages": filled, "tools": None}] * 4)) == 0
+    out, err = capsys.readouterr()
+    assert "4 rows read" in out and not dropped(out) and err == ""
+
+
+def test_unknown_roles_reach_the_template_and_are_reported(workplace, capsys):
+    rows = [chat(("User", "a"), (" GPT", "b")), chat(("wizard", "a"), ("assistant", "b"))] * 3
+    assert distil(workplace, "a.jsonl", lines(rows)) == 0
+    out = capsys.readouterr().out
+    assert "do not usually know, given to this one as they are: 'wizard' in 3 rows" in out and not dropped(out)
+
+
+def test_content_in_parts_is_text_not_python(workplace, capsys):
+    from distill.data.load import load_data
+    from distill.recipe import Data
+
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    rows = [chat(("user", parts), ("assistant", [{"type": "text", "text": f"three {n}"}])) for n in range(4)]
+    (workplace / "a.jsonl").write_bytes(lines(rows))
+    tokenizer = tiny_tokenizer()
+    splits = load_data(Data(source="a.jsonl", max_length=128, cache=False, packing=False), tokenizer, seed=0)
+    texts = {tokenizer.decode(row["input_ids"]) for row in splits.train}
+    assert all("user\none two<|end|>" in text and "type" not in text for text in texts)
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+def test_a_line_of_a_million_characters(workplace, spaces, capsys):
+    words = "word " * 200_000 if spaces else "w" * 1_000_000
+    rows = lines([*GOOD, {"text": words}]) + b'{"text": "' + b"x" * 1_000_000  # and one cut off, as long
+    assert distil(workplace, "a.jsonl", rows, "data.max_length=512", "data.validation.max_rows=2") == 0
+    out = capsys.readouterr().out
+    assert dropped(out) == {"invalid JSON": 1} and max(map(len, out.splitlines())) < 400
+
+
+def test_marks_that_editors_leave_are_no_fault(workplace, capsys):
+    content = b"\xef\xbb\xbf" + lines(GOOD).replace(b"\n", b"\r\n") + b"\r\n\r\n"
+    assert distil(workplace, "a.jsonl", content) == 0
+    out = capsys.readouterr().out
+    assert "text (text), 6 rows read" in out and not dropped(out)
+
+
+@pytest.mark.parametrize(
+    "name, content, reason",
+    [
+        ("a.csv", b"text\n" + b"a row of a table\n" * 6 + b'"a quote that never ends\n', "file breaks off"),
+        ("a.csv", b"text,n\n" + b"a row of a table,1\n" * 6 + b"x,2,3\n", "more values than columns"),
+        ("a.csv", b"text\n" + b"a row of a table\n" * 6 + b"\xff\xff\n", "invalid UTF-8"),
+        ("a.json", b'[{"text": "\xff"}, ' + lines(GOOD).replace(b"\n", b", ")[:-2] + b"]", "invalid Unicode"),
+    ],
+    ids=["quote", "values", "bytes", "json"],
+)
+def test_tables_and_lists(workplace, name, content, reason, capsys):
+    assert distil(workplace, name, content) == 0
+    assert dropped(capsys.readouterr().out) == {reason: 1}
+
+
+def test_a_compressed_file_that_is_cut_short(workplace, capsys):
+    rows = lines([{"text": f"Row {number}: {number * 7919 % 10007}."} for number in range(600)])
+    assert distil(workplace, "a.jsonl.gz", gzip.compress(rows)[:-2000]) == 0
+    assert dropped(capsys.readouterr().out) == {"file breaks off": 1}
+
+
+def test_parquet_with_nulls(workplace, capsys):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": [*(row["text"] for row in GOOD), None, ""]})
+    pyarrow.parquet.write_table(table, workplace / "a.parquet")
+    assert distil(workplace, "a.parquet", (workplace / "a.parquet").read_bytes()) == 0
+    assert dropped(capsys.readouterr().out) == {"null": 1, "empty": 1}
+
+
+# ------------------------------------------------------------------ data of no use: one line, exit code 2, no run
+
+NOTHING = lines([{"text": ""}, {"text": None}])
+
+
+@pytest.mark.parametrize(
+    "name, content, expected",
+    [
+        ("a.jsonl", b"", "data.source: a.jsonl holds no usable row: it is empty"),
+        ("a.jsonl", b"\n \n", "it is empty"),
+        ("a.jsonl", NOTHING, "no trainable tokens in a.jsonl: 2 rows read, 2 dropped: 1 empty"),
+        ("a.jsonl", lines(GOOD[:1]), "data.validation: nothing can be held out of one document"),
+        ("a.jsonl", "é".join(row["text"] for row in GOOD).encode("utf-16"), "invalid UTF-8"),
+        ("a.jsonl", lines([{"messages": TURNS[:1]}] * 3), "3 no assistant turn"),
+        ("a.jsonl", lines([{"x": 1, "y": 2}]), "data.fields: expected a column text"),
+        ("a.json", b'[{"text": "a"}, {"text"', "data.source: a.json is not valid JSON"),
+        ("a.json", DEEP.encode(), "data.source: a.json is not valid JSON"),
+        ("a.json", b'[{"text": ' + DIGITS.encode() + b"}]", "data.source: a.json is not valid JSON"),
+        ("a.json", b"7", "expected a list of objects; came int"),
+        ("a.csv", b"text\n", "it is empty"),
+        ("a.csv", b"text,text\na,b\n", "two columns called 'text'"),
+        ("a.txt", bytes(range(256)) * 40, "convert the file to UTF-8"),
+        ("a.txt", b"", "no trainable tokens"),
+        ("a.parquet", b"PAR1 cut", "a.parquet cannot be read as parquet"),
+        ("a.jsonl.gz", b"no gzip", "file breaks off"),
+        ("a.exe", b"MZ", "expected a file of .json"),
+    ],
+)
+def test_data_of_no_use(workplace, name, content, expected, capsys):
+    assert distil(workplace, name, content) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("distill: ") and err.count("\n") == 1, err
+    assert expected in err and not (workplace / "runs").exists()
+
+
+# ------------------------------------------------------------------ templates
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("{% for %}", "not a valid Jinja template"),
+        ("{{ 1 // 0 }}", "4 the chat template refuses the row (row 0: integer division"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "4 the chat template refuses the row (row 0: Range too big"),
+        ("{{ messages[99].content }}", "4 the chat template refuses the row"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "4 the chat template refuses the row"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "cannot be told from this"),
+        ("always the same", "4 nothing to learn after masking"),
+    ],
+)  # fmt: skip
+def test_templates_that_cannot_work(workplace, template, expected, capsys):
+    (workplace / "t.jinja").write_text(template)
+    assert distil(workplace, "a.jsonl", lines([{"messages": TURNS}] * 4), "data.chat_template=t.jinja") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("distill: data.") and err.count("\n") == 1 and expected in err, err
