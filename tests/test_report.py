@@ -98,6 +98,20 @@ def test_an_unfinished_run_has_a_page_too(folder):
     assert "<svg" not in text and "Recipe" in text
 
 
+def test_the_time_split_weighs_intervals_by_their_steps(folder):
+    """Two intervals, of 1 and of 9 steps; a phase's share is its seconds over those of all."""
+    rows = [{"step": 1, "loss": 2.0, "kl": 2.0, "seconds": 9.0}, {"step": 10, "loss": 1.0, "kl": 1.0, "seconds": 9.0}]
+    rows[0] |= {"time_teacher": 1.0, "time_student": 7.0, "time_data": 1.0}
+    rows[1] |= {"time_teacher": 1.0, "time_student": 0.0, "time_loss": None, "time_data": 0.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = page(read_run(folder))
+    Page(text)
+    for expected in ("teacher 55.6%", "student, both ways 38.9%", "loss 0.0%", "data and host 5.6%"):
+        assert expected in text, expected
+    assert "arithmetic" not in text, "no MFU was measured"
+    assert text.count("<svg") == 1, "the loss is the KL, which is drawn once"
+
+
 def test_report_as_json_and_elsewhere(folder, tmp_path, capsys):
     assert run_command(["report", str(folder), "-o", "page.html"]) == 0
     assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()

@@ -28,9 +28,9 @@ class Panel(NamedTuple):
 
 PANELS = (
     Panel("loss", "loss (nats a token)"),
-    Panel("kl", "KL to the teacher (nats a token)", from_zero=True),
-    Panel("divergence", "divergence to the teacher (nats a token)", from_zero=True),
-    Panel("agreement", "top-1 agreement with the teacher (%)", 100.0),
+    Panel("kl", "KL to teacher (nats a token)", from_zero=True),
+    Panel("divergence", "divergence (nats a token)", from_zero=True),
+    Panel("agreement", "agreement with teacher (%)", 100.0),
     Panel("learning_rate", "learning rate", from_zero=True),
     Panel("tokens_per_second", "tokens per second", from_zero=True),
     Panel("grad_norm", "gradient norm", from_zero=True),

@@ -21,6 +21,11 @@ from distill.reports.style import STYLE
 from distill.reports.svg_plot import Series, line_chart, short
 
 CHARTS = (*PANELS, Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True))
+# the report's words for what training.phases times
+PHASES = {
+    "teacher": "teacher", "student, both ways": "student", "loss": "loss", "optimizer": "optimizer",
+    "data and host": "data",
+}  # fmt: skip
 WHO = {"teacher": "teacher", "before": "student before", "after": "student after"}
 
 
@@ -108,7 +113,10 @@ def page(run: Run) -> str:
         _section("Training, by optimizer step", _charts(run.metrics)),
         _section("Time", _time(run.metrics)),
         _section("Samples", _samples(run)),
-        _section("Recipe", f"<pre>{html.escape(run.recipe.strip())}</pre>"),
+        _section(
+            "Recipe",
+            f"<details><summary>every setting, as YAML</summary><pre>{html.escape(run.recipe.strip())}</pre></details>",
+        ),
         _section("Environment", _pairs(run.result.get("environment", {}))),
     ]
     return (
@@ -129,7 +137,9 @@ def _recipe_facts(run: Run) -> dict[str, str]:
     from distill.recipe import parse
 
     recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
-    terms = " + ".join(f"{term.weight:g} {term.type}" for term in recipe.loss.terms if term.weight > 0)
+    weighted = [term for term in recipe.loss.terms if term.weight > 0]
+    plain = len(weighted) == 1 and weighted[0].weight == 1
+    terms = " + ".join(("" if plain else f"{term.weight:g} ") + term.type.replace("_", " ") for term in weighted)
     return {
         "teacher": model_name(recipe.teacher),
         "student": model_name(recipe.student),
@@ -202,6 +212,8 @@ def points(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> 
 def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
     charts = []
     for panel in CHARTS:
+        if panel.key == "loss" and all(_same(row.get("loss"), row.get("kl")) for row in rows if "loss" in row):
+            continue  # the loss is the KL: one chart is enough
         lines = [
             Series("training", points(rows, panel.key, panel.factor), 0),
             Series("held out", points(rows, f"eval_{panel.key}", panel.factor), 1),
@@ -218,6 +230,10 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
+def _same(loss: Any, kl: Any) -> bool:
+    return isinstance(loss, float) and isinstance(kl, float) and math.isclose(loss, kl, rel_tol=1e-3)
+
+
 def _time(rows: Sequence[Mapping[str, Any]]) -> str:
     """Where the time and the arithmetic went, as far as the run measured it."""
     trained = [row for row in rows if isinstance(row.get("seconds"), int | float)]
@@ -231,15 +247,39 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> str:
         / max(seconds, 1e-9)
         for name in ("teacher", "student")
     }
+    text += _bar(_phases(trained))
     if not any(shares.values()):
         return text
     parts = [("teacher's arithmetic", shares["teacher"]), ("student's arithmetic", shares["student"])]
-    parts.append(("below the GPU's peak", max(0.0, 1 - sum(shares.values()))))
+    return text + _bar([*parts, ("below the GPU's peak", max(0.0, 1 - sum(shares.values())))])
+
+
+def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Shares of the phases of a step over the whole run; empty where they were not measured."""
+    totals = dict.fromkeys(PHASES, 0.0)
+    last = 0
+    for row in rows:
+        steps, last = row["step"] - last, row["step"]
+        for name, phase in PHASES.items():
+            totals[name] += steps * (row.get(f"time_{phase}") or 0.0)
+    whole = sum(totals.values())
+    return [(name, seconds / whole) for name, seconds in totals.items()] if whole > 0 else []
+
+
+def _bar(parts: Sequence[tuple[str, float]]) -> str:
+    """Shares of 1 beside each other, and a key to them; the last part of three is the rest."""
+    if not parts:
+        return ""
+    kinds = [f"part-{i}" if len(parts) > 3 or i < 2 else "part-rest" for i in range(len(parts))]
+    shown = list(zip(kinds, parts, strict=True))
     bars = "".join(
-        f'<span class="part-{i}" style="flex-grow:{share:.4f}"></span>' for i, (_, share) in enumerate(parts)
+        f'<span class="{kind}" style="flex-grow:{share:.4f}"></span>' for kind, (_, share) in shown if share >= 5e-5
     )
-    keys = "".join(f'<span class="key part-{i}"></span>{name} {share:.1%} ' for i, (name, share) in enumerate(parts))
-    return f'{text}<div class="bar">{bars}</div><p class="note">{keys}</p>'
+    keys = "".join(
+        f'<span class="entry"><span class="key {kind}"></span>{name} {share:.1%}</span> '
+        for kind, (name, share) in shown
+    )
+    return f'<div class="bar">{bars}</div><p class="note">{keys}</p>'
 
 
 def duration(seconds: float) -> str:

@@ -37,8 +37,10 @@ svg { width: 100%; height: auto; display: block; }
 .line.series-5 { stroke: var(--series-5); } .dot.series-5 { fill: var(--series-5); }
 .bar { display: flex; height: 16px; border-radius: 4px; overflow: hidden; }
 .key { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin: 0 5px 0 0; }
-.note .key:not(:first-child) { margin-left: 14px; }
-.part-0 { background: var(--series-0); } .part-1 { background: var(--series-2); } .part-2 { background: var(--rest); }
+.entry { display: inline-block; margin-right: 14px; white-space: nowrap; }
+.part-0 { background: var(--series-0); } .part-1 { background: var(--series-2); }
+.part-2 { background: var(--series-3); } .part-3 { background: var(--series-4); }
+.part-4, .part-rest { background: var(--rest); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
@@ -48,5 +50,8 @@ pre { background: var(--card); border-radius: 8px; padding: 10px 12px; margin: 0
   font: 12.5px/1.5 ui-monospace, Menlo, Consolas, monospace; }
 .answers { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 240px), 1fr)); }
 .answers pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+details summary { cursor: pointer; color: var(--quiet); font-size: 13px; margin-bottom: 8px; }
+@media (max-width: 560px) { main { padding: 20px 14px 40px; } th, td { padding-right: 8px; font-size: 13px; }
+  th { font-size: 11px; } .figure { font-size: 22px; } }
 @media print { main { max-width: none; } }
 """

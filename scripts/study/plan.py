@@ -29,7 +29,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
 LEARNING_RATES = {"learning rate x 0.5": 0.5, "learning rate x 2": 2.0}
 PROBED = (BASELINE, "forward KL")
 QUICK = (
-    "data.max_length=128", "data.max_rows=120", "data.workers=0", "data.validation.max_rows=6", "train.batch_size=1",
+    "data.max_length=128", "data.max_rows=60", "data.workers=0", "data.validation.max_rows=6", "train.batch_size=1",
     "train.tokens_per_step=128", "train.steps=2",
 )  # fmt: skip
 

@@ -40,9 +40,11 @@ class Bench:
 
     Args:
         setups: All that will be run; of each depth one student is cut before the teacher gets our kernels.
+        held_out: Rows that students are judged on at most (a held-out document may be a book of a file).
     """
 
-    def __init__(self, setups: Sequence[Setup]) -> None:
+    def __init__(self, setups: Sequence[Setup], held_out: int = 128) -> None:
+        self.held_out = held_out
         first = setups[0].recipe()
         self.device = resolve_device(first.train)
         self.precision = resolve_precision(first, self.device)
@@ -63,7 +65,9 @@ class Bench:
     def splits(self, setup: Setup) -> Splits:
         """The rows of a configuration's data, read once."""
         if setup.data not in self._splits:
-            self._splits[setup.data] = load_data(setup.recipe().data, self.tokenizer, seed=SPLIT_SEED)
+            found = load_data(setup.recipe().data, self.tokenizer, seed=SPLIT_SEED)
+            rows = found.validation.select(range(min(self.held_out, len(found.validation))))  # they are shuffled
+            self._splits[setup.data] = found._replace(validation=rows)
         return self._splits[setup.data]
 
     def student(self, setup: Setup, recipe: Recipe) -> Any:
