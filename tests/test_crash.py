@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from distill.training.phases import KEYS
+
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 60
 RECIPE = f"""
@@ -28,7 +30,7 @@ train: {{steps: {STEPS}, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-
 generate: {{prompts: []}}
 """
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
-TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen")
+TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen", *KEYS)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from distill.training.checkpoints import UNFINISHED, checkpoints
 from distill.training.metrics import Meter, Work, work_of
 from distill.training.objective import STATISTICS
+from distill.training.phases import KEYS
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.trainer import DistillationTrainer
 
@@ -167,7 +168,7 @@ def test_resume_in_the_middle_of_an_epoch_is_exact(tmp_path, lora):
     again.train(resume_from_checkpoint=str(checkpoints(tmp_path / "whole")[0]))
     for name, value in weights(whole.model).items():
         assert torch.equal(weights(again.model)[name], value), name
-    timing = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen")
+    timing = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen", *KEYS)
     plain = [
         [{key: value for key, value in row.items() if key not in timing} for row in read_metrics(path)]
         for path in (tmp_path / "whole.jsonl", tmp_path / "again.jsonl")

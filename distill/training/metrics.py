@@ -4,7 +4,7 @@ Everything is summed on the device and read once per logging step, where the tra
 
 Tokens per second count the positions that went through the models (padding included; packing leaves little) and,
 apart, the trained ones (labels that are learned), over the wall time since the last logging step, less the time spent
-in evaluations and checkpoints.
+in evaluations and checkpoints. The same time is split into phases (`phases.py`), given in seconds an optimizer step.
 
 MFU, model FLOPs utilisation (Chowdhery et al., 2022, appendix B), is the model's arithmetic over elapsed time over the
 GPU's dense bf16 peak; recomputation (gradient checkpointing) does not count. With P the parameters of the decoder
@@ -31,6 +31,7 @@ from torch import nn
 
 from distill.models.head import bare, decoder_of, find_head
 from distill.training.objective import STATISTICS
+from distill.training.phases import PAUSED, Phases
 
 # dense bf16 tensor-core FLOP/s as the vendor states them, by a part of the device's name; the longest match counts
 PEAK_FLOPS = {
@@ -121,6 +122,7 @@ class Meter:
         self.peak = peak_flops(device)
         self.tokens_seen = 0
         self._pause = 0.0
+        self.phases = Phases(device)
         self.restart()
 
     def restart(self) -> None:
@@ -130,13 +132,15 @@ class Meter:
         self._counts = torch.zeros(2, dtype=precision, device=self.device)  # trained tokens, pairs
         self._tokens = 0
         self._start, self._pause = time.perf_counter(), 0.0
+        self.phases.restart()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Time inside does not count."""
         start = time.perf_counter()
         try:
-            yield
+            with self.phases.within(PAUSED):
+                yield
         finally:
             self._pause += time.perf_counter() - start
 
@@ -160,10 +164,14 @@ class Meter:
         Returns:
             kl or divergence, cross_entropy, teacher_cross_entropy, student_entropy, teacher_entropy, agreement (means
             over trained tokens, natural logarithms), tokens_per_second, trained_tokens_per_second, tokens_seen (since
-            this process started), peak_memory_gib and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
+            this process started), peak_memory_gib, time_data and the other phases (seconds an optimizer step, means
+            over the ranks) and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
         """
-        here = torch.cat([self._sums, self._counts, self._counts.new_tensor([self._tokens, 1.0])])
-        *sums, trained, pairs, tokens, ranks = reduce(here).tolist()
+        phases = self.phases.seconds()
+        steps = max(self.phases.steps, 1)
+        here = [self._sums, self._counts, self._counts.new_tensor([self._tokens, 1.0, *phases.values()])]
+        values = reduce(torch.cat(here)).tolist()
+        sums, (trained, pairs, tokens, ranks, *times) = values[: len(STATISTICS)], values[len(STATISTICS) :]
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
         figures = named_means(sums, trained, self.divergence) | {
@@ -173,6 +181,7 @@ class Meter:
             "tokens_seen": float(self.tokens_seen),
             "seconds": seconds,
             "peak_memory_gib": peak_memory(self.device) / 2**30,
+            **{f"time_{name}": total / ranks / steps for name, total in zip(phases, times, strict=True)},
         }
         if self.peak and self.teacher and self.student:
             available = self.peak * seconds * ranks

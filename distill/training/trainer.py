@@ -100,8 +100,10 @@ class DistillationTrainer(Trainer):
         if device.type != "meta" and device != args.device:
             model.to(args.device)
         self.objective: DistillationObjective = objective(teacher, model, loss, vocab_size=vocab_size)
+        self.data_collator = self.objective.collator(self.data_collator)
         work = work_of(teacher, trains=False) if teacher is not None else NO_WORK
         self.meter = Meter(args.device, work, work_of(model, trains=True), self.objective.divergence)
+        self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self._checkpoints_go_to: str | None = None
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),
@@ -122,7 +124,9 @@ class DistillationTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The micro-batch's summed loss over the step's token count, times the number of ranks."""
-        output = model(**self.objective.compare(inputs, num_items_in_batch))
+        with self.meter.phases.within("teacher"):
+            compared = self.objective.compare(inputs, num_items_in_batch)
+        output = model(**compared)
         if model.training:
             self.meter.add(inputs, output["statistics"])
         loss = output["loss"]
@@ -132,9 +136,16 @@ class DistillationTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `Trainer.training_step`; remembers the batch until its step is known to be finite."""
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        with self.meter.phases.within("student"):
+            loss = super().training_step(model, inputs, *args, **kwargs)
         self.health.see_batch(inputs, loss)
+        if self.accelerator.sync_gradients:  # the step's last micro-batch
+            self.meter.phases.enter("optimizer")
         return loss
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """0: `Trainer` would walk over all parameters once a micro-batch; `Meter` counts what matters."""
+        return 0
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
@@ -255,7 +266,9 @@ class _Watch(TrainerCallback):
         self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log, write a checkpoint and stop."""
+        """Log, write a checkpoint and stop, where that was asked for."""
+        self.trainer.meter.phases.enter("data")
+        self.trainer.meter.phases.steps += 1
         if self.trainer.health.stopping and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True
 
