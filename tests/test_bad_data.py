@@ -16,7 +16,7 @@ from distill.cli import run_command
 RECIPE = """
 teacher: {model: teacher}
 student: {from_teacher: {layers: 1}}
-data: {source: rows.jsonl, max_length: 64, cache: false, validation: {fraction: 0.2}}
+data: {source: rows.jsonl, max_length: 64, cache: false, validation: {fraction: 0.2, max_rows: 2}}
 train: {steps: 1, batch_size: 1, log_every: 1, device: cpu}
 generate: {prompts: []}
 """
@@ -68,7 +68,8 @@ def dropped(out):
 def test_rows_of_every_kind_of_fault_are_counted_by_reason(workplace, capsys):
     bad = [
         b'{"text": ""}', b'{"text": " \\t "}', b'{"text": null}', b"{}", b'{"text": 7}', b'{"text": ["a"]}', b"[1]",
-        b"7", b"null", b'{"text": "\xff\xfe"}', b'{"text": "\\ud800"}', b"nonsense", b'{"text": ' + DIGITS.encode() + b"}",
+        b"7", b"null", b'{"text": "\xff\xfe"}', b'{"text": "\\ud800"}', b"nonsense",
+        b'{"text": ' + DIGITS.encode() + b"}",
         DEEP.encode(), b'{"text": NaN}', b"\0\0", b'{"text": "cut off in the mid',
     ]  # fmt: skip
     assert distil(workplace, "a.jsonl", lines(GOOD) + b"\n".join(bad)) == 0
@@ -128,7 +129,7 @@ def test_content_in_parts_is_text_not_python(workplace, capsys):
 def test_a_line_of_a_million_characters(workplace, spaces, capsys):
     words = "word " * 200_000 if spaces else "w" * 1_000_000
     rows = lines([*GOOD, {"text": words}]) + b'{"text": "' + b"x" * 1_000_000  # and one cut off, as long
-    assert distil(workplace, "a.jsonl", rows, "data.max_length=512", "data.validation.max_rows=2") == 0
+    assert distil(workplace, "a.jsonl", rows, "data.max_length=512") == 0
     out = capsys.readouterr().out
     assert dropped(out) == {"invalid JSON": 1} and max(map(len, out.splitlines())) < 400
 
