@@ -117,8 +117,8 @@ def test_lora_padding_weights_and_a_frozen_head(device, tail):
     def run():
         leaves = [t.clone().requires_grad_() for t in (x, F.pad(bias, (0, 10)), a, b)]
         rows, stats = loss(
-            leaves[0], padded, ids, top.float(), labels, student_bias=leaves[1], student_lora=(leaves[2], leaves[3], 0.5),
-            token_weights=weights, vocab_size=V, return_stats=True,
+            leaves[0], padded, ids, top.float(), labels, student_bias=leaves[1],
+            student_lora=(leaves[2], leaves[3], 0.5), token_weights=weights, vocab_size=V, return_stats=True,
         )  # fmt: skip
         (rows * torch.arange(N, device=device)).sum().backward()
         assert not leaves[1].grad[V:].any(), "padded vocabulary got a gradient"
