@@ -31,6 +31,7 @@ from distill.models.head import bare
 log = logging.getLogger(__name__)
 
 NAME = "distill"
+RAGGED = "distill_ragged"  # of distill.models.ragged_cache, which builds on this module
 BACKENDS = ("triton", "cudnn", "flash")
 MAX_HEAD_DIM = 256
 _SDP = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -69,6 +70,7 @@ def fused_attention(
     Returns:
         [B, T, H, D] and None (no attention weights).
     """
+    refuse_sinks(kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
     if attention_mask is not None or dropout > 0 or query.shape[2] != key.shape[2] or query.shape[-1] > MAX_HEAD_DIM:
@@ -92,6 +94,12 @@ def fused_attention(
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return out.transpose(1, 2), None
+
+
+def refuse_sinks(kwargs: dict[str, Any]) -> None:
+    """Attention sinks (gpt-oss) are part of the softmax: an attention that ignores them is silently wrong."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("attention: learned attention sinks are not supported; set attention: eager for this model")
 
 
 def _torch_attention(
@@ -137,6 +145,8 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         cached = use_cache or kwargs.get("past_key_values") is not None
+        if self.config._attn_implementation == RAGGED:
+            return inner(*args, **kwargs)
         if masked or cached or self.config._attn_implementation != NAME:
             with _implementations(configs, before):
                 return inner(*args, **kwargs)
@@ -171,6 +181,14 @@ def _configs(model: nn.Module) -> list[Any]:
     """The configurations that the model's attention modules read, each once."""
     found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return [config for config in found.values() if hasattr(config, "_attn_implementation")]
+
+
+@contextlib.contextmanager
+def implementations(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside, `model` uses the attention implementation `name`."""
+    configs = _configs(model)
+    with _implementations(configs, [name] * len(configs)):
+        yield
 
 
 @contextlib.contextmanager

@@ -18,6 +18,12 @@ from transformers.cache_utils import CacheLayerMixin
 _SUPPORTED = ("full_attention", "sliding_attention")
 
 
+def unsupported_layers(config: PreTrainedConfig) -> list[str]:
+    """Kinds of layers in a model that keep a state other than the keys and values of all positions."""
+    text = config.get_text_config(decoder=True)
+    return sorted(set(getattr(text, "layer_types", None) or ()) - set(_SUPPORTED))
+
+
 class PreallocatedLayer(CacheLayerMixin):
     """One layer; its tensors are allocated when the first keys say how many sequences and heads there are."""
 
@@ -94,7 +100,6 @@ class PreallocatedCache(Cache):
         if max_length < 1:
             raise ValueError(f"max_length: expected at least 1, got {max_length}")
         text = config.get_text_config(decoder=True)
-        foreign = sorted(set(getattr(text, "layer_types", None) or ()) - set(_SUPPORTED))
-        if foreign:
+        if foreign := unsupported_layers(config):
             raise ValueError(f"config: PreallocatedCache supports {', '.join(_SUPPORTED)} layers, got {foreign}")
         super().__init__(layers=[PreallocatedLayer(max_length) for _ in range(text.num_hidden_layers)])

@@ -24,6 +24,7 @@ from distill_kernels.losses.functional import (
     fused_tvd_loss,
 )
 from distill_kernels.losses.logits import cross_entropy, distillation_loss, jsd, kl_div, skew_kl, tvd
+from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.modules import (
     FusedCrossEntropyLoss,
     FusedDistillationLoss,
@@ -37,6 +38,7 @@ from distill_kernels.losses.topk import FusedTopKKLLoss
 from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
 from distill_kernels.matmul.split_k import SplitKLinear, split_k_linear
 from distill_kernels.optim.adamw import FusedAdamW
+from distill_kernels.sampling import sample_tokens
 
 __all__ = [
     "BiasGELU",
@@ -55,6 +57,7 @@ __all__ = [
     "LossTerm",
     "RMSNorm",
     "SplitKLinear",
+    "TeacherHead",
     "TokenStats",
     "add_rms_norm",
     "bias_gelu",
@@ -79,6 +82,7 @@ __all__ = [
     "quantize_rows",
     "rms_norm",
     "rope",
+    "sample_tokens",
     "skew_kl",
     "softmax",
     "split_k_linear",

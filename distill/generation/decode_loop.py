@@ -1,0 +1,322 @@
+"""Batched generation as a lean loop: prompts in one padded call, then one fixed step a token, replayed on a GPU.
+
+    loop = DecodeLoop(model, pad_token_id=0, eos_token_ids=[2])
+    found = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, temperature=1.0, seeds=[11, 12])
+    found.tokens[0], found.truncated[0]
+
+`generate` of transformers spends most of a token's time in Python: masks, logits processors, stopping criteria and a
+cache that is copied. Here a step has fixed shapes and addresses (`RaggedCache`: every sequence starts at slot 0, so
+there is neither padding nor a mask), sampling and book-keeping happen on the device, and the host looks for finished
+sequences every few tokens only. On a GPU the whole step is one CUDA graph; on a CPU the same step runs as it is.
+
+The last token of a prompt is fed by the first step, so that logits are only ever made for one position a sequence, by
+the model's own forward with all that it does to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from distill_kernels.launch import next_power_of_2
+from distill_kernels.sampling import sample_tokens
+from torch import nn
+
+from distill.models.head import bare, decoder_of
+from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
+SLOTS_STEP = 128
+
+
+@dataclass
+class Generated:
+    """Answers, in the order of their prompts.
+
+    Attributes:
+        tokens: of each answer, its end-of-sequence token included, the prompt not.
+        truncated: whether an answer was cut off by its limit rather than ended by the model.
+    """
+
+    tokens: list[list[int]]
+    truncated: list[bool]
+
+
+class _Seats:
+    """The buffers of `batch` sequences at once, and the captured step that works on them."""
+
+    def __init__(self, config: Any, batch: int, slots: int, most: int, device: torch.device) -> None:
+        self.batch, self.slots, self.most = batch, slots, most
+        self.cache = RaggedCache(config, batch, slots, device)
+        self.token, self.seeds, self.made, self.limits = torch.zeros(4, batch, dtype=torch.int64, device=device)
+        self.done, self.ended = torch.zeros(2, batch, dtype=torch.bool, device=device)
+        self.answers = torch.zeros(batch, most, dtype=torch.int64, device=device)
+        self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
+
+    def hold(self, batch: int, slots: int, most: int) -> bool:
+        """Whether so many sequences, positions and new tokens fit."""
+        return batch <= self.batch and slots <= self.slots and most <= self.most
+
+    def seat(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int], pad: int) -> None:
+        """Take sequences in; seats that stay empty hold one padding token and are done."""
+        empty = self.batch - len(prompts)
+        lengths = [len(prompt) for prompt in prompts] + [1] * empty
+        fill = self._filled
+        self.cache.begin(fill(lengths))
+        self.token.copy_(fill([prompt[-1] for prompt in prompts] + [pad] * empty))
+        self.seeds.copy_(fill([*seeds, *[0] * empty]))
+        self.limits.copy_(fill([*limits, *[0] * empty]))
+        self.done.copy_(self.limits == 0)
+        for tensor in (self.made, self.ended, self.column):
+            tensor.zero_()
+        self.answers.fill_(pad)
+
+    def _filled(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.token.device)
+
+
+class DecodeLoop:
+    """Generates with one model; buffers and the captured step are kept for the next call.
+
+    The model's weights may change between calls, as they do in training; its mode is put to eval and given back.
+
+    Args:
+        model: A causal language model of transformers, bare or inside PEFT, not sharded; see `why_not`.
+        pad_token_id: Any token; fills what is never looked at.
+        eos_token_ids: Tokens that end an answer.
+        autocast: dtype that the model computes in where that is not its weights'.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, pad_token_id: int, eos_token_ids: Sequence[int], autocast: torch.dtype | None = None
+    ) -> None:
+        self.model, self.pad, self.autocast = model, pad_token_id, autocast
+        self.inner: Any = bare(model)
+        self.decoder = decoder_of(model)
+        self.device = next(model.parameters()).device
+        self.ends = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.int64, device=self.device)
+        self.replays = self.device.type == "cuda"
+        self.seats: _Seats | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float = 0.0,
+        seeds: Sequence[int] | None = None,
+        batch_size: int = 64,
+    ) -> Generated:
+        """Answer every prompt.
+
+        Args:
+            prompts: Token ids, at least one each.
+            max_new_tokens: The most an answer may have, for all or for each.
+            temperature: 0 for the likeliest token; else tokens are drawn from softmax(logits / temperature).
+            seeds: 64-bit integers, one a prompt: what is drawn follows from a prompt's own seed, not from its
+                neighbours (up to the rounding of a batched matrix product).
+            batch_size: Sequences at once, at most.
+
+        Raises:
+            ValueError: an empty prompt, or arguments of different lengths.
+        """
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        if not len(limits) == len(seeds) == len(prompts):
+            raise ValueError(f"prompts: {len(prompts)} came with {len(limits)} max_new_tokens and {len(seeds)} seeds")
+        if not all(map(len, prompts)):
+            raise ValueError("prompts: an empty prompt has nothing to continue")
+        found = Generated([[] for _ in prompts], [limit == 0 for limit in limits])
+        # neighbours of like length waste least
+        order = sorted((number for number, limit in enumerate(limits) if limit > 0), key=lambda n: len(prompts[n]))
+        with self._ready():
+            for start in range(0, len(order), batch_size):
+                chosen = order[start : start + batch_size]
+                answers = self._answer(
+                    [prompts[n] for n in chosen], [limits[n] for n in chosen], [seeds[n] for n in chosen], temperature,
+                    batch_size,
+                )  # fmt: skip
+                for number, (tokens, truncated) in zip(chosen, answers, strict=True):
+                    found.tokens[number], found.truncated[number] = tokens, truncated
+        return found
+
+    def _answer(
+        self,
+        prompts: list[Sequence[int]],
+        limits: list[int],
+        seeds: list[int],
+        temperature: float,
+        batch_size: int,
+    ) -> Iterator[tuple[list[int], bool]]:
+        most = max(limits)
+        slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        seats = self._seats_for(len(prompts), slots, most, batch_size)
+        if self.replays:
+            self._capture(seats, temperature)
+        seats.cache.restart()
+        self._read_prompts(prompts, seats)
+        seats.seat(prompts, limits, seeds, self.pad)
+        look_every = LOOK_EVERY if self.device.type == "cuda" else 1
+        for made in range(1, most + 1):
+            if seats.graph is not None:
+                seats.graph.replay()
+            else:
+                self._step(seats, temperature)
+            if made % look_every == 0 and bool(seats.done.all()):
+                break
+        answers, lengths, ended = seats.answers.tolist(), seats.made.tolist(), seats.ended.tolist()
+        return ((answers[n][: lengths[n]], not ended[n]) for n in range(len(prompts)))
+
+    def _seats_for(self, batch: int, slots: int, most: int, batch_size: int) -> _Seats:
+        """Buffers that are large enough; they grow and never shrink, so that a graph is captured seldom."""
+        if self.seats is None or not self.seats.hold(batch, slots, most):
+            old, self.seats = self.seats, None
+            batch = min(next_power_of_2(batch), batch_size) if self.replays else batch
+            slots = -(-slots // SLOTS_STEP) * SLOTS_STEP
+            if old is not None:
+                batch, slots, most = max(batch, old.batch), max(slots, old.slots), max(most, old.most)
+            del old
+            self.seats = _Seats(self.inner.config, batch, slots, most, self.device)
+        return self.seats
+
+    def _read_prompts(self, prompts: list[Sequence[int]], seats: _Seats) -> None:
+        """All but the last token of each prompt into the cache, padded on the right: causal attention never looks."""
+        length = max(map(len, prompts)) - 1
+        if length == 0:
+            return
+        ids = torch.full((seats.batch, length), self.pad, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
+        self.decoder(
+            input_ids=ids.to(self.device), position_ids=torch.arange(length, device=self.device)[None],
+            past_key_values=seats.cache, use_cache=True, ragged_cache=seats.cache,
+        )  # fmt: skip
+
+    def _step(self, seats: _Seats, temperature: float) -> None:
+        """One token of every sequence. Reads and writes the seats' buffers only, and never waits."""
+        cache = seats.cache
+        # the class's forward: what a trainer put around the instance's (the loss, a context of its own) has no part
+        output = type(self.inner).forward(
+            self.inner, input_ids=seats.token[:, None], position_ids=cache.lengths[:, None] - 1,
+            past_key_values=cache, use_cache=True, ragged_cache=cache,
+        )  # fmt: skip
+        token = sample_tokens(output.logits[:, -1], seats.seeds, seats.made, temperature)
+        live = ~seats.done
+        seats.token.copy_(torch.where(live, token, self.pad))
+        seats.answers.index_copy_(1, seats.column, seats.token[:, None])
+        seats.column += 1
+        seats.made += live
+        seats.ended |= live & (token[:, None] == self.ends).any(1)
+        seats.done |= seats.ended | (seats.made >= seats.limits)
+        cache.lengths += ~seats.done
+
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Eval mode, no gradients, our attention, autocast; all given back."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        # weights that autocast remembers would be stale in a graph that is replayed after they changed
+        autocast = torch.autocast(
+            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=not self.replays
+        )
+        try:
+            with torch.no_grad(), autocast, attention_for_ragged_cache(self.model):
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _capture(self, seats: _Seats, temperature: float) -> None:
+        """Record the step once for these buffers, this temperature and these weights' addresses."""
+        wanted = (temperature, tuple(parameter.data_ptr() for parameter in self.model.parameters()))
+        if seats.captured == wanted:
+            return
+        seats.graph = None
+        seats.seat([], [], [], self.pad)  # all seats are done: the steps below write one slot and advance nothing
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                seats.column.zero_()
+                self._step(seats, temperature)
+            seats.column.zero_()
+            waits = _waits_for_the_host(lambda: self._step(seats, temperature))
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        if waits is not None:
+            self.replays = False
+            log.warning("decoding runs without a CUDA graph, several times slower: the model's forward %s", waits)
+            return
+        seats.column.zero_()
+        graph = torch.cuda.CUDAGraph()
+        # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._step(seats, temperature)
+        seats.graph, seats.captured = graph, wanted
+
+
+def _waits_for_the_host(step: Any) -> str | None:
+    """Run `step`; what PyTorch says where an operation in it waits for the GPU, which a graph cannot hold."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return None
+
+
+@torch.no_grad()
+def why_not(model: nn.Module) -> str | None:
+    """Why `DecodeLoop` cannot serve `model`, found by trying it on a few tokens; None where it can.
+
+    Two prompts of different lengths and two more tokens of each must give the logits of the model's own forward
+    without a cache, up to the rounding of its dtype.
+    """
+    inner: Any = bare(model)
+    if not getattr(inner, "_supports_attention_backend", False):
+        return "it takes no other attention implementation"
+    weight = next(model.parameters())
+    # far above rounding, far below what a wrong position or key does
+    device, tolerance = weight.device, min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
+    ids = torch.arange(12, device=device).reshape(2, 6) % inner.config.get_text_config().vocab_size
+    forward, lengths = type(inner).forward, torch.tensor([4, 2], device=device)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
+        cache = RaggedCache(inner.config, 2, 8, device)
+        with attention_for_ragged_cache(model):
+            positions = torch.arange(3, device=device)[None]
+            decoder_of(model)(
+                input_ids=ids[:, :3], position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache
+            )
+            cache.begin(lengths)
+            for _ in range(2):
+                at = cache.lengths[:, None] - 1
+                given = forward(
+                    inner, input_ids=ids.gather(1, at), position_ids=at, past_key_values=cache, use_cache=True,
+                    ragged_cache=cache,
+                ).logits[:, -1].float()  # fmt: skip
+                wanted = expected[torch.arange(2, device=device), at[:, 0]]
+                error = (given - wanted).norm() / wanted.norm()
+                if not error < tolerance:
+                    return f"its logits come out different by {error:.1e}"
+                cache.lengths += 1
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # a forward of another make
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    finally:
+        for module, training in modes:
+            module.training = training
+    return None

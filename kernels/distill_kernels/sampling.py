@@ -1,0 +1,139 @@
+"""Next tokens from logits: greedy, or drawn from softmax(logits / T), one launch, no host wait, replayable in a graph.
+
+A draw is the largest of logits / T plus Gumbel noise (Gumbel, 1954; Maddison et al., 2014), so that no softmax, sum or
+sort is made and the logits are read once:
+
+    token = argmax_v z_v / T + g_v,   g_v = -log(e_v),   e_v = -log(1 - u_v)
+
+The noise is a pure function of (the row's seed, the number of the draw, v) by Philox-4x32-10 (Salmon et al., 2011,
+"Parallel random numbers: as easy as 1, 2, 3"): a sequence's tokens depend neither on its neighbours in the batch nor
+on what was drawn before, and CPU and GPU draw the same up to rounding. Of one Philox block the four words serve the
+columns v, v + Q, v + 2 Q and v + 3 Q, Q = ceil(V / 4).
+
+Symbols: `B` rows, `V` vocabulary, `T` temperature.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+
+_MASK = 0xFFFFFFFF
+BLOCK = 1024
+
+
+def _philox(counter: torch.Tensor, draw: torch.Tensor, seed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Four words of Philox-4x32-10 as int64 below 2**32, from counters (counter, draw, 0, 0) and 64-bit keys."""
+    key0, key1 = seed & _MASK, (seed >> 32) & _MASK
+    c0, c1, c2, c3 = torch.broadcast_tensors(counter, draw & _MASK, torch.zeros_like(draw), torch.zeros_like(draw))
+    for _ in range(10):
+        # a product of two 32-bit words wraps around int64 with all 64 bits right
+        low, high = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c2 = ((high >> 32) & _MASK) ^ c1 ^ key0, ((low >> 32) & _MASK) ^ c3 ^ key1
+        c1, c3 = high & _MASK, low & _MASK
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def reference_noise(seeds: torch.Tensor, draws: torch.Tensor, columns: int) -> torch.Tensor:
+    """The Gumbel noise, fp32 [B, columns], of draw number `draws` [B] under `seeds` [B]."""
+    quarter = cdiv(columns, 4)
+    counter = torch.arange(quarter, device=seeds.device)[None]
+    words = torch.cat(_philox(counter, draws[:, None].long(), seeds[:, None]), dim=1)[:, :columns]
+    u = (words.float() + 0.5) * 2.0**-32
+    # 1 - u would round a small u away, and with it the largest values of the noise
+    exponential = torch.where(u < 2.0**-10, u * (1 + u * (0.5 + u / 3)), -torch.log(1 - u))
+    return -torch.log(exponential)
+
+
+def reference_sample(
+    logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """The definition."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    return (logits.float() / temperature + reference_noise(seeds, draws, logits.shape[-1])).argmax(-1)
+
+
+@triton.jit
+def _sample_kernel(
+    logits_ptr, seeds_ptr, draws_ptr, out_ptr, stride_row, columns, quarter, rate,
+    GREEDY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: the first column of the largest (noisy) logit."""
+    row = tl.program_id(0).to(tl.int64)
+    seed, draw = tl.load(seeds_ptr + row), tl.load(draws_ptr + row)
+    best, index = -float("inf"), 0
+    for start in range(0, quarter, BLOCK):
+        counter = start + tl.arange(0, BLOCK)
+        words = tl.randint4x(seed, counter.to(tl.int64) + (draw << 32))
+        for lane in tl.static_range(4):
+            column = lane * quarter + counter
+            held = (counter < quarter) & (column < columns)
+            at = logits_ptr + row * stride_row + column
+            score = tl.load(at, mask=held, other=-float("inf")).to(tl.float32)
+            if not GREEDY:
+                u = (words[lane].to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+                small = u * (1 + u * (0.5 + u / 3))
+                noise = -tl.log(tl.where(u < 0.0009765625, small, -tl.log(1 - tl.minimum(u, 0.99999994))))
+                score = score * rate + noise
+            top = tl.max(score, 0)
+            first = tl.min(tl.where(score == top, column, 2147483647), 0)
+            better = (top > best) | ((top == best) & (first < index))
+            index = tl.where(better, first, index)
+            best = tl.where(better, top, best)
+    tl.store(out_ptr + row, index)
+
+
+@torch.library.custom_op("distill::sample_tokens", mutates_args=())
+def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float) -> torch.Tensor:
+    if not runs_on_triton(logits):
+        return reference_sample(logits, seeds, draws, temperature)
+    rows, columns = logits.shape
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        _sample_kernel[(rows,)](
+            logits, seeds, draws, out, logits.stride(0), columns, cdiv(columns, 4),
+            0.0 if temperature == 0 else 1 / temperature, GREEDY=temperature == 0, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+@_sample.register_fake
+def _(logits, seeds, draws, temperature):
+    return seeds.new_empty(logits.shape[0])
+
+
+def sample_tokens(
+    logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """One token a row: the likeliest, or drawn at a temperature with noise that belongs to the row alone.
+
+    Args:
+        logits: [B, V], floating point, V below 2**31.
+        seeds: int64 [B], one a sequence.
+        draws: int64 [B] below 2**31, how many tokens the sequence has drawn before: the same seed and number give the
+            same noise.
+        temperature: T; 0 for the likeliest token (the first of equals).
+
+    Returns:
+        int64 [B].
+
+    Raises:
+        ValueError: shapes, dtypes or a temperature that do not fit.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point() or not 0 < logits.shape[1] < 2**31:
+        raise ValueError(
+            f"logits: expected floating point [rows, vocabulary], got {logits.dtype} {tuple(logits.shape)}"
+        )
+    for name, tensor in (("seeds", seeds), ("draws", draws)):
+        if tensor.shape != logits.shape[:1] or tensor.dtype != torch.int64 or tensor.device != logits.device:
+            raise ValueError(
+                f"{name}: expected int64 [{logits.shape[0]}] on {logits.device}, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} on {tensor.device}"
+            )
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: expected a number from 0, got {temperature}")
+    return _sample(logits, seeds, draws, temperature)

@@ -1,0 +1,186 @@
+"""The decode loop against transformers' `generate`: the same greedy tokens, for ragged prompts, models and kernels."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+
+from distill.generation.decode_loop import DecodeLoop, why_not
+from distill.models.attention import use_fused_attention
+from distill.models.head import decoder_of
+from distill.models.patching import patch
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [40], [100, 3, 77], list(range(30, 52)), [200, 201]]
+KINDS = {
+    "llama": {},
+    "qwen2": {"kind": "qwen2", "tie": False},
+    "smollm2": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden": 24, "head_dim": 8, "layers": 3},
+    "mistral-window": {"kind": "mistral", "sliding_window": 5},
+    "gemma2": {"kind": "gemma2", "sliding_window": 6, "query_pre_attn_scalar": 8},
+    "granite": {"kind": "granite", "logits_scaling": 3.0},
+    "gpt2": {"kind": "gpt2"},
+}
+
+
+def theirs(model, prompts, new, **more):
+    """`generate` on a batch padded on the left, without what it pads answers with."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[2] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, use_cache=True,
+                         pad_token_id=2, **more)[:, width:].tolist()  # fmt: skip
+    ends = more.get("eos_token_id", [0])
+    cut = []
+    for tokens in out:
+        stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), new)
+        cut.append((tokens[:stop], tokens[stop - 1] not in ends))
+    return [tokens for tokens, _ in cut], [truncated for _, truncated in cut]
+
+
+def ours(model, prompts, new, ends=(0,), **more):
+    return DecodeLoop(model, pad_token_id=2, eos_token_ids=ends).generate(prompts, max_new_tokens=new, **more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_generate(kind):
+    # transformers' mask for gemma2's eager attention overflows its float32 softmax where weights are float64
+    model = tiny_model(**KINDS[kind], dtype=torch.float32 if kind == "gemma2" else torch.float64)
+    tokens, truncated = theirs(model, PROMPTS, 12)
+    assert len({tuple(t) for t in tokens}) > 1
+    found = ours(model, PROMPTS, 12)
+    assert found.tokens == tokens and found.truncated == truncated
+    assert why_not(model) is None
+
+
+def test_answers_end_where_the_model_ends_them():
+    model = tiny_model(dtype=torch.float64)
+    free, _ = theirs(model, PROMPTS, 16)
+    ends = [free[0][5], free[3][2]]
+    tokens, truncated = theirs(model, PROMPTS, 16, eos_token_id=ends)
+    found = ours(model, PROMPTS, 16, ends)
+    assert found.tokens == tokens and found.truncated == truncated
+    assert True in truncated or len({len(t) for t in tokens}) > 1
+    assert len(found.tokens[3]) <= 3 and not found.truncated[3]
+
+
+def test_limits_of_each_and_batches(tmp_path):
+    model = tiny_model(dtype=torch.float64)
+    tokens, _ = theirs(model, PROMPTS, 9, eos_token_id=[250])
+    limits = [3, 0, 9, 1, 5]
+    for size in (1, 2, 3, 64):
+        found = ours(model, PROMPTS, limits, ends=[250], batch_size=size)
+        assert found.tokens == [t[:n] for t, n in zip(tokens, limits, strict=True)]
+        assert found.truncated == [True] * 5
+
+
+def test_buffers_serve_call_after_call_while_weights_change():
+    model = tiny_model(dtype=torch.float64)
+    loop = DecodeLoop(model, pad_token_id=2, eos_token_ids=[0])
+    for count, new in ((3, 8), (2, 4), (5, 12)):
+        assert loop.generate(PROMPTS[:count], max_new_tokens=new).tokens == theirs(model, PROMPTS[:count], new)[0]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
+
+
+def test_lora_and_the_mode_given_back():
+    torch.manual_seed(3)
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "lm_head"], lora_dropout=0.5))
+    model = model.double()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.eval()
+    expected = theirs(model, PROMPTS, 12)[0]
+    with model.disable_adapter():
+        assert theirs(model, PROMPTS, 12)[0] != expected
+    model.train()
+    frozen = model.base_model.model.model.norm.eval()
+    assert ours(model, PROMPTS, 12).tokens == expected
+    assert model.training and not frozen.training
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_patched_models_and_training_hooks_play_no_part():
+    model = tiny_model(dtype=torch.float64)
+    expected = theirs(model, PROMPTS, 12)[0]
+    patch(model, "student")
+    model.forward = None  # what a trainer would have put there
+    assert ours(model, PROMPTS, 12).tokens == expected
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_kernels_give_the_same_tokens(kernel_device, kind):
+    model = tiny_model(**KINDS[kind])
+    prompts = PROMPTS[:3]
+    tokens = theirs(model, prompts, 4)[0]
+    model = model.to(kernel_device)
+    use_fused_attention(model, decoder_of(model))
+    assert ours(model, prompts, 4).tokens == tokens
+
+
+def test_drawn_tokens_depend_on_the_seed_alone():
+    model = tiny_model(dtype=torch.float64)
+    seeds = [7, -3, 2**62, 99, 5]
+    whole = ours(model, PROMPTS, 8, temperature=1.0, seeds=seeds)
+    assert whole == ours(model, PROMPTS, 8, temperature=1.0, seeds=seeds, batch_size=2)
+    for number in range(5):
+        alone = ours(model, [PROMPTS[number]], 8, temperature=1.0, seeds=[seeds[number]])
+        assert alone.tokens == [whole.tokens[number]]
+    other = ours(model, PROMPTS, 8, temperature=1.0, seeds=[seed + 1 for seed in seeds])
+    assert all(a != b for a, b in zip(whole.tokens, other.tokens, strict=True))
+    state = torch.random.get_rng_state()
+    ours(model, PROMPTS, 3, temperature=1.0)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_autocast_computes_in_its_dtype():
+    model = tiny_model()
+    seen = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *a: seen.append(a[2].dtype))
+    DecodeLoop(model, pad_token_id=2, eos_token_ids=[0], autocast=torch.bfloat16).generate(PROMPTS, max_new_tokens=2)
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_a_model_the_loop_would_get_wrong_is_found_out(monkeypatch):
+    model = tiny_model()
+    assert why_not(model) is None
+    rotary = model.model.rotary_emb.forward
+
+    def stubborn(x, position_ids):  # positions by index, not as given
+        return rotary(x, torch.arange(position_ids.shape[1])[None].expand_as(position_ids))
+
+    monkeypatch.setattr(model.model.rotary_emb, "forward", stubborn)
+    assert "different" in why_not(model)
+    plain = tiny_model()
+    plain._supports_attention_backend = False
+    assert "attention" in why_not(plain)
+    config = tiny_model(layers=1)
+    config.config.layer_types = ["linear_attention"]
+    assert "linear_attention" in why_not(config)
+
+
+def test_mistakes_are_named():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="empty prompt"):
+        ours(model, [[1], []], 3)
+    with pytest.raises(ValueError, match="prompts: 2"):
+        ours(model, [[1], [2]], [3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+def test_the_captured_step_on_the_gpu(kind):
+    model = tiny_model(**KINDS[kind]).cuda()
+    loop = DecodeLoop(model, pad_token_id=2, eos_token_ids=[0])
+    for change in (False, True):  # a graph that kept old weights would show
+        if change:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.05 * torch.randn_like(parameter)
+        expected = DecodeLoop(model.double().cpu(), pad_token_id=2, eos_token_ids=[0]).generate(
+            PROMPTS, max_new_tokens=20
+        )
+        model.float().cuda()
+        assert loop.generate(PROMPTS, max_new_tokens=20).tokens == expected.tokens
+        assert loop.seats.graph is not None
