@@ -19,6 +19,7 @@ import torch
 from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
+from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_rows import TopK, reference_top_k_rows
 
@@ -147,6 +148,7 @@ def linear_divergence(
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
+    shard: VocabShard | None = None,
 ) -> Outcome:
     """The loss of every row and the wanted gradients of their sum.
 
@@ -159,13 +161,19 @@ def linear_divergence(
         vocab: columns that count.
         dtype: of the products' operands.
         workspace: bytes for the logits' buffers, or None to choose.
+        shard: the heads are the rows that this rank holds of them, of which `vocab` count. What does not belong to
+            those rows (loss, statistics, gradients of hidden states and LoRA A) comes back summed over the ranks.
     """
+    if shard is not None and batch.labels is not None:
+        batch = batch._replace(labels=shard.own_labels(batch.labels))
     path = reference_linear_divergence
     if runs_on_triton(student.hidden) and dtype != torch.float64:
         from distill_kernels.losses.fused import fused_linear_divergence as path
     # dtypes are chosen here, once; autocast would change those of products inside
     with torch.autocast(student.hidden.device.type, enabled=False):
-        return path(student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace)
+        return path(
+            student, teacher, batch, objective, wanted, vocab=vocab, dtype=dtype, workspace=workspace, shard=shard
+        )
 
 
 def project(head: Head, hidden: torch.Tensor) -> torch.Tensor:
@@ -188,19 +196,20 @@ def reference_linear_divergence(
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
+    shard: VocabShard | None = None,
 ) -> Outcome:
     """`linear_divergence` in plain PyTorch, chunk by chunk: the specification of the fused path, and the CPU's path.
 
     Products and row arithmetic run in fp32 (fp64 where `dtype` is fp64), whatever the inputs' dtype. `workspace`
-    bounds the bytes of one chunk's logits.
+    bounds the bytes of one chunk's logits. With `shard`, labels are `VocabShard.own_labels`.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    sums = HeadGradients(student, wanted, vocab, wide)
+    sums = HeadGradients(student, wanted, vocab, wide, shard)
     hidden, n = student.hidden, student.hidden.shape[0]
     student = student.cut(vocab, wide)
     teacher = None if teacher is None else teacher.cut(vocab, wide)
     elements = REFERENCE_CHUNK_ELEMENTS if workspace is None else workspace // (4 * wide.itemsize)
-    chunk = min(max(elements // vocab, 1), max(n, 1))
+    chunk = min(max(elements // (vocab if shard is None else shard.widest), 1), max(n, 1))
 
     loss = batch.row_scale.new_zeros(n)
     stats = TokenStats(*(hidden.new_zeros(n, dtype=torch.float32) for _ in TokenStats._fields))
@@ -209,15 +218,14 @@ def reference_linear_divergence(
         stop = min(start + chunk, count)
         here = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
         x = hidden[here].to(wide)
-        row_loss = reference_rows
+        row_loss = reference_rows if shard is None else functools.partial(reference_rows, shard=shard)
         if batch.top is not None:
             row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here))
-        several = isinstance(teacher, Mixture)
-        if several:
+        elif isinstance(teacher, Mixture):
             row_loss = functools.partial(reference_mixture_rows, mixture=teacher, here=here, project=project)
         result = row_loss(
             project(student, x),
-            None if teacher is None or several else project(teacher, teacher.hidden[here].to(wide)),
+            project(teacher, teacher.hidden[here].to(wide)) if isinstance(teacher, Head) else None,
             objective,
             labels=None if batch.labels is None else batch.labels[here],
             row_scale=batch.row_scale[here],
@@ -237,14 +245,16 @@ class HeadGradients:
     """Gradients of the student's tensors, summed chunk by chunk from those of its logits.
 
     Products take their operands in the dtype of the cut head; sums over chunks are kept in `wide` and come back in the
-    dtypes of the head that was given.
+    dtypes of the head that was given. With `shard`, those of hidden states and LoRA A are summed over the ranks.
     """
 
-    def __init__(self, narrow: Head, wanted: Wanted, vocab: int, wide: torch.dtype) -> None:
+    def __init__(
+        self, narrow: Head, wanted: Wanted, vocab: int, wide: torch.dtype, shard: VocabShard | None = None
+    ) -> None:
         def zeros(tensor: torch.Tensor | None, want: bool) -> torch.Tensor | None:
             return torch.zeros_like(tensor, dtype=wide) if want and tensor is not None else None
 
-        self.narrow, self.vocab = narrow, vocab
+        self.narrow, self.vocab, self.shard = narrow, vocab, shard
         self.hidden = narrow.hidden.new_zeros(narrow.hidden.shape) if wanted.hidden else None
         self.weight, self.bias = zeros(narrow.weight, wanted.weight), zeros(narrow.bias, wanted.bias)
         self.lora_a, self.lora_b = zeros(narrow.lora_a, wanted.lora_a), zeros(narrow.lora_b, wanted.lora_b)
@@ -274,10 +284,14 @@ class HeadGradients:
             d_x = g @ head.weight
             if low is not None and head.lora_a is not None:
                 d_x.addmm_(low, head.lora_a)
+            if self.shard is not None:
+                self.shard.ranks.add_(d_x)
             self.hidden[here] = d_x.to(self.hidden.dtype)
 
     def finished(self) -> tuple[torch.Tensor | None, ...]:
         """Of hidden states, weight, bias, LoRA A and B, each in its tensor's dtype; None where not wanted."""
+        if self.shard is not None and self.lora_a is not None:
+            self.shard.ranks.add_(self.lora_a)
         sums = (self.hidden, self.weight, self.bias, self.lora_a, self.lora_b)
         return tuple(
             None if total is None or like is None else total.to(like.dtype)

@@ -1,0 +1,147 @@
+"""Several teachers as one: the mixture of their probabilities, which is again one row of logits.
+
+With shares `w_k >= 0` that add up to 1, teachers' logits `z_k` and temperature `T`,
+
+    p_t = sum_k w_k softmax(z_k / T)        and        z_t = T log p_t
+
+so that `softmax(z_t / T) = p_t`: every divergence, statistic and gradient then runs as with one teacher whose logits
+are `z_t`. Statistics are those of the mixture at T = 1, `sum_k w_k softmax(z_k)`, which `z_t` of another temperature
+does not tell; they take a second row of logits.
+
+This is the arithmetic mixture: the teachers' opinions are averaged (Hinton et al., 2015, section 5). The student's
+hidden size may differ from every teacher's, and theirs from each other's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from distill_kernels.losses.divergence import RowResult, reference_rows, transform_logits
+from distill_kernels.losses.terms import Objective
+
+if TYPE_CHECKING:
+    from distill_kernels.losses.linear import Head
+
+Rows = slice | torch.Tensor
+
+
+class TeacherHead(NamedTuple):
+    """One of several teachers, as the fused losses take it (`teachers=`); no tensor of it gets a gradient.
+
+    Attributes:
+        hidden: [N, H] or [..., H] with the student's leading dimensions.
+        weight: [V, H], the head; V as the student's or at least `vocab_size`.
+        share: of the mixture, >= 0; shares are divided by their sum, and a teacher of share 0 is left out.
+        bias: [V] or None.
+        logit_scale: factor on its logits.
+        softcap: `cap * tanh(z / cap)` after the factor, or None.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    share: float = 1.0
+    bias: torch.Tensor | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
+
+
+class Mixture(NamedTuple):
+    """Teachers of share above 0 in the form that the drivers take.
+
+    Attributes:
+        heads: flattened hidden states and heads.
+        shares: adding up to 1.
+        scales, softcaps: of each one's logits; a soft cap of 0 means none.
+    """
+
+    heads: tuple[Head, ...]
+    shares: tuple[float, ...]
+    scales: tuple[float, ...]
+    softcaps: tuple[float, ...]
+
+    def cut(self, vocab: int, dtype: torch.dtype) -> Mixture:
+        """The first `vocab` columns of every head, in `dtype`."""
+        return self._replace(heads=tuple(head.cut(vocab, dtype) for head in self.heads))
+
+
+def make_mixture(teachers: Sequence[TeacherHead], make_head: Callable[[TeacherHead], Head]) -> Mixture:
+    """The teachers that count.
+
+    Args:
+        teachers: as the user gave them.
+        make_head: one teacher's flattened, detached head.
+
+    Raises:
+        ValueError: naming the field: shares below 0 or all 0, a scale or soft cap that is not above 0.
+    """
+    for number, teacher in enumerate(teachers):
+        for name, value, fits in (
+            ("share", teacher.share, math.isfinite(teacher.share) and teacher.share >= 0),
+            ("logit_scale", teacher.logit_scale, math.isfinite(teacher.logit_scale) and teacher.logit_scale > 0),
+            ("softcap", teacher.softcap, teacher.softcap is None or 0 < teacher.softcap < math.inf),
+        ):
+            if not fits:
+                low = "at least" if name == "share" else "above"
+                raise ValueError(f"teachers[{number}].{name}: expected a finite number {low} 0, got {value!r}")
+    counted = [teacher for teacher in teachers if teacher.share > 0]
+    total = sum(teacher.share for teacher in counted)
+    if not counted:
+        raise ValueError(f"teachers: expected one of share above 0, got {[teacher.share for teacher in teachers]}")
+    return Mixture(
+        tuple(map(make_head, counted)),
+        tuple(teacher.share / total for teacher in counted),
+        tuple(float(teacher.logit_scale) for teacher in counted),
+        tuple(float(teacher.softcap or 0.0) for teacher in counted),
+    )
+
+
+def mixed_logits(logits: Sequence[torch.Tensor], shares: Sequence[float], temperature: float) -> torch.Tensor:
+    """`T log sum_k w_k softmax(z_k / T)` of each row, from transformed logits [n, V]."""
+    parts = [torch.log_softmax(z / temperature, -1) + math.log(share) for z, share in zip(logits, shares, strict=True)]
+    mixed = parts[0]
+    for part in parts[1:]:
+        mixed = torch.logaddexp(mixed, part)
+    return mixed * temperature
+
+
+def reference_mixture_rows(
+    student_raw: torch.Tensor,
+    _: None,
+    objective: Objective,
+    *,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    with_gradient: bool = True,
+    with_stats: bool = False,
+    mixture: Mixture,
+    here: Rows,
+    project: Callable[[Head, torch.Tensor], torch.Tensor],
+) -> RowResult:
+    """`reference_rows` with the mixture for a teacher.
+
+    Args:
+        student_raw, objective, labels, row_scale, with_gradient, with_stats: as of `reference_rows`.
+        mixture: the teachers, their heads in the dtype of `student_raw`.
+        here: which of their hidden states these rows are.
+        project: head and hidden states to raw logits.
+    """
+    logits = [
+        transform_logits(project(head, head.hidden[here].to(student_raw.dtype)), scale, softcap)
+        for head, scale, softcap in zip(mixture.heads, mixture.scales, mixture.softcaps, strict=True)
+    ]
+    o = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
+    settings = {"labels": labels, "row_scale": row_scale}
+    apart = with_stats and o.temperature != 1.0
+    stats = None
+    if apart:
+        at_one = mixed_logits(logits, mixture.shares, 1.0)
+        stats = reference_rows(student_raw.clone(), at_one, o, **settings, with_gradient=False, with_stats=True).stats  # type: ignore[arg-type]
+    mixed = mixed_logits(logits, mixture.shares, o.temperature)
+    result = reference_rows(
+        student_raw, mixed, o, **settings, with_gradient=with_gradient, with_stats=with_stats and not apart  # type: ignore[arg-type]
+    )  # fmt: skip
+    return result._replace(stats=stats) if apart else result

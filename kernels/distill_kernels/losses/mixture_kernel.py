@@ -1,0 +1,151 @@
+"""The mixture of several teachers (mixture.py) over a chunk of relative logits, in the first teacher's buffer.
+
+The first teacher's logits are the running mixture; each further teacher is projected into a second buffer and mixed
+in, row by row: with `a` and `b` the log-probabilities of both at temperature T and `u` the newcomer's part,
+
+    z = T log((1 - u) exp(a) + u exp(b))
+
+kept relative to each tile's maximum as any logits are (projection.py), so that the row kernels see no difference. Only
+shares matter, so no normaliser is carried along: a running mixture is renormalised by its own tiles' sums.
+
+Bytes a row and further teacher, 16-bit logits: 4 V read, 2 V written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.losses.mixture import Mixture
+from distill_kernels.losses.projection import TILE, Logits, Transform, project
+from distill_kernels.losses.rows import _load, _normaliser, run_rows
+from distill_kernels.losses.terms import Objective
+
+
+@triton.jit
+def _mix_kernel(
+    mixed_ptr, mixed_shift_ptr, mixed_total_ptr, next_ptr, next_shift_ptr, next_total_ptr, shift_ptr, total_ptr,
+    V, tiles, mixed_stride, next_stride, inverse_t, temperature, log_rest, log_share,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    mixed_ptr += row * mixed_stride
+    next_ptr += row * next_stride
+    mixed_shift_ptr += row * tiles
+    next_shift_ptr += row * tiles
+    _, lse_a = _normaliser(mixed_shift_ptr, mixed_total_ptr + row * tiles, tiles, inverse_t, TILES)
+    _, lse_b = _normaliser(next_shift_ptr, next_total_ptr + row * tiles, tiles, inverse_t, TILES)
+    within = tl.arange(0, TILE)[None, :]
+    for block in range(tl.cdiv(tiles, BLOCK)):
+        tile = block * BLOCK + tl.arange(0, BLOCK)
+        columns = tile[:, None] * TILE + within  # [BLOCK, TILE]
+        a = _load(mixed_ptr, mixed_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_a + log_rest
+        b = _load(next_ptr, next_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_b + log_share
+        top = tl.maximum(a, b)
+        ratio = tl.exp(tl.where(top == -float("inf"), 0.0, tl.minimum(a, b) - top))
+        z = (top + tl.log(1.0 + ratio)) * temperature
+        shift = tl.max(z, 1)
+        shift = tl.where(shift == -float("inf"), 0.0, shift)
+        z -= shift[:, None]
+        total = tl.sum(tl.exp(z * inverse_t), 1)
+        z = tl.where(z == -float("inf"), z, tl.maximum(z, -65504.0))
+        tl.store(mixed_ptr + columns, z.to(mixed_ptr.dtype.element_ty), mask=columns < V)
+        tl.store(shift_ptr + row * tiles + tile, shift, mask=tile < tiles)
+        tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
+
+
+def mix_in(mixed: Logits, other: Logits, share: float, temperature: float) -> Logits:
+    """Turn the rows of `mixed` into `(1 - share) mixed + share other`, probabilities at `temperature`.
+
+    `total` of both must hold sums at that temperature.
+
+    Returns:
+        The mixture in the memory of `mixed.values`; its `total_hard` is its `total`.
+    """
+    n, vocab = mixed.values.shape
+    tiles = cdiv(vocab, TILE)
+    # apart from what is read: programs may still be reading the old ones
+    shift, total = torch.empty_like(mixed.shift), torch.empty_like(mixed.total)
+    if n:
+        _mix_kernel[(n,)](
+            mixed.values, mixed.shift, mixed.total, other.values, other.shift, other.total, shift, total,
+            vocab, tiles, mixed.values.stride(0), other.values.stride(0), 1.0 / temperature, temperature,
+            math.log1p(-share), math.log(share), TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8,
+        )  # fmt: skip
+    return Logits(mixed.values, shift, total, total)
+
+
+class TeacherMixer:
+    """Mixes the teachers of a chunk of rows, in buffers that all chunks share.
+
+    Args:
+        mixture: two teachers or more, their heads cut to the columns and the dtype of the products.
+        chunk_rows: rows of the largest chunk.
+        vocab: columns that count.
+        dtype: of the kept logits.
+        temperature: of the divergences.
+        at_one: also make the mixture at temperature 1, for statistics where T differs.
+        descriptors: as of `project`.
+    """
+
+    def __init__(
+        self, mixture: Mixture, chunk_rows: int, vocab: int, dtype: torch.dtype, temperature: float, *,
+        at_one: bool, descriptors: bool,
+    ) -> None:  # fmt: skip
+        self.mixture, self.temperature, self.descriptors = mixture, temperature, descriptors
+        self.at_one = at_one and temperature != 1.0
+        device = mixture.heads[0].hidden.device
+        width, tiles = cdiv(vocab, 64) * 64, cdiv(vocab, TILE)
+        self.values = torch.empty(1 + self.at_one, chunk_rows, width, dtype=dtype, device=device)[..., :vocab]
+        self.numbers = torch.empty(3, chunk_rows, tiles, dtype=torch.float32, device=device)
+
+    def __call__(self, pick: Callable[[torch.Tensor], torch.Tensor], out: Logits) -> tuple[Logits, Logits | None]:
+        """The mixture of the rows that `pick` takes of each teacher's hidden states, in the memory of `out`.
+
+        `out.total_hard` must be memory of its own where T is not 1 and `at_one` was asked for.
+
+        Returns:
+            The mixture at the temperature; and at temperature 1 where that is apart, else None.
+        """
+        n = out.values.shape[0]
+        mixed, hard = out, None
+        seen = 0.0
+        for number, (head, share, scale, softcap) in enumerate(zip(*self.mixture, strict=True)):
+            transform = Transform(scale, softcap, self.temperature, self.at_one)
+            if number == 0:
+                project(head, pick(head.hidden), out, transform, descriptors=self.descriptors)
+                if self.at_one:
+                    hard = Logits(self.values[1, :n], out.shift, out.total_hard, out.total_hard)
+                    hard.values.copy_(out.values)
+            else:
+                other = Logits(self.values[0, :n], *(part[:n] for part in self.numbers))
+                project(head, pick(head.hidden), other, transform, descriptors=self.descriptors)
+                part = share / (seen + share)
+                mixed = mix_in(mixed, other, part, self.temperature)
+                if hard is not None:
+                    hard = mix_in(hard, other._replace(total=other.total_hard), part, 1.0)
+            seen += share
+        return mixed, hard
+
+
+def run_mixed_rows(
+    student: Logits,
+    teacher: Logits,
+    objective: Objective,
+    *,
+    stats: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    at_one: Logits | None,
+    **rows: Any,
+) -> None:
+    """`run_rows`; its statistics come from the mixture at temperature 1, `at_one`, where that is apart."""
+    if at_one is not None and stats is not None:
+        plain = objective._replace(temperature=1.0, weights=objective.divergence_weights)
+        own = student._replace(total=student.total_hard)
+        run_rows(own, at_one, plain, stats=stats, gradient=None, **rows)  # its row losses are overwritten below
+        stats = None
+    run_rows(student, teacher, objective, stats=stats, gradient=gradient, **rows)

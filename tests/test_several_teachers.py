@@ -1,0 +1,188 @@
+"""Several teachers as one mixture: the fused pass against fp64, then recipes, the trainer and a whole run."""
+
+import pytest
+import torch
+from dense_loss import ALL_TERMS, dense_rows, softcap
+from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
+from helpers import assert_as_good_as_torch, realistic_heads
+
+SHARES = (0.5, 0.3, 0.2)
+ROWS, VOCAB = 37, 600
+KL = [LossTerm("forward_kl", 1.0)]
+SOME = [LossTerm("reverse_kl", 0.7), LossTerm("jsd", 0.5, beta=0.3), LossTerm("cross_entropy", 0.3)]
+
+
+def tensors(device, dtype, *, count=3, vocab=VOCAB, seed=0):
+    """The student's hidden states and head, `count` teachers of different widths and twists, labels."""
+    x, w, xt, wt = realistic_heads(ROWS, vocab, 32, 48, dtype=dtype, device=device, seed=seed)
+    teachers = [TeacherHead(xt, wt, SHARES[0])]
+    for number in range(1, count):
+        _, _, xt, wt = realistic_heads(
+            ROWS, vocab, 32, 16 + 24 * number, dtype=dtype, device=device, seed=seed + number
+        )
+        bias = torch.randn(vocab, generator=torch.Generator().manual_seed(number)).to(device, dtype)
+        teachers.append(TeacherHead(xt, wt, SHARES[number], bias, logit_scale=0.5 + number / 2, softcap=20.0))
+    labels = torch.randint(0, vocab, (ROWS,), generator=torch.Generator().manual_seed(1)).to(device)
+    labels[[3, ROWS - 1]] = -100
+    return x.requires_grad_(), w.requires_grad_(), teachers, labels
+
+
+def mixture(teachers, temperature, dtype):
+    """Log-probabilities of the mixture at the temperature, from full logits."""
+    total = sum(teacher.share for teacher in teachers)
+    parts = []
+    for teacher in teachers:
+        bias = None if teacher.bias is None else teacher.bias.to(dtype)
+        z = torch.nn.functional.linear(teacher.hidden.to(dtype), teacher.weight.to(dtype), bias)
+        z = softcap(z, teacher.logit_scale, teacher.softcap)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        parts.append(teacher.share / total * (z.to(wide) / temperature).softmax(-1))
+    return sum(parts).log()
+
+
+def dense(x, w, teachers, labels, terms, temperature, dtype):
+    """Loss and gradients from full logits in `dtype`."""
+    x, w = (t.detach().to(dtype).requires_grad_() for t in (x, w))
+    log_t = mixture(teachers, temperature, dtype)
+    rows = dense_rows(x @ w.T, log_t * temperature, terms, labels.clamp_min(0), temperature=temperature)
+    loss = rows[labels != -100].mean()
+    return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+
+def ours(x, w, teachers, labels, terms, temperature=1.0, **more):
+    loss = FusedDistillationLoss(terms, temperature)(x, w, labels=labels, teachers=teachers, **more)
+    return loss.detach(), *torch.autograd.grad(loss, (x, w))
+
+
+def check(device, dtype, terms, temperature, *, exact_dtype=torch.float64):
+    x, w, teachers, labels = tensors(device, dtype)
+    exact = dense(x, w, teachers, labels, terms, temperature, exact_dtype)
+    eager = dense(x, w, teachers, labels, terms, temperature, dtype)
+    for name, mine, theirs, right in zip(
+        ("loss", "dx", "dW"), ours(x, w, teachers, labels, terms, temperature), eager, exact, strict=True
+    ):
+        assert_as_good_as_torch(mine, theirs, right, dtype, name)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_equals_the_dense_mixture(dtype, temperature):
+    check(torch.device("cpu"), dtype, SOME, temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernel_equals_the_dense_mixture(kernel_device, dtype):
+    check(kernel_device, dtype, SOME, 2.0)
+
+
+@pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
+def test_every_divergence(term, kernel_device):
+    check(kernel_device, torch.float32, [term], 1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_compiled_at_full_vocabulary(device, dtype, temperature):
+    """Three teachers over Qwen's vocabulary, several chunks."""
+    x, w, xt, wt = realistic_heads(2500, 151_936, 64, 96, dtype=dtype, device=device)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    _, _, yt, vt = realistic_heads(2500, 151_936, 64, 64, dtype=dtype, device=device, seed=1)
+    teachers = [TeacherHead(xt, wt, 0.6), TeacherHead(yt, vt, 0.4)]
+    labels = torch.randint(0, 151_936, (2500,), device=device)
+    exact = dense(x, w, teachers, labels, KL, temperature, torch.float64)
+    eager = dense(x, w, teachers, labels, KL, temperature, dtype)
+    for mine, theirs, right in zip(ours(x, w, teachers, labels, KL, temperature), eager, exact, strict=True):
+        assert_as_good_as_torch(mine, theirs, right, dtype)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
+def test_statistics_are_the_mixture_at_temperature_1(kernels, temperature, request):
+    device = request.getfixturevalue("kernel_device" if kernels else "device")
+    x, w, teachers, labels = tensors(device, torch.float32)
+    with torch.no_grad():
+        _, stats = FusedDistillationLoss(KL, temperature)(x, w, labels=labels, teachers=teachers, return_stats=True)
+    log_s, log_t = (x.double() @ w.double().T).log_softmax(-1), mixture(teachers, 1.0, torch.float64)
+    eager_s, eager_t = (x @ w.T).log_softmax(-1), mixture(teachers, 1.0, torch.float32)
+    kept = labels != -100
+    at = labels.clamp_min(0)[:, None]
+
+    def figures(log_s, log_t):
+        yield "divergence", (log_t.exp() * (log_t - log_s)).sum(-1)
+        yield "teacher_entropy", -(log_t.exp() * log_t).sum(-1)
+        yield "teacher_label_logprob", log_t.gather(-1, at)[:, 0]
+        yield "student_label_logprob", log_s.gather(-1, at)[:, 0]
+        yield "agreement", (log_s.argmax(-1) == log_t.argmax(-1)).to(log_s.dtype)
+
+    for (name, right), (_, eager) in zip(figures(log_s, log_t), figures(eager_s, eager_t), strict=True):
+        assert_as_good_as_torch(getattr(stats, name), eager * kept, right * kept, torch.float32, name)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
+def test_a_share_of_0_leaves_one_teacher(kernels, request):
+    device = request.getfixturevalue("kernel_device" if kernels else "device")
+    x, w, teachers, labels = tensors(device, torch.float32, count=2)
+    plain = FusedDistillationLoss(SOME, 2.0)(x, w, teachers[0].hidden, teachers[0].weight, labels)
+    expected = plain.detach(), *torch.autograd.grad(plain, (x, w))
+    alone = [teachers[0]._replace(share=1.0), teachers[1]._replace(share=0.0)]
+    for mine, right in zip(ours(x, w, alone, labels, SOME, 2.0), expected, strict=True):
+        torch.testing.assert_close(mine, right, rtol=0, atol=0)
+    # one whose logits carry a scale and a cap, and the same teacher twice
+    capped = FusedDistillationLoss(SOME, 2.0, teacher_logit_scale=1.0, teacher_softcap=20.0)
+    plain = capped(x, w, teachers[1].hidden, teachers[1].weight, labels, teacher_bias=teachers[1].bias)
+    expected = plain.detach(), *torch.autograd.grad(plain, (x, w))
+    for same in ([alone[0]._replace(share=0.0), teachers[1]], [teachers[1], teachers[1]]):
+        for mine, right in zip(ours(x, w, same, labels, SOME, 2.0), expected, strict=True):
+            assert_as_good_as_torch(mine, right, right, torch.float32)
+
+
+def test_order_plays_no_part(kernel_device):
+    x, w, teachers, labels = tensors(kernel_device, torch.float32)
+    forwards, backwards = (ours(x, w, order, labels, SOME, 2.0) for order in (teachers, teachers[::-1]))
+    for one, other in zip(forwards, backwards, strict=True):
+        assert_as_good_as_torch(one, other, other, torch.float32)
+
+
+def test_chunks_and_chosen_rows(kernel_device):
+    """A workspace of a few rows, rows given beforehand, per-token losses: the same figures."""
+    x, w, teachers, labels = tensors(kernel_device, torch.float32)
+    whole = ours(x, w, teachers, labels, SOME, 2.0)
+    rows = (labels != -100).nonzero().squeeze(1)
+    tight = FusedDistillationLoss(SOME, 2.0, max_workspace_mib=0.5)
+    loss, _ = tight(x, w, labels=labels, teachers=teachers, valid_rows=rows, return_stats=True)
+    per_token = FusedDistillationLoss(SOME, 2.0, reduction="none")(x, w, labels=labels, teachers=teachers)
+    for other in (loss, per_token.sum() / len(rows)):
+        mine = other.detach(), *torch.autograd.grad(other, (x, w))
+        for one, right in zip(mine, whole, strict=True):
+            assert_as_good_as_torch(one, right, right, torch.float32)
+
+
+def test_impossible_tokens(kernel_device):
+    """A token that one teacher rules out keeps the others' probability; one that all rule out has none."""
+    x, w, teachers, labels = tensors(kernel_device, torch.float32)
+    never = torch.zeros(VOCAB, device=kernel_device)
+    never[7] = -torch.inf
+    some = [teachers[0]._replace(bias=never), *teachers[1:]]
+    loss, *gradients = ours(x, w, some, labels, KL)
+    right, *_ = dense(x, w, some, labels, KL, 1.0, torch.float64)
+    eager, *_ = dense(x, w, some, labels, KL, 1.0, torch.float32)
+    assert_as_good_as_torch(loss, eager, right, torch.float32)
+    every = [teacher._replace(bias=never, softcap=None) for teacher in teachers]
+    loss, *gradients = ours(x, w, every, labels, KL)
+    assert torch.isfinite(loss) and all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_mistakes_are_named():
+    x, w, teachers, labels = tensors(torch.device("cpu"), torch.float32)
+    for wrong, told in (
+        ([], "teachers: expected at least one"),
+        ([teachers[0]._replace(share=-1.0)], r"teachers\[0\].share: expected a finite number at least 0"),
+        ([teachers[0]._replace(share=0.0)], "teachers: expected one of share above 0"),
+        ([teachers[0], teachers[1]._replace(weight=w[:, :3])], r"teachers\[1\]: teacher_weight: expected"),
+        ([teachers[0]._replace(softcap=0.0)], r"teachers\[0\].softcap"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            ours(x, w, wrong, labels, KL)
+    with pytest.raises(ValueError, match="expected either teachers or teacher_hidden"):
+        FusedDistillationLoss(KL)(x, w, teachers[0].hidden, teachers[0].weight, labels, teachers=teachers)
