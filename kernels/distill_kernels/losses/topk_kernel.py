@@ -1,8 +1,8 @@
 """The row kernel for a teacher of K tokens: the student's relative logits to loss, statistics and gradient, in place.
 
 One program a row; the formulas are in topk_rows.py. The K logits are gathered; for the bucket, -inf takes their places
-in the row's memory, so that a sweep over the row sees the other tokens only and sums them relative to their own
-maximum. The gradient's sweep runs backwards over the whole row, and the K gradients are scattered over what it wrote.
+in the row's memory, so that a sweep over the row sees and sums the other tokens only. The gradient's sweep runs
+backwards over the whole row, and the K gradients are scattered over what it wrote.
 
 Bytes a row, 16-bit logits: 2 V read and 2 V written, and 2 V read once more, less what L2 keeps, where the row is swept
 for the tail (bucket), statistics or label smoothing. The others' normaliser comes from the tiles' sums. The teacher's
@@ -14,20 +14,13 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
-from distill_kernels.losses.logit_rows import _join, _online
-from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.rows import _all_divergences, _logit, _normaliser
+from distill_kernels.losses.projection import LOG2_E, TILE, Logits
+from distill_kernels.losses.rows import _all_divergences, _load, _logit, _normaliser
 from distill_kernels.losses.terms import Objective
 from distill_kernels.losses.topk_rows import TopK
 
-STEPS, GROUP = 4, 8  # a block is [STEPS, GROUP, TILE]: a warp takes a tile, a thread STEPS pieces of it
-
-
-@triton.jit
-def _load(values_ptr, shift_ptr, tile, columns, V, tiles):
-    """Logits [STEPS, GROUP, TILE] of a row, -inf beyond the vocabulary."""
-    values = tl.load(values_ptr + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
-    return values + tl.load(shift_ptr + tile, mask=tile < tiles, other=0.0)
+BLOCK = 16  # tiles
+SMALLEST_TAIL = 1e-30  # a tail of less, relative to the row, is summed again relative to its own maximum
 
 
 @triton.jit
@@ -50,8 +43,8 @@ def _top_k_kernel(
     stats_factor, hard_weight, smoothing, z_loss, student_scale, inverse_cap,
     KINDS: tl.constexpr, BUCKET: tl.constexpr, SAMPLED: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr,
     SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_LABELS: tl.constexpr,
-    HAS_ROWS: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr,
-    STEPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+    HAS_ROWS: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr, SMALLEST_TAIL: tl.constexpr,
+    LOG2_E: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     SOFT: tl.constexpr = len(KINDS) > 0
     here = tl.program_id(0).to(tl.int64)  # within the chunk
@@ -62,9 +55,8 @@ def _top_k_kernel(
     values_ptr += here * values_stride
     gradient_ptr += here * gradient_stride
     shift_ptr += here * tiles
-    blocks = tl.cdiv(tiles, STEPS * GROUP)
-    piece = tl.arange(0, STEPS)[:, None, None] * GROUP + tl.arange(0, GROUP)[None, :, None]
-    within = tl.arange(0, TILE)[None, None, :]
+    blocks = tl.cdiv(tiles, BLOCK)
+    within = tl.arange(0, TILE)[None, :]
     if scale == 0.0:
         tl.store(loss_ptr + row, 0.0)
         if STATS:
@@ -72,12 +64,13 @@ def _top_k_kernel(
                 tl.store(stats_ptr + i * stats_stride + row, 0.0)
         if GRADIENT:
             for block in range(blocks):
-                columns = (block * (STEPS * GROUP) + piece) * TILE + within
-                nothing = tl.zeros((STEPS, GROUP, TILE), tl.float32)
+                columns = (block * BLOCK + tl.arange(0, BLOCK))[:, None] * TILE + within
+                nothing = tl.zeros((BLOCK, TILE), tl.float32)
                 tl.store(gradient_ptr + columns, nothing.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         return
 
     student_max, lse = _normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
+    rate = inverse_t * LOG2_E
     lse1 = lse
     if TEMPERED and (HARD or STATS):
         _, lse1 = _normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
@@ -96,22 +89,23 @@ def _top_k_kernel(
         tl.store(values_ptr + ids, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=there)
         tl.debug_barrier()
 
-    maxima = tl.full((GROUP, TILE), -float("inf"), tl.float32)
-    totals = tl.zeros((GROUP, TILE), tl.float32)
-    z_sum = tl.zeros((GROUP, TILE), tl.float32)
-    entropy = tl.zeros((GROUP, TILE), tl.float32)
+    maxima = tl.full((BLOCK, TILE), -float("inf"), tl.float32)
+    mass = tl.zeros((BLOCK, TILE), tl.float32)
+    z_sum = tl.zeros((BLOCK, TILE), tl.float32)
+    entropy = tl.zeros((BLOCK, TILE), tl.float32)
     if (SOFT and BUCKET) or SMOOTHED or STATS:
         for block in range(blocks):
-            tile = block * (STEPS * GROUP) + piece
-            columns = tile * TILE + within
+            tile = block * BLOCK + tl.arange(0, BLOCK)
+            columns = tile[:, None] * TILE + within
             z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
             if SOFT and BUCKET:
-                maxima, totals, _ = _online(z, maxima, totals, totals, inverse_t, False)
+                maxima = tl.maximum(maxima, z)
+                mass += tl.exp2(z * rate - lse * LOG2_E)
             if SMOOTHED:
-                z_sum += tl.sum(tl.where(z > -float("inf"), z, 0.0), 0)
+                z_sum += tl.where(z > -float("inf"), z, 0.0)
             if STATS:
                 p = tl.exp(z - lse1)
-                entropy += tl.sum(tl.where(p > 0.0, p * (z - lse1), 0.0), 0)
+                entropy += tl.where(p > 0.0, p * (z - lse1), 0.0)
     z_total = tl.sum(z_sum)
     entropy_total = tl.sum(entropy)
     if SOFT and BUCKET:  # what the sweep did not see
@@ -139,7 +133,18 @@ def _top_k_kernel(
             log_s = z_top * inverse_t
             log_t = given
             if BUCKET:
-                base, _ = _join(maxima, totals, totals, inverse_t)
+                tail = tl.sum(mass)
+                if tail < SMALLEST_TAIL:
+                    base = tl.max(maxima) * inverse_t
+                    base = tl.where(base == -float("inf"), 0.0, base)
+                    mass = tl.zeros((BLOCK, TILE), tl.float32)
+                    for block in range(blocks):
+                        tile = block * BLOCK + tl.arange(0, BLOCK)
+                        columns = tile[:, None] * TILE + within
+                        z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
+                        mass += tl.exp2(z * rate - base * LOG2_E)
+                    tail = tl.sum(mass)
+                base += tl.log(tail)
                 missing = tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0)
                 log_s = tl.where(lane == K, base, log_s)
                 log_t = tl.where(lane == K, tl.log(missing), log_t)
@@ -148,20 +153,20 @@ def _top_k_kernel(
             if not BUCKET:
                 peak = tl.max(log_t, 0)
                 log_t -= peak + tl.log(tl.sum(tl.exp(log_t - peak), 0))
-            f, g, p_s, _ = _all_divergences(log_s, log_t, weights, shares, KINDS)
+            f, g_top, p_s, _ = _all_divergences(log_s, log_t, weights, shares, KINDS)
             loss = tl.maximum(tl.sum(f, 0), 0.0)
-            slope = (g - p_s * tl.sum(g, 0)) * inverse_t
+            slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
 
     if GRADIENT:
         for count in range(blocks):
-            tile = (blocks - 1 - count) * (STEPS * GROUP) + piece
-            columns = tile * TILE + within
+            tile = (blocks - 1 - count) * BLOCK + tl.arange(0, BLOCK)
+            columns = tile[:, None] * TILE + within
             z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
             g = tl.zeros_like(z)
             if SOFT and (BUCKET or SAMPLED):
-                g = others * tl.exp(z * inverse_t - base)
+                g = others * tl.exp2(z * rate - base * LOG2_E)
             if HARD:
                 g += _hard_gradient(
                     z, columns, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS
@@ -174,15 +179,15 @@ def _top_k_kernel(
             tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         if SOFT:
             tl.debug_barrier()
-            g = slope
+            g_top = slope
             if HARD:
-                g += _hard_gradient(z_top, ids, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS)
-            g *= scale
+                g_top += _hard_gradient(z_top, ids, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS)
+            g_top *= scale
             if SCALED:
-                g *= student_scale
+                g_top *= student_scale
             if CAPPED:
-                g *= 1.0 - (z_top * inverse_cap) * (z_top * inverse_cap)
-            tl.store(gradient_ptr + ids, g.to(gradient_ptr.dtype.element_ty), mask=there)
+                g_top *= 1.0 - (z_top * inverse_cap) * (z_top * inverse_cap)
+            tl.store(gradient_ptr + ids, g_top.to(gradient_ptr.dtype.element_ty), mask=there)
 
     divergence = loss * stats_factor
     if HARD:
@@ -242,5 +247,6 @@ def run_top_k_rows(
         HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0,
         SCALED=o.student_scale != 1.0, CAPPED=o.student_softcap != 0.0, HAS_LABELS=labels is not None,
         HAS_ROWS=rows is not None, GRADIENT=gradient is not None, STATS=stats is not None,
-        STEPS=STEPS, GROUP=GROUP, TILE=TILE, TILES=next_power_of_2(tiles), LANES=next_power_of_2(k + 1), num_warps=8,
+        SMALLEST_TAIL=SMALLEST_TAIL, LOG2_E=LOG2_E, TILE=TILE, BLOCK=BLOCK, TILES=next_power_of_2(tiles),
+        LANES=next_power_of_2(k + 1), num_warps=8,
     )  # fmt: skip
