@@ -18,7 +18,6 @@ SUM_OF_TERMS = (
 )
 # names people know from elsewhere, by section; "" is the top of the recipe
 EXPLAINED = {
-    ("", "teachers"): "reserved for several teachers; a recipe has one today, under teacher:",
     **{
         ("loss", name): SUM_OF_TERMS
         for name in ("alpha", "lambda", "kd_ratio", "kd_weight", "kl_weight", "ce_weight", "ce_ratio", "hard_weight")

@@ -136,8 +136,8 @@ def test_trade_off_knobs_are_refused_with_the_reason(name):
     assert "alpha" not in fault(MINIMAL, "loss.foo=1")
 
 
-def test_several_teachers_are_reserved():
-    assert "my.yaml: teachers: reserved for several teachers" in fault(MINIMAL + "teachers: [{model: a}]")
+def test_one_teacher_or_several():
+    assert "my.yaml: teachers: give either teacher or teachers; came both" in fault(MINIMAL + "teachers: [{model: a}]")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,21 @@
 """Several teachers as one mixture: the fused pass against fp64, then recipes, the trainer and a whole run."""
 
+import json
+
 import pytest
 import torch
 from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from helpers import assert_as_good_as_torch, realistic_heads
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distill.data.collator import Collator
+from distill.data.load import load_data
+from distill.recipe import RecipeError, Teacher, dump, parse
+from distill.recipe import load as load_recipe
+from distill.run import run
+from distill.teachers.mixture import MixtureObjective, TeacherGroup
 
 SHARES = (0.5, 0.3, 0.2)
 ROWS, VOCAB = 37, 600
@@ -186,3 +197,199 @@ def test_mistakes_are_named():
             ours(x, w, wrong, labels, KL)
     with pytest.raises(ValueError, match="expected either teachers or teacher_hidden"):
         FusedDistillationLoss(KL)(x, w, teachers[0].hidden, teachers[0].weight, labels, teachers=teachers)
+
+
+# ---------------------------------------------------------------- models, trainer, a whole run
+
+RECIPE = """
+teachers:
+  - {{model: {first}, weight: 3}}
+  - {{model: {second}, weight: 1}}
+student: {{model: {student}}}
+data: {{source: {data}, max_length: 48, validation: {{fraction: 0.25}}}}
+loss: {{temperature: {temperature}, terms: [{{type: forward_kl, weight: 1.0}}, {{type: cross_entropy, weight: 0.1}}]}}
+train: {{steps: 12, batch_size: 2, learning_rate: 0.01, device: cpu, log_every: 4, eval_every: 6}}
+generate: {{prompts: [The teacher], max_new_tokens: 4}}
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(300)
+
+
+@pytest.fixture(scope="module")
+def folders(tokenizer, tmp_path_factory):
+    """Two teachers of different shapes, a student and text, saved."""
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"first": (2, 32, 1), "second": (1, 64, 2), "student": (1, 32, 3)}
+    for name, (layers, hidden, seed) in sizes.items():
+        save_tiny(root / name, tiny_model(tokenizer, layers, hidden, seed), tokenizer)
+    rows = [
+        {"text": f"The teacher number {n} explains {n * n} and the student listens to {n} words."} for n in range(60)
+    ]
+    (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return {path.stem: path for path in root.iterdir()}
+
+
+def objective_of(tokenizer, shares=(3, 1), loss="forward_kl"):
+    group = TeacherGroup([tiny_model(tokenizer, seed=1), tiny_model(tokenizer, 1, 64, seed=2, kind="gemma2")], shares)
+    student = tiny_model(tokenizer, 1, seed=3)
+    return MixtureObjective(group, student, loss), student
+
+
+def batch_of(lengths=(30, 21)):
+    rows = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(3, 259, (length,), generator=torch.Generator().manual_seed(number)).tolist()
+        labels = [-100] * 4 + ids[4:]
+        rows.append({"input_ids": ids, "labels": labels, "position_ids": list(range(length))})
+    return rows
+
+
+@torch.no_grad()
+def test_objective_equals_the_models_own_logits(tokenizer):
+    """Scale and soft cap of each teacher are its own (Gemma-2 caps its logits)."""
+    objective, student = objective_of(tokenizer)
+    batch = Collator(0)(batch_of())
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
+    loss = student(**objective.compare(batch))["loss"]
+    parts = [
+        share * model(**inputs, use_cache=False).logits.double().softmax(-1)
+        for share, model in zip((0.75, 0.25), objective.teacher.members, strict=True)
+    ]
+    log_t, log_s = sum(parts).log(), student(**inputs, use_cache=False).logits.double().log_softmax(-1)
+    learned = batch["labels"][:, 1:] != -100
+    exact = (log_t.exp() * (log_t - log_s)).sum(-1)[:, :-1][learned].mean()
+    assert_as_good_as_torch(loss, exact, exact, torch.float32)
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl"])
+def test_zero_for_equals_and_padding_changes_nothing(tokenizer, loss):
+    objective, student = objective_of(tokenizer, loss=loss)
+    twins = TeacherGroup([student, student], [1, 2])
+    objective.detach()
+    equal = MixtureObjective(twins, student, loss)
+    student.requires_grad_()
+    batch = Collator(0)(batch_of())
+    output = student(**equal.compare(batch))
+    output["loss"].backward()
+    assert output["loss"] < 1e-6
+    assert max(p.grad.abs().max() for p in student.parameters()) < 1e-6
+    equal.detach()
+    objective.attach(student)
+
+    def gradients(collator):
+        student.zero_grad()
+        loss = student(**objective.compare(collator(batch_of())))["loss"]
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in student.parameters())]
+
+    short, long = gradients(Collator(0)), gradients(Collator(0, pad_to_multiple_of=64, padding_side="left"))
+    for one, other in zip(short, long, strict=True):
+        assert_as_good_as_torch(one, other, other, torch.float32)
+
+
+def test_accumulation_changes_nothing(tokenizer):
+    """8 micro-batches of 1 equal 1 of 8."""
+    objective, student = objective_of(tokenizer, loss="reverse_kl")
+    student.requires_grad_()
+    rows = batch_of((30, 21, 8, 12, 25, 9, 40, 6))
+    items = sum(len(row["labels"]) - 4 for row in rows)
+    made = []
+    for size in (8, 1):
+        student.zero_grad()
+        for start in range(0, 8, size):
+            batch = Collator(0)(rows[start : start + size])
+            student(**objective.compare(batch, num_items=items))["loss"].backward()
+        made.append([p.grad.clone() for p in student.parameters()])
+    for one, other in zip(*made, strict=True):
+        assert_as_good_as_torch(one, other, other, torch.float32)
+
+
+def run_recipe(folders, tmp_path, monkeypatch, *overrides, temperature=1.0, text=RECIPE):
+    paths = {name: str(path) for name, path in folders.items()}
+    monkeypatch.chdir(tmp_path)
+    return run(parse(text.format(**paths, temperature=temperature), overrides))
+
+
+def test_a_run_learns_the_mixture(folders, tmp_path, monkeypatch, capsys):
+    result = run_recipe(folders, tmp_path, monkeypatch, temperature=2.0)
+    assert result.after.forward_kl < 0.9 * result.before.forward_kl
+    said = capsys.readouterr().out
+    assert f"0.75 x {folders['first']} + 0.25 x {folders['second']}" in said
+    # the held-out figures are against the mixture, made here from the models' own logits
+    load = AutoModelForCausalLM.from_pretrained
+    teachers, student = [load(folders[name]) for name in ("first", "second")], load(result.folder / "student")
+    tokenizer = AutoTokenizer.from_pretrained(folders["first"])
+    recipe = load_recipe(result.folder / "recipe.yaml")
+    rows = load_data(recipe.data, tokenizer, seed=recipe.train.seed).validation
+    total = count = 0.0
+    with torch.no_grad():
+        for row in rows:
+            labels = torch.tensor(row["labels"])[1:] != -100
+            inputs = {
+                "input_ids": torch.tensor([row["input_ids"]]),
+                "position_ids": torch.tensor([row["position_ids"]]),
+            }
+            parts = [model(**inputs, use_cache=False).logits[0].double().softmax(-1) for model in teachers]
+            log_t = (0.75 * parts[0] + 0.25 * parts[1]).log()
+            log_s = student(**inputs, use_cache=False).logits[0].double().log_softmax(-1)
+            total += (log_t.exp() * (log_t - log_s)).sum(-1)[:-1][labels].sum().item()
+            count += labels.sum().item()
+    assert result.after.tokens == count
+    exact = torch.tensor(total / count)
+    assert_as_good_as_torch(torch.tensor(result.after.forward_kl), exact, exact, torch.float32)
+
+
+def test_a_weight_of_0_trains_as_one_teacher(folders, tmp_path, monkeypatch):
+    quick = ("train.steps=3", "generate.prompts=[]", "train.eval_every=null")
+    both = run_recipe(folders, tmp_path, monkeypatch, "teachers.1.weight=0", *quick)
+    alone = RECIPE.replace(
+        "teachers:\n  - {{model: {first}, weight: 3}}\n  - {{model: {second}, weight: 1}}",
+        "teacher: {{model: {first}}}",
+    )
+    one = run_recipe(folders, tmp_path, monkeypatch, *quick, text=alone)
+    assert one.after == both.after and one.before == both.before
+
+
+def test_samples_come_from_the_mixture(tokenizer):
+    objective, _ = objective_of(tokenizer)
+    group = objective.teacher
+    ids = torch.tensor([[5, 9, 40, 7]])
+    made = group.generate(input_ids=ids, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for _ in range(5):
+        with torch.no_grad():
+            parts = [
+                s * m(input_ids=ids).logits[0, -1].softmax(-1) for s, m in zip(group.shares, group.members, strict=True)
+            ]
+        ids = torch.cat([ids, sum(parts).argmax()[None, None]], 1)
+    assert torch.equal(made, ids)
+
+
+def test_another_vocabulary_is_refused(folders, tmp_path, monkeypatch):
+    other = tiny_tokenizer(301)
+    save_tiny(tmp_path / "other", tiny_model(other), other)
+    with pytest.raises(
+        ValueError, match=r"teachers.1.model: teacher and student|teachers.1.model: .*cannot be compared"
+    ):
+        run_recipe(folders, tmp_path, monkeypatch, f"teachers.1.model={tmp_path / 'other'}")
+
+
+def test_recipes_with_several_teachers():
+    base = "student: {model: s}\ndata: {source: x.jsonl}\ntrain: {steps: 3}\n"
+    recipe = parse("teachers: [{model: a, weight: 0.7}, {model: b, adapter: c}]\n" + base, ["teachers.1.weight=3"])
+    assert recipe.teacher == Teacher(model="a") and [t.weight for t in recipe.teachers] == [0.7, 3.0]
+    assert parse(dump(recipe)) == recipe and "\nteacher:" not in dump(recipe)
+    for text, told in (
+        ("teachers: [{mode: a}]", "teachers.0.mode: unknown field; did you mean model"),
+        ("teachers: {model: a}", "teachers: expected a list"),
+        ("teachers: []", "teacher: required, and missing"),
+        ("teachers: [{model: a}]\nteacher: {model: b}", "give either teacher or teachers; came both"),
+        ("teachers: [{model: a, weight: 0}]", "every weight is 0"),
+        ("teachers: [{model: a, weight: -1}]", "teachers.0.weight"),
+        ("teachers: [{model: a, dtype: fp8}]", "teachers.0: dtype: fp8 works for one teacher only"),
+    ):
+        with pytest.raises(RecipeError) as error:
+            parse(f"{text}\n{base}")
+        assert len(error.value.faults) == 1 and told in error.value.faults[0]

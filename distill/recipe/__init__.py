@@ -5,9 +5,9 @@ together, reads and writes. No module of this package imports torch.
 """
 
 from distill.faults import RecipeError
-from distill.recipe.data import Data, Validation
+from distill.recipe.data import Data, OnPolicy, Validation
 from distill.recipe.loss import Loss
-from distill.recipe.models import FromTeacher, Lora, ModelSection, Student, Teacher
+from distill.recipe.models import FromTeacher, Lora, ModelSection, Student, Teacher, WeightedTeacher
 from distill.recipe.schema import Generate, Recipe, dump, load, parse
 from distill.recipe.train import OWNED_ARGUMENTS, Parallel, Train
 
@@ -19,6 +19,7 @@ __all__ = [
     "Lora",
     "Loss",
     "ModelSection",
+    "OnPolicy",
     "Parallel",
     "Recipe",
     "RecipeError",
@@ -26,6 +27,7 @@ __all__ = [
     "Teacher",
     "Train",
     "Validation",
+    "WeightedTeacher",
     "dump",
     "load",
     "parse",

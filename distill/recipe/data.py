@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from distill.faults import Section
-from distill.recipe.fields import Count, Text
+from distill.recipe.fields import Count, NotNegative, Text
 
 
 class Fields(Section):
@@ -37,6 +37,24 @@ class Validation(Section):
     max_rows: Count | None = 512
 
 
+class OnPolicy(Section):
+    """The student's own words: some answers are replaced by what it says now, and the teacher judges those (GKD).
+
+    Attributes:
+        fraction: share of the answers that are replaced, drawn anew at every step; 0 for none.
+        max_new_tokens: the most an answer may have; less where a prompt leaves less of `max_length`.
+        temperature: that answers are drawn at; 0 for the likeliest tokens.
+        engine: what generates: `distill` (our decode loop), `transformers`, or `vllm` where that is installed.
+        batch_size: prompts that are answered at once, at most.
+    """
+
+    fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
+    temperature: NotNegative = 1.0
+    engine: Literal["distill", "transformers", "vllm"] = "distill"
+    batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
+
+
 class Data(Section):
     """What is learned from.
 
@@ -52,6 +70,7 @@ class Data(Section):
         packing: put several documents into one sequence, without attention between them.
         train_on: which assistant turns of a chat are learned.
         validation: what is held out.
+        on_policy: answers that the student makes up itself while it learns; null for those of the data alone.
         max_rows: read no more documents than this.
         workers: processes that tokenise and load.
         cache: keep the tokenised data for the next run.
@@ -67,6 +86,7 @@ class Data(Section):
     packing: bool = True
     train_on: Literal["all", "last"] = "all"
     validation: Validation = Validation()
+    on_policy: OnPolicy | None = None
     max_rows: Count | None = None
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     cache: bool = True

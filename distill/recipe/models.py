@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from distill.faults import Section, refuse
-from distill.recipe.fields import Count, Text, text_or_list
+from distill.recipe.fields import Count, NotNegative, Text, text_or_list
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
@@ -78,6 +78,27 @@ class Teacher(ModelSection):
         return self
 
 
+class WeightedTeacher(Teacher):
+    """One of several teachers.
+
+    Attributes:
+        weight: of its probabilities in the mixture; weights are divided by their sum.
+    """
+
+    weight: NotNegative = 1.0
+
+    @model_validator(mode="after")
+    def _is_loaded_as_it_is(self) -> Self:
+        if self.is_cached or self.dtype == "fp8":
+            what = "type: cache" if self.is_cached else "dtype: fp8"
+            raise ValueError(f"{what} works for one teacher only, under teacher:")
+        return self
+
+    def alone(self) -> Teacher:
+        """The same model as the only teacher."""
+        return Teacher.model_validate(self.model_dump(exclude={"weight"}))
+
+
 class FromTeacher(Section):
     """A student cut from the teacher: exactly one of the two fields.
 
@@ -124,12 +145,13 @@ class Student(ModelSection):
     Attributes:
         from_teacher: a copy of the teacher with fewer layers.
         lora: train adapters instead of all weights.
-        vocabulary: `keep`, or `extend` by the tokens that only the teacher has.
+        vocabulary: `keep`; `extend` by the tokens that only the teacher has; or `cross`: the student keeps a tokenizer
+            that is not the teacher's, and both are compared wherever their tokens end at the same byte.
     """
 
     from_teacher: FromTeacher | None = None
     lora: Lora | None = None
-    vocabulary: Literal["keep", "extend"] = "keep"
+    vocabulary: Literal["keep", "extend", "cross"] = "keep"
 
     @model_validator(mode="after")
     def _trains_in_a_dtype_with_gradients(self) -> Self:
@@ -142,4 +164,6 @@ class Student(ModelSection):
         if self.init == "pretrained" and (self.model is None) == (self.from_teacher is None):
             came = "none" if self.model is None else "both model and from_teacher"
             raise ValueError(f"give exactly one of model, from_teacher, and init: random with config; came {came}")
+        if self.vocabulary == "cross" and (self.init == "random" or self.model is None):
+            raise ValueError("vocabulary: cross needs a student.model, whose tokenizer is its own")
         return self

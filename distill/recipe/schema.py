@@ -1,6 +1,6 @@
 """The recipe: everything one distillation run is told, as a YAML file checked field by field.
 
-    teacher: {model: meta-llama/Llama-3.1-8B-Instruct}
+    teacher: {model: meta-llama/Llama-3.1-8B-Instruct}     # or teachers: [{model: ..., weight: 0.7}, ...]
     student: {model: meta-llama/Llama-3.2-1B-Instruct}
     data: {source: chats.jsonl}
     train: {steps: 1000}
@@ -12,10 +12,11 @@ This module imports no torch, so that recipes are checked at once. Paths are rel
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -23,7 +24,7 @@ from distill.faults import RecipeError, Section, explain
 from distill.recipe.data import Data
 from distill.recipe.fields import Text
 from distill.recipe.loss import Loss
-from distill.recipe.models import Student, Teacher
+from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel, Train
 from distill.recipe.yaml_text import apply_overrides, parse_yaml, to_yaml
 
@@ -47,16 +48,49 @@ class Generate(Section):
 
 
 class Recipe(Section):
-    """One distillation run; `name` is that of the run's folder and is the recipe file's where it is left out."""
+    """One distillation run.
+
+    Attributes:
+        name: of the run's folder; the recipe file's where it is left out.
+        teacher: the large model; with `teachers` the first of them, whose tokenizer makes the data.
+        teachers: several teachers over one vocabulary: the student learns the mixture of their probabilities.
+        student, data, loss, train, parallel, generate: the sections of the file.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
     teacher: Teacher
+    teachers: list[WeightedTeacher] = Field(default_factory=list)
     student: Student
     data: Data
     loss: Loss = Loss()
     train: Train
     parallel: Parallel = Parallel()
     generate: Generate = Generate()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _teacher_or_teachers(cls, tree: Any) -> Any:
+        """`teacher` is the first of `teachers` where those are given."""
+        given = tree.get("teachers") if isinstance(tree, dict) else None
+        if not given:
+            return tree
+        first = Teacher(model="unknown")  # where there is a fault, it is told under teachers
+        if isinstance(given, list):
+            with contextlib.suppress(ValidationError):
+                first = WeightedTeacher.model_validate(given[0]).alone()
+        if "teacher" in tree and tree["teacher"] not in (first, first.model_dump(mode="json")):
+            raise ValueError("teachers: give either teacher or teachers; came both")
+        return {**tree, "teacher": first}
+
+    @model_validator(mode="after")
+    def _weights_some_teacher(self) -> Self:
+        if self.teachers and not any(teacher.weight for teacher in self.teachers):
+            raise ValueError("teachers: every weight is 0: give at least one teacher a weight above 0")
+        if self.teachers and self.student.vocabulary == "cross":
+            raise ValueError("student.vocabulary: cross compares with one teacher, and came with several teachers")
+        if self.teacher.is_cached and self.student.vocabulary == "cross":
+            raise ValueError("student.vocabulary: cross needs a loaded teacher; came teacher.type: cache")
+        return self
 
     @model_validator(mode="after")
     def _a_step_holds_a_micro_batch(self) -> Self:
@@ -66,6 +100,20 @@ class Recipe(Section):
                 f"train.tokens_per_step: expected at least one micro-batch, train.batch_size {self.train.batch_size} "
                 f"x data.max_length {self.data.max_length} = {micro_batch}; came {self.train.tokens_per_step}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _own_words_have_no_labels(self) -> Self:
+        section = self.data.on_policy
+        if section is None or section.fraction == 0:
+            return self
+        if any(term.type == "cross_entropy" and term.weight > 0 for term in self.loss.terms):
+            raise ValueError(
+                "data.on_policy: the loss has a cross_entropy term, whose labels would be the student's own words: "
+                "it would learn whatever it says; set its weight to 0 and keep a divergence such as reverse_kl or jsd"
+            )
+        if self.data.format == "text":
+            raise ValueError("data.on_policy: running text (data.format: text) has no prompts to answer")
         return self
 
 
@@ -111,4 +159,6 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every field written out; `parse(dump(recipe)) == recipe`."""
-    return to_yaml(recipe.model_dump(mode="json"))
+    tree = recipe.model_dump(mode="json")
+    del tree["teacher" if recipe.teachers else "teachers"]  # the one follows from the other
+    return to_yaml(tree)

@@ -133,7 +133,7 @@ def _section(title: str, body: str) -> str:
 
 
 def _recipe_facts(run: Run) -> dict[str, str]:
-    from distill.preamble import model_name
+    from distill.preamble import model_name, teacher_name
     from distill.recipe import parse
 
     recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
@@ -141,7 +141,7 @@ def _recipe_facts(run: Run) -> dict[str, str]:
     plain = len(weighted) == 1 and weighted[0].weight == 1
     terms = " + ".join(("" if plain else f"{term.weight:g} ") + term.type.replace("_", " ") for term in weighted)
     return {
-        "teacher": model_name(recipe.teacher),
+        "teacher": teacher_name(recipe),
         "student": model_name(recipe.student),
         "data": recipe.data.source,
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",

@@ -75,7 +75,13 @@ NO_WORK = Work(0.0, 0.0, 0.0)
 
 
 def work_of(model: nn.Module, *, trains: bool) -> Work | None:
-    """The FLOPs of `model` by the formulas above; None for a mixture of experts, whose active share is unknown here."""
+    """The FLOPs of `model` by the formulas above; None for a mixture of experts, whose active share is unknown here.
+
+    Of several teachers (`members`) the sum.
+    """
+    if members := getattr(model, "members", None):
+        works = [work_of(member, trains=trains) for member in members]
+        return None if None in works else Work(*map(sum, zip(*works, strict=True)))
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None

@@ -165,17 +165,8 @@ class DistillationObjective:
         return self.teacher_hidden(inputs) if self.loss.objective.needs_teacher else None
 
     def teacher_hidden(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """The teacher's last hidden states, [B, S, hidden], without a graph.
-
-        `use_cache=False` matters: with a cache, packed documents would attend to each other.
-        """
-        body = {
-            key: value for key, value in inputs.items() if key not in ("labels", "valid_rows") and value is not None
-        }
-        # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
-        sharded = isinstance(find_head(self.teacher).linear.weight, DTensor)
-        with torch.no_grad() if sharded else torch.inference_mode():
-            return decoder_of(self.teacher)(**body, use_cache=False).last_hidden_state
+        """The teacher's last hidden states, [B, S, hidden], without a graph."""
+        return last_hidden(self.teacher, inputs)
 
     def compare(
         self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None = None, *, statistics: bool = True
@@ -314,6 +305,18 @@ def build_loss(loss: LossSpec, reading: Reading) -> FusedDistillationLoss:
         z_loss=loss.z_loss,
         **shapes,
     )
+
+
+def last_hidden(teacher: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """A teacher's last hidden states for a batch, [B, S, hidden], without a graph.
+
+    `use_cache=False` matters: with a cache, packed documents would attend to each other.
+    """
+    body = {key: value for key, value in inputs.items() if key not in ("labels", "valid_rows") and value is not None}
+    # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
+    sharded = isinstance(find_head(teacher).linear.weight, DTensor)
+    with torch.no_grad() if sharded else torch.inference_mode():
+        return decoder_of(teacher)(**body, use_cache=False).last_hidden_state
 
 
 def _check_shapes(loss: FusedDistillationLoss, shapes: Mapping[str, Any]) -> None:

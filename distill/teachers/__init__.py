@@ -1,0 +1,1 @@
+"""Teachers of other kinds than one loaded model: on disk, several at once, with another tokenizer."""
