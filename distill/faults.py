@@ -1,10 +1,12 @@
-"""The user's mistakes in a recipe, one clear line each: which field, what was expected, what came.
+"""The user's mistakes in a recipe, one clear line each: which field, what was expected, what came; and what the machine
+does to a run.
 
 `Section` is the base of every part of a recipe, strict about its fields; `explain` puts what pydantic found into lines.
 """
 
 from __future__ import annotations
 
+import errno
 import types
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -37,6 +39,17 @@ EXPECTED = {
     "finite_number": "a finite number",
     "string_too_short": "text that is not empty",
     "invalid_key": "text as a key",
+}
+
+DISK = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than this system allows (ulimit -f)",
+    errno.EROFS: "the disk is read-only",
+    errno.EACCES: "access is not permitted",
+    errno.EPERM: "access is not permitted",
+    errno.EIO: "the disk reports an error",
+    errno.EMFILE: "too many files are open (ulimit -n)",
 }
 
 

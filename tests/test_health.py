@@ -112,8 +112,12 @@ RECIPE = parse(
     [
         (OSError(errno.ENOSPC, "No space left on device", "f"), ["f: the disk is full", "GiB free", "start again"]),
         (OSError(errno.EROFS, "Read-only file system", "f"), ["f: the disk is read-only"]),
-        (PermissionError(errno.EACCES, "Permission denied", "f"), ["f: writing there is not permitted"]),
+        (PermissionError(errno.EACCES, "Permission denied", "f"), ["f: access is not permitted"]),
         (RuntimeError("Error while serializing: I/O error: No space left on device"), ["the disk is full"]),
+        (OSError(errno.EFBIG, "File too large", "f"), ["larger than this system allows"]),
+        (RuntimeError("PytorchStreamWriter failed: File too large"), ["larger than this system allows"]),
+        (MemoryError(), ["out of memory", "train.batch_size (now 4)"]),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory"), ["machine is out of memory"]),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), ["worker died", "(now 3)"]),
         (
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"),

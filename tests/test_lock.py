@@ -1,14 +1,18 @@
 """lock.yaml: what it holds, the same run again, and the first difference by name."""
 
+import datasets
 import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from torch import nn
 
-from distill.lock import differences, hash_of_rows, hash_of_weights, read_lock
+from distill.data.chat import FROZEN_DAY
+from distill.lock import differences, fingerprint, hash_of_rows, lock_of, read_lock
 from distill.recipe import parse
 from distill.run import run
 from distill.training.checkpoints import checkpoints
 
+ROW = {"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
 
 
@@ -40,7 +44,7 @@ def test_the_same_run_again(workplace):
     path = first.folder / "lock.yaml"
     lock = read_lock(path)
     assert lock["environment"]["torch"] == torch.__version__.split("+")[0] or lock["environment"]["torch"]
-    assert len(lock["teacher"]["weights_sha256"]) == 64 and lock["data"]["chat_template"]
+    assert len(lock["teacher"]["weights"]) == 64 and lock["data"]["chat_template"]
     again = run(recipe(), lock=path)
     assert again.folder != first.folder and again.after == first.after
     assert read_lock(again.folder / "lock.yaml") == lock
@@ -63,7 +67,7 @@ def change_template(workplace):
     "change, expected",
     [
         (change_text, r"data\.rows_sha256 differs"),
-        (change_teacher, r"teacher\.weights_sha256 differs"),
+        (change_teacher, r"teacher\.weights differs"),
         (change_template, r"data\.chat_template differs"),
         ("train.learning_rate=1e-3", r"recipe\.train\.learning_rate differs: locked 0\.003, here 0\.001"),
     ],
@@ -90,16 +94,77 @@ def test_what_is_not_a_lock(workplace, text):
     assert not (workplace / "runs").exists()
 
 
-def test_hashes_see_every_part():
+def test_the_hash_of_rows_sees_every_part():
     rows = [{"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}]
     others = [{**rows[0], name: [1, 3]} for name in rows[0]]
-    found = {hash_of_rows(rows), hash_of_rows(rows * 2), *(hash_of_rows([other]) for other in others)}
-    assert len(found) == 5
-    model, other = tiny_model(), tiny_model()
-    assert hash_of_weights(model) == hash_of_weights(other)
-    with torch.no_grad():
-        other.model.norm.weight[3] += 1e-6
-    assert hash_of_weights(model) != hash_of_weights(other)
+    moved = [
+        {name: values[:1] for name, values in rows[0].items()},
+        {name: values[1:] for name, values in rows[0].items()},
+    ]
+    found = {
+        hash_of_rows(rows),
+        hash_of_rows(rows * 2),
+        hash_of_rows(moved),
+        *(hash_of_rows([other]) for other in others),
+    }
+    assert len(found) == 6
+
+
+def test_the_hash_of_rows_is_the_same_for_a_data_set_whatever_its_batches():
+    features = datasets.Features({name: datasets.List(datasets.Value("int32")) for name in ROW})
+    rows = [{name: [number, *values] for name, values in ROW.items()} for number in range(9000)]
+    table = datasets.Dataset.from_list(rows, features=features)
+    assert hash_of_rows(table) == hash_of_rows(rows)
+    assert hash_of_rows(table.select([1, 0, *range(2, 9000)])) != hash_of_rows(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fingerprint_sees_one_changed_value_anywhere_and_two_exchanged(dtype):
+    model = nn.Linear(300, 257, dtype=dtype)  # rows of the checksum, and bytes that fill none
+    flat = model.weight.detach().view(-1)
+    found = {fingerprint(model)}
+    for place in (0, 4095, 4096, 40_000, flat.numel() - 1):
+        kept = flat[place].clone()
+        flat[place] = torch.nextafter(kept.float(), torch.tensor(9.0)).to(dtype) if dtype == torch.float32 else kept + 1
+        found.add(fingerprint(model))
+        flat[place] = kept
+    for a, b in ((0, 1), (0, 4), (4, 5000), (7, flat.numel() - 1)):
+        flat[[a, b]] = flat[[b, a]]
+        found.add(fingerprint(model))
+        flat[[a, b]] = flat[[b, a]]
+    assert len(found) == 10 and fingerprint(model) in found
+    model.weight = nn.Parameter(model.weight.detach().T.contiguous().T)
+    assert fingerprint(model) in found, "how it lies in memory plays no part"
+
+
+def test_a_parameter_that_is_a_piece_of_another_tensor():
+    held = torch.randn(9001)
+    odd, plain = nn.Module(), nn.Module()
+    odd.weight, plain.weight = nn.Parameter(held[1:]), nn.Parameter(held[1:].clone())
+    assert fingerprint(odd) == fingerprint(plain)
+
+
+def test_an_entangled_lock_is_refused(workplace):
+    """Aliases in YAML could make a small file endless."""
+    (workplace / "lock.yaml").write_text("recipe: &a [1]\ndata: *a\n")
+    with pytest.raises(ValueError, match=r"--lock .*aliases"):
+        read_lock(workplace / "lock.yaml")
+
+
+def test_the_template_in_use_and_its_day_are_locked(workplace):
+    (workplace / "t.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    models = {"teacher": tiny_model(), "student": tiny_model()}
+    made = [
+        lock_of(recipe(*more), **models, tokenizer=tiny_tokenizer(), rows=[], processes=1)["data"]
+        for more in ((), ("data.chat_template=t.jinja",), ("data.chat_template=none",))
+    ]
+    assert [data["chat_template_date"] for data in made] == [None, str(FROZEN_DAY), None]
+    assert made[1]["chat_template"].startswith(
+        repr(FROZEN_DAY.strftime("%d %b %Y"))[1:-1], 4
+    ) and "strftime" not in str(made)
+    assert made[0]["chat_template"] == tiny_tokenizer().chat_template and made[2]["chat_template"] is None
 
 
 def test_differences_are_found_in_both_directions():

@@ -41,4 +41,4 @@ def make_lasting(folder: Path) -> None:
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     names = [(path.name.removeprefix(CHECKPOINT), path) for path in folder.glob(CHECKPOINT + "*")]
-    return [(int(number), path) for number, path in names if number.isdigit()]
+    return [(int(number), path) for number, path in names if number.isascii() and number.isdecimal()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,18 +11,13 @@ from pathlib import Path
 
 import torch
 
-from distill.faults import RunError
+from distill.faults import DISK, RunError
 from distill.recipe import Recipe
 from distill.training.checkpoints import checkpoints
 
-DISK = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the disk is read-only",
-    errno.EACCES: "writing there is not permitted",
-    errno.EPERM: "writing there is not permitted",
-}
 GIB = 2**30
+# what libraries that are not Python's put into exceptions of their own
+SAID = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)}
 
 
 @contextmanager
@@ -37,8 +33,15 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
         raise RunError(_disk(DISK[error.errno], error.filename or folder, folder)) from error
     except Exception as error:  # libraries wrap what the system said into their own exceptions
         text = str(error)
-        if "No space left" in text or ("PytorchStreamWriter failed" in text and _free(folder) < GIB):
-            raise RunError(_disk(DISK[errno.ENOSPC], folder, folder)) from error
+        full = next((code for code, words in SAID.items() if words in text), None)
+        if full is not None or ("PytorchStreamWriter failed" in text and _free(folder) < GIB):
+            raise RunError(_disk(DISK[full or errno.ENOSPC], folder, folder)) from error
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+            raise RunError(
+                f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
+                f"train.batch_size (now {recipe.train.batch_size}) or data.max_length (now {recipe.data.max_length}), "
+                f"or close what else runs{_continue(folder)}"
+            ) from error
         if "DataLoader worker" in text:
             raise RunError(
                 f"a data worker died ({text.splitlines()[0]}); most often the machine ran out of memory: lower "

@@ -1,0 +1,142 @@
+"""Is a checkpoint whole, and nothing but data? Asked before a run is continued from it.
+
+    last, refused = resumable(folder)
+
+A checkpoint of ours is whole by construction. One that a bad disk, a copy cut short or a stranger made may not be:
+files that a pickle could hide code in are read here by torch's restricted reader (`weights_only`), tensors left on the
+disk, so that the look is cheap at any size; of a sharded checkpoint, whose index and whose numbers torch reads with
+plain pickle, the index is read with a list of the classes that it may name, and the numbers by the restricted reader;
+weights are taken from safetensors alone.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from transformers.trainer_pt_utils import safe_globals
+
+from distill.faults import RunError
+from distill.training.checkpoints import STATE, checkpoints
+
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+INDEX = "model.safetensors.index.json"
+STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+SHARDED = ".metadata"  # a file of torch.distributed.checkpoint, in folders that hold shards
+PLAIN = {
+    "builtins": {"set", "frozenset", "list", "dict", "tuple", "int"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"},
+    "torch": {"Size", "device"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
+    },
+}  # fmt: skip
+
+
+def resumable(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint in `folder` that can be used, and a line for each newer one that cannot.
+
+    Returns:
+        None where there is no checkpoint at all.
+
+    Raises:
+        RunError: there are some, and none is of use.
+    """
+    refused: list[str] = []
+    for path in reversed(checkpoints(folder)):
+        fault = fault_of(path)
+        if fault is None:
+            return path, refused
+        refused.append(f"{path} cannot be used: {fault}")
+    if refused:
+        raise RunError(f"--resume: {'; '.join(refused)}; move these folders away to start again at step 0")
+    return None, []
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be used, in words; None where it can."""
+    try:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{STATE} cannot be read ({_first(error)})"
+    if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
+        return f"{STATE} names no step"
+    return _fault_of_weights(checkpoint) or _fault_of_states(checkpoint)
+
+
+def _fault_of_weights(checkpoint: Path) -> str | None:
+    shards = sorted(path.parent for path in checkpoint.glob(f"*/{SHARDED}"))
+    files = [checkpoint / name for name in WEIGHTS if (checkpoint / name).exists()]
+    if (checkpoint / INDEX).exists():
+        try:
+            names = set(json.loads((checkpoint / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"{INDEX} cannot be read ({_first(error)})"
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            return f"{INDEX} names files outside of the checkpoint"
+        files += [checkpoint / name for name in sorted(names)]
+    if not files and not shards:
+        return "it holds no safetensors weights"
+    for path in files:
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                file.keys()
+        except (OSError, SafetensorError) as error:
+            return f"{path.name} cannot be read ({_first(error)})"
+    for path in shards:
+        try:
+            _look_into_shards(path)
+        except Exception as error:  # a pickle that is damaged may raise anything
+            return f"{path.name}/{SHARDED} cannot be read as what it should hold ({_first(error)})"
+    return None
+
+
+def _fault_of_states(checkpoint: Path) -> str | None:
+    found = [path for pattern in STATES for path in sorted(checkpoint.glob(pattern))]
+    if not any(path.name.startswith("optimizer") for path in checkpoint.iterdir()):
+        return "it holds no state of the optimizer (train.arguments.save_only_model leaves it out)"
+    for path in found:
+        try:
+            with safe_globals():  # what random states of numpy and python are made of
+                torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+        except Exception as error:  # a file that is damaged may raise anything
+            return f"{path.name} cannot be read as tensors and numbers alone ({_first(error)})"
+    return None
+
+
+def _look_into_shards(folder: Path) -> None:
+    """Read the index, and what torch will unpickle of the shards; raises where something else than data is found."""
+    with (folder / SHARDED).open("rb") as file:
+        index = _OnlyIndexes(file).load()
+    for entry, place in (index.storage_data or {}).items():
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"it names {place.relative_path}, outside of the folder")
+        if isinstance(index.state_dict_metadata.get(entry.fqn), BytesStorageMetadata):
+            with (folder / place.relative_path).open("rb") as shard:
+                shard.seek(place.offset)
+                torch.load(io.BytesIO(shard.read(place.length)), weights_only=True)
+
+
+class _OnlyIndexes(pickle.Unpickler):
+    """Reads the index of a sharded checkpoint; what names anything else is refused before it is looked up."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class, if it is one of those that an index is made of."""
+        if name in PLAIN.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _first(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]:.160}" if text else type(error).__name__
