@@ -1,0 +1,60 @@
+"""Kernels compile for an H100-class GPU, which the interpreter cannot tell, and keep their registers. No GPU needed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_SPILLED = 64  # bytes a thread
+SETUP = """
+import distill_kernels as ours
+def t(*shape, dtype=torch.bfloat16, grad=True): return torch.ones(*shape, dtype=dtype, requires_grad=grad)
+x, w, x_t, w_t = t(130, 64), t(1000, 64), t(130, 128, grad=False), t(1000, 128, grad=False)
+y = torch.ones(130, dtype=torch.int64)
+"""
+SNIPPETS = {
+    "linear losses": (
+        """
+for loss in (ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False), ours.FusedJSDLoss()):
+    loss(x, w, x_t, w_t, y, return_stats=True)[0].backward()
+ours.FusedKLLoss(skip_ignored_rows=False)(x.float(), w.float(), x_t.float(), w_t.float(), student_bias=w[:, 0].float())
+""",
+        {"_project_kernel", "_row_kernel", "_fold_kernel", "_scale_kernel"},
+    ),
+    "top-k losses": (
+        """
+ids, given = torch.ones(130, 64, dtype=torch.int32), t(130, 64, dtype=torch.float32, grad=False)
+for tail in ("bucket", "renormalize", "sampled"):
+    ours.FusedTopKKLLoss(tail=tail)(x, w, ids, given).backward()
+everything = ours.FusedTopKKLLoss(
+    ce_weight=1.0, temperature=2.0, label_smoothing=0.1, z_loss=1e-4, student_softcap=30.0
+)
+everything(x, w, ids.long(), given, y, valid_rows=y, return_stats=True)[0].backward()
+""",
+        {"_top_k_kernel"},
+    ),
+    "losses over logits": (
+        """
+for columns in (8192, 128256):
+    z = t(4, columns)
+    ours.kl_div(z, z.detach()), ours.jsd(z, z.detach()), ours.cross_entropy(z, torch.ones(4, dtype=torch.int64))
+""",
+        {"_logits_kernel"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_kernels_compile_for_sm_90(name):
+    pytest.importorskip("triton")
+    snippet, kernels = SNIPPETS[name]
+    command = [sys.executable, str(ROOT / "tests" / "compile_for_gpu.py"), SETUP + snippet]
+    environment = {"PYTHONPATH": str(ROOT / "kernels"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert made.returncode == 0, made.stderr[-3000:]
+    found = re.findall(r"\.(\w+): (\d+) registers, (\d+) bytes spilled", made.stdout)
+    assert kernels <= {kernel for kernel, *_ in found}, made.stdout
+    assert all(int(spilled) <= MOST_SPILLED for _, _, spilled in found), made.stdout
