@@ -31,9 +31,10 @@ from transformers import (
 
 from distill.models.adapters import add_lora, load_and_merge, merged
 from distill.models.pruning import check_kept, cut_layers, find_layers, layers_to_keep
-from distill.models.source import loading, remote_arguments, resolve_model_source
+from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source
 from distill.recipe import ModelSection, Student, Teacher
 from distill.recipe.shipped import find_architecture
+from distill.teachers.cache_format import TEACHER, TOKENIZER, stored_folder
 
 __all__ = [
     "load_config",
@@ -52,15 +53,19 @@ TEACHER_SEED, STUDENT_SEED = 0, 1
 def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedTokenizerBase:
     """The tokenizer that comes with `section.model` (with `section.config` where `model` is not given).
 
-    A tokenizer without a padding token pads with its end-of-sequence token.
+    A tokenizer without a padding token pads with its end-of-sequence token. A cached teacher's lies in its cache.
 
     Raises:
         ValueError: there is none, or it cannot be reached.
     """
     spec = section.model or section.config
-    if spec is None:
+    if isinstance(section, Teacher) and section.path is not None:
+        spec = stored_folder(section.path, TOKENIZER)
+        source = ModelSource(spec)
+    elif spec is None:
         raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
-    source = resolve_model_source(spec, f"{field}.model")
+    else:
+        source = resolve_model_source(spec, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
@@ -85,6 +90,11 @@ def load_teacher(
     Raises:
         ValueError: naming the field, what was expected and what came.
     """
+    if section.model is None and section.is_cached:
+        raise ValueError(
+            "teacher.type: cache holds what a teacher said and not its weights, which are needed here; name the model "
+            "too, as in teacher.model=ID"
+        )
     device = torch.device(device)
     model = _load(section, "teacher", device, dtype or _named_dtype(section.dtype), TEACHER_SEED)
     if section.adapter is not None:
@@ -142,7 +152,7 @@ def kept_layers(section: Student, teacher: PreTrainedModel) -> list[int]:
 
 
 def load_config(section: ModelSection, field: str) -> Any:
-    """The configuration that `section` tells: of `config` for random weights, else of `model`.
+    """The configuration that `section` tells: of `config` for random weights, of the cache, else of `model`.
 
     Raises:
         ValueError: there is none, or it is not one that transformers knows.
@@ -155,6 +165,8 @@ def load_config(section: ModelSection, field: str) -> Any:
             return AutoConfig.for_model(values.pop("model_type"), **values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{field}.config: {path} is not a model configuration: {error}") from error
+    if isinstance(section, Teacher) and section.path is not None:
+        return AutoConfig.from_pretrained(stored_folder(section.path, TEACHER))
     assert section.model is not None
     source = resolve_model_source(section.model, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})

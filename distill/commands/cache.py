@@ -1,0 +1,151 @@
+"""The command `cache`: run the teacher once over a recipe's data and keep what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill import console
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+from distill.training import launch
+
+CACHES = Path("caches")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(cache)
+
+
+def cache(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Tokens stored of each distribution.")] = 64,
+    hidden: Annotated[bool, typer.Option("--hidden", help="Store the last hidden states instead.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Else caches/<recipe>.")] = None,
+    tail: Annotated[
+        str, typer.Option(metavar="HOW", help="bucket, renormalize, or sampled (tokens drawn, unbiased).")
+    ] = "bucket",
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float16 (hidden: bfloat16) or float32.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Rows at a time, else train.batch_size.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Only measure what K tokens lose; writes nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the teacher once over a recipe's data and store what it says; then train without it in memory.
+
+    Killed, it goes on where it was; all visible GPUs are used. The recipe then takes it by its folder:
+
+    \b
+    distill cache chat-8b-to-1b.yaml --report
+    distill cache chat-8b-to-1b.yaml --top-k 64 --out caches/chat
+    distill run chat-8b-to-1b.yaml "teacher={type: cache, path: caches/chat}"
+    """
+    from distill.teachers.cache_settings import Settings
+
+    _, resolved = load_recipe(recipe, overrides)
+    settings = Settings(top_k, hidden, tail, dtype, batch_size).checked()
+    processes = 1
+    if not report:
+        processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
+    if processes > 1:
+        again = ["cache", recipe, *(overrides or []), "--top-k", str(top_k), "--tail", tail]
+        again += ["--hidden"] if hidden else []
+        again += ["--json"] if as_json else []
+        for name, value in (("--out", out), ("--dtype", dtype), ("--batch-size", batch_size)):
+            again += [] if value is None else [name, str(value)]
+        raise typer.Exit(launch.start(processes, again))
+    from distill.teachers.cache_make import load, make_cache
+
+    quiet = as_json or not launch.is_first()
+    with contextlib.nullcontext() if quiet else console.working("loading teacher, student and data"):
+        loaded = load(resolved)
+    manifest = None
+    if not report:
+        manifest = make_cache(
+            loaded, out or CACHES / resolved.name, settings, say=(lambda line: None) if as_json else console.say,
+            progress=_silence if quiet else _bar,
+        )  # fmt: skip
+        if manifest is None:
+            return
+    table: Sequence[Any] = []
+    if report or not hidden:
+        from distill.teachers.cache_error import KS, measure, take_sample
+
+        with contextlib.nullcontext() if quiet else console.working("measuring what K tokens lose"):
+            ks = sorted({*KS, top_k})
+            sample = take_sample(loaded)
+            table = measure(sample, temperature=resolved.loss.temperature, ks=ks, seed=resolved.train.seed)
+    if as_json:
+        say_json({"cache": manifest, "errors": table})
+        return
+    if table:
+        _show(table, len(sample.labels), resolved.loss.temperature)
+    if manifest is not None:
+        folder = out or CACHES / resolved.name
+        console.say(f'train from it:  distill run {recipe} "teacher={{type: cache, path: {folder}}}"')
+
+
+def _show(table: Sequence[Any], positions: int, temperature: float) -> None:
+    rows = [
+        [
+            str(row.k), row.tail, f"{row.kept:.4f}", f"{row.kl:.4f}", f"{row.seen:.3f}", f"{row.gradient:.3f}",
+            f"{row.head:.3f}",
+        ]
+        for row in table
+    ]  # fmt: skip
+    console.show_table(["K", "tail", "kept", "KL", "seen", "gradient error", "head's"], rows, numbers=True)
+    console.say(
+        f"{positions:,} held-out positions, temperature {temperature:g}. kept: the teacher's probability on the K "
+        "tokens; KL: of the teacher from what is stored, nats (inf where that is 0); seen: the loss over the full "
+        "forward KL;\nerrors of the gradient against the full forward KL's, relative: of each position's hidden state, "
+        "and of the head's weight, where noise averages out and bias does not"
+    )
+
+
+@contextlib.contextmanager
+def _silence(total: int) -> Iterator[Any]:
+    """A bar that shows nothing."""
+    yield lambda positions: None
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    screen, start = Console(), time.perf_counter()
+    done, shown = 0, 0.0
+    if not screen.is_terminal:
+
+        def say(positions: int) -> None:
+            nonlocal done, shown
+            done += positions
+            if done >= shown + total / 10 or done == total:
+                shown = done
+                rate = done / max(time.perf_counter() - start, 1e-9)
+                console.say(f"cached {done:,} of {total:,} positions ({done / total:.0%}), {rate:,.0f}/s")
+
+        yield say
+        return
+    columns = (
+        TextColumn("caching"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f} positions"),
+        TextColumn("{task.fields[rate]}"), TimeRemainingColumn(compact=True), TextColumn("left"),
+    )  # fmt: skip
+    with Progress(*columns, console=screen) as bar:
+        task = bar.add_task("caching", total=total, rate="")
+
+        def advance(positions: int) -> None:
+            nonlocal done
+            done += positions
+            rate = done / max(time.perf_counter() - start, 1e-9)
+            bar.update(task, completed=done, rate=f"{rate:,.0f}/s")
+
+        yield advance

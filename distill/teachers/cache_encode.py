@@ -1,0 +1,131 @@
+"""What a teacher says of a token, made small: K tokens of its distribution, without the logits of a batch.
+
+Two choices of the K. The likeliest, with their log-probabilities (`bucket` and `renormalize` read them). Or `sampled`:
+an unbiased estimate of the whole distribution, so that the gradient's expectation is the full forward KL's (Sparse
+Logit Sampling, Anshumann et al. 2025, arXiv 2503.16870). There K tokens are drawn one by one; here they are drawn
+together, by systematic sampling (Madow, 1949): with one uniform number u, token v is drawn as often as a point
+(j + u) / K, j = 0 .. K - 1, falls into its interval of the cumulated probabilities. The expected count is K p(v) as
+before, every token with p >= 1 / K is drawn for certain, and each count is within 1 of its expectation, so the estimate
+is less noisy.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from distill_kernels.losses.chunked import raw_logits
+from distill_kernels.losses.divergence import transform_logits
+from distill_kernels.losses.linear import Head
+
+from distill.models.head import HeadWeights, LogitShape
+
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+LEAST_TAIL = -13.8  # log of 1e-6: what float32 sums of K probabilities still tell from 1
+
+
+class Said(NamedTuple):
+    """What a teacher said of M positions.
+
+    Attributes:
+        ids: int32 [M, K], distinct, the likeliest (or the most often drawn) first.
+        logprobs: [M, K], natural logarithms at the temperature; of sampled tokens that of their weight, -inf for
+            places that were not used.
+        tail: [M], log of the probability of all other tokens; -inf where nothing is left, and where sampled.
+        entropy: [M], of the whole distribution at temperature 1.
+        label_logprob: [M], of the label at temperature 1.
+    """
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    tail: torch.Tensor
+    entropy: torch.Tensor
+    label_logprob: torch.Tensor
+
+    def to(self, dtype: torch.dtype) -> Said:
+        """The numbers in `dtype`."""
+        return Said(self.ids, *(value.to(dtype) for value in self[1:]))
+
+
+@torch.no_grad()
+def log_probabilities(
+    hidden: torch.Tensor, head: HeadWeights, shape: LogitShape, columns: int, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [n, columns] and log-probabilities at the temperature, fp32 (fp64 for fp64), of hidden states [n, H]."""
+    narrow = Head(hidden, head.weight, head.bias).cut(columns, head.weight.dtype)
+    raw = raw_logits(narrow, narrow.hidden.to(head.weight.dtype))
+    logits = transform_logits(raw, shape.scale, shape.softcap or 0.0)
+    return logits, torch.log_softmax(logits / temperature, -1)
+
+
+@torch.no_grad()
+def encode(
+    hidden: torch.Tensor,
+    head: HeadWeights,
+    shape: LogitShape,
+    labels: torch.Tensor,
+    *,
+    columns: int,
+    k: int,
+    tail: str,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Said:
+    """K tokens of each position's distribution, chunk by chunk.
+
+    Args:
+        hidden: last hidden states, [M, H].
+        head: what makes logits of them; likewise `shape`.
+        labels: int64 [M], the next tokens.
+        columns: of the vocabulary that count.
+        k: how many tokens.
+        tail: `bucket`, `renormalize` or `sampled`.
+        temperature: of the stored probabilities.
+        generator: on the device, for `sampled`.
+    """
+    rows = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // columns, 1)
+    parts = []
+    for start in range(0, len(hidden), rows):
+        here = slice(start, start + rows)
+        logits, logp = log_probabilities(hidden[here], head, shape, columns, temperature)
+        hard = logp if temperature == 1.0 else torch.log_softmax(logits, -1)
+        entropy = -torch.where(hard > -torch.inf, hard.exp() * hard, 0.0).sum(-1)
+        label = hard.gather(-1, labels[here, None]).squeeze(-1)
+        chosen = _sampled(logp, k, generator) if tail == "sampled" else _likeliest(logp, k)
+        parts.append(Said(*chosen, entropy, label))
+    if not parts:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return Said(empty.new_zeros(0, k, dtype=torch.int32), empty.new_zeros(0, k), empty, empty, empty)
+    return Said(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+
+def _likeliest(logp: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    top, ids = logp.topk(k, -1)
+    rest = logp.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    return ids.to(torch.int32), top, rest
+
+
+def _sampled(
+    logp: torch.Tensor, k: int, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    p = logp.exp()
+    ends = p.double().cumsum(-1)
+    ends = ends / ends[:, -1:] * k
+    u = torch.rand(len(p), 1, generator=generator, device=p.device, dtype=torch.float64)
+    passed = torch.ceil(ends - u).clamp_(0, k)  # points j + u below the interval's end
+    counts = torch.diff(passed, dim=-1, prepend=passed.new_zeros(len(p), 1))
+    # drawn tokens by count, then by probability; what was not drawn fills up, with weight 0
+    _, ids = (counts + p.double() / 2).topk(k, -1)
+    weights = counts.gather(-1, ids) / k
+    return ids.to(torch.int32), weights.log().to(logp.dtype), logp.new_full((len(p),), -torch.inf)
+
+
+def normalised(logprobs: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """Stored log-probabilities [M, K] in fp32, scaled so that they and the tail [M] add up to 1.
+
+    Rounding moved their sum by more than a small tail holds; the tail is stored on its own and is what counts. One
+    below 1e-6 counts as 1e-6: float32 sums tell no less apart, and with none the reverse KL would be infinite.
+    """
+    wide = logprobs.float()
+    kept = torch.log1p(-tail.float().clamp_min(LEAST_TAIL).exp())
+    return wide + (kept - wide.logsumexp(-1))[..., None]

@@ -1,0 +1,234 @@
+"""A teacher on disk: how documents are named, how what it said of them is stored, what that takes.
+
+    caches/chat/
+        plan.json                  what is cached, of what and by whom; the first file written
+        shard-00000.safetensors    documents; a shard is whole or absent
+        manifest.json              the plan and what was found; the last file written: the cache is complete
+        tokenizer/ teacher/        the tokenizer and the configuration of the teacher
+        head.safetensors           the teacher's head, where hidden states are stored
+        student/                   where the recipe cuts its student from the teacher
+        answers.json               the teacher's answers to the recipe's prompts
+
+A document is found by the hash of its tokens and of which of them are learned, so that shuffling, packing, accumulation
+and ranks cannot misalign it. Stored are the positions whose next token is learned, in order. Of each, with K tokens:
+
+    ids             uint16 [K], and what exceeds 16 bits in `ids_high`, 1, 2, 4 or 8 bits an id
+    logprobs        float16 [K], at the temperature; of sampled tokens the logarithm of their weight
+    tail            float16, log of the probability of all other tokens, whose digits the K would not give back
+    entropy, label_logprob    float16, exact, of the whole distribution at temperature 1, for the figures
+
+At K = 64 that is 262 bytes a token for vocabularies up to 65,536, 270 up to 131,072 and 278 up to 262,144. The rounding
+of float16 moves a probability by at most 0.4 % where it is above 1e-7 (log-probabilities from -16 to -8 are 0.0078
+apart). With hidden states: `hidden` [teacher's width] in bfloat16 alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distill.data.packing import IGNORED
+
+VERSION = 1
+PLAN, MANIFEST, ANSWERS, HEAD = "plan.json", "manifest.json", "answers.json", "head.safetensors"
+TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"
+KEY_BYTES = 16
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FIGURES = ("tail", "entropy", "label_logprob")
+STORED_AS = {"U8": np.uint8, "U16": np.uint16, "I64": np.int64, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
+
+
+class Document(NamedTuple):
+    """One document of a row.
+
+    Attributes:
+        key: 16 bytes, the hash of the tokens and of which are learned.
+        start, stop: its tokens in the row.
+        predicting: int64 [n], positions in the row whose next token is learned.
+    """
+
+    key: bytes
+    start: int
+    stop: int
+    predicting: np.ndarray
+
+
+def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
+    """The documents of a row with something to learn, in order; position ids start again at 0 with each.
+
+    Args:
+        row: `input_ids`; `labels` (every token is learned without them) and `position_ids` (one document without).
+
+    Raises:
+        ValueError: a document's first token is learned, which only the document before it could predict.
+    """
+    ids = np.asarray(row["input_ids"], dtype=np.int32)
+    labels = np.asarray(row.get("labels", ids), dtype=np.int32)
+    positions = row.get("position_ids")
+    starts = np.zeros(1, np.int64) if positions is None else np.flatnonzero(np.asarray(positions) == 0)
+    if len(starts) == 0 or starts[0] != 0:
+        starts = np.concatenate([[0], starts])
+    if (labels[starts[1:]] != IGNORED).any():
+        raise ValueError("labels: expected -100 at each document's first token, which nothing before it predicts")
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
+        learned = labels[start + 1 : stop] != IGNORED
+        if learned.any():
+            digest = hashlib.blake2b(ids[start:stop].tobytes(), digest_size=KEY_BYTES)
+            digest.update(np.packbits(learned).tobytes())
+            yield Document(digest.digest(), start, stop, np.flatnonzero(learned) + start)
+
+
+def rows_of(rows: Any, at_once: int = 256) -> Iterator[Mapping[str, np.ndarray]]:
+    """Rows of a data set one by one, read some at a time."""
+    table = rows.with_format("numpy") if hasattr(rows, "with_format") else None
+    for start in range(0, len(rows), at_once):
+        if table is None:
+            yield from (rows[number] for number in range(start, min(start + at_once, len(rows))))
+            continue
+        batch = table[start : start + at_once]
+        for number in range(len(batch["input_ids"])):
+            yield {name: values[number] for name, values in batch.items()}
+
+
+# ------------------------------------------------------------------ ids
+
+
+def high_bits(vocabulary: int) -> int:
+    """Bits of an id beyond 16, rounded up to 0, 1, 2, 4 or 8."""
+    needed = max((vocabulary - 1).bit_length() - 16, 0)
+    if needed > 8:
+        raise ValueError(f"vocabulary: expected at most {1 << 24:,} tokens, came {vocabulary:,}")
+    return next(width for width in (0, 1, 2, 4, 8) if width >= needed)
+
+
+def split_ids(ids: np.ndarray, vocabulary: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Ids [n, K] as uint16 [n, K] and their higher bits, packed: uint8 [n, ceil(K * bits / 8)], None without any."""
+    bits = high_bits(vocabulary)
+    low = (ids & 0xFFFF).astype(np.uint16)
+    if not bits:
+        return low, None
+    each = 8 // bits
+    high = (ids >> 16).astype(np.uint8)
+    high = np.pad(high, ((0, 0), (0, -high.shape[1] % each))).reshape(len(ids), -1, each)
+    shifts = (np.arange(each) * bits).astype(np.uint8)
+    return low, np.bitwise_or.reduce(high << shifts, axis=2)
+
+
+def join_ids(low: np.ndarray, high: np.ndarray | None, vocabulary: int) -> np.ndarray:
+    """int32 [n, K] from `split_ids`."""
+    ids = low.astype(np.int32)
+    if high is None:
+        return ids
+    bits = high_bits(vocabulary)
+    shifts = (np.arange(8 // bits) * bits).astype(np.uint8)
+    apart = (high[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
+    return ids | (apart.reshape(len(ids), -1)[:, : ids.shape[1]].astype(np.int32) << 16)
+
+
+def bytes_a_token(plan: Mapping[str, Any]) -> int:
+    """Bytes of one stored position under this plan."""
+    width = DTYPES[plan["dtype"]].itemsize
+    if plan["kind"] == "hidden":
+        return width * plan["hidden"]
+    k = plan["k"]
+    return k * (2 + width) + -(-k * high_bits(plan["vocabulary"]) // 8) + len(FIGURES) * width
+
+
+# ------------------------------------------------------------------ files
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that is whole or absent."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+    beside.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file's content; None where there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """The file of a shard."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A safetensors file that is whole, and on the disk, or absent."""
+    from safetensors.torch import save_file
+
+    beside = path.with_name(path.name + ".unfinished")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
+    with beside.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def map_tensors(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file, mapped: read from disk as they are used. bfloat16 comes as uint16 bits."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    arrays = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+        dtype = np.dtype(STORED_AS[entry["dtype"]])
+        if stop == start:
+            arrays[name] = np.zeros(shape, dtype)
+        else:
+            arrays[name] = np.memmap(path, dtype=dtype, mode="r", offset=8 + size + start, shape=shape)
+    return arrays
+
+
+def sizes_of(folder: Path, count: int) -> Sequence[int]:
+    """Bytes of the shards, in order.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    sizes = []
+    for number in range(count):
+        path = shard_path(folder, number)
+        if not path.is_file():
+            raise ValueError(f"teacher.path: {path} is missing; distill cache with the same settings makes it again")
+        sizes.append(path.stat().st_size)
+    return sizes
+
+
+def cache_hash(path: str | Path) -> str:
+    """SHA-256 of a cache's manifest, which names its teacher, its documents and the size of every shard."""
+    return hashlib.sha256((Path(path).expanduser() / MANIFEST).read_bytes()).hexdigest()
+
+
+def stored_folder(path: str | Path, name: str) -> str:
+    """The folder of the tokenizer or of the teacher's configuration inside a complete cache.
+
+    Raises:
+        ValueError: there is no cache, or it has none.
+    """
+    folder = Path(path).expanduser()
+    if read_json(folder / MANIFEST) is None:
+        raise ValueError(no_cache(folder))
+    if not (folder / name).is_dir():
+        raise ValueError(f"teacher.path: the cache {folder} was made without a {name}: its data were random tokens")
+    return str(folder / name)
+
+
+def no_cache(folder: Path) -> str:
+    """The error for a folder without a complete cache."""
+    if (folder / PLAN).is_file():
+        return f"teacher.path: the cache in {folder} is unfinished; the same distill cache command finishes it"
+    return f"teacher.path: no cache in {folder}; expected a folder that distill cache wrote"

@@ -1,0 +1,96 @@
+"""Who a cache's teacher was, and whether a recipe means the same one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distill.data.chat import load_template
+from distill.data.token_cache import tokenizer_hash
+from distill.models.source import resolve_model_source
+from distill.recipe import Recipe, Teacher
+from distill.teachers.cache_format import MANIFEST, read_json
+
+WEIGHTS = ("*.safetensors", "config.json")
+
+
+def teacher_identity(section: Teacher) -> dict[str, Any]:
+    """Name, revision and adapter of a teacher, and the hash of its files where they lie on this machine."""
+    named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
+    if section.init == "random" or section.model is None:
+        return {**named, "config": section.config, "init": section.init, "files_sha256": None}
+    source = resolve_model_source(section.model, "teacher.model")
+    files: list[Path] = []
+    if source.local:
+        folder = Path(source.location)
+        files = [folder / source.gguf_file] if source.gguf_file else sorted(f for p in WEIGHTS for f in folder.glob(p))
+    return {**named, "config": None, "init": section.init, "files_sha256": files_hash(files) if files else None}
+
+
+def files_hash(files: list[Path]) -> str:
+    """SHA-256 of names and contents."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def text_hashes(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+    """Hashes of the tokenizer and of the chat template that the data are made with; None where there is none."""
+    if tokenizer is None:
+        return {"tokenizer": None, "template": None}
+    template = load_template(recipe.data.chat_template, tokenizer)
+    text = None if template is None else hashlib.sha256(template.source.encode()).hexdigest()
+    return {"tokenizer": tokenizer_hash(tokenizer), "template": text}
+
+
+def require_same_teacher(recipe: Recipe, tokenizer: Any, manifest: Mapping[str, Any], path: Path) -> None:
+    """Hold a recipe against the cache it names: the teacher, if it names one, the tokenizer and the template.
+
+    Raises:
+        ValueError: with the first difference.
+    """
+    kept, section = manifest["teacher"], recipe.teacher
+    if section.model is not None or section.init == "random":
+        here = teacher_identity(section)
+        by_files = bool(here["files_sha256"] and kept["files_sha256"])
+        names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
+        for name in names:
+            if here[name] != kept[name]:
+                shown = "the model's files differ: " if name == "files_sha256" else ""
+                raise ValueError(
+                    f"teacher.{'model' if shown else name}: {shown}the cache {path} was made by "
+                    f"{kept['model'] if shown else kept[name]!r}, the recipe names "
+                    f"{here['model'] if shown else here[name]!r}; leave it out to take the cache as it is"
+                )
+    now = text_hashes(recipe, tokenizer)
+    for name, field in (("tokenizer", "teacher.path"), ("template", "data.chat_template")):
+        if now[name] != manifest["text"][name]:
+            raise ValueError(f"{field}: the {name} differs from the one that the cache {path} was made with")
+
+
+def cached_name(section: Teacher) -> str:
+    """What the teacher of a cache is called; the cache's folder where that cannot be read any more."""
+    manifest = read_json(Path(section.path or "").expanduser() / MANIFEST) or {}
+    kept = manifest.get("teacher", {})
+    name = section.model or kept.get("model") or kept.get("config")
+    return str(name or f"the cache {section.path}")
+
+
+def description(manifest: Mapping[str, Any]) -> str:
+    """What a cache holds, in words."""
+    if manifest["kind"] == "hidden":
+        held = f"hidden states of {manifest['hidden']:,} and its head"
+    else:
+        read = {
+            "bucket": f"{manifest['k']} likeliest of {manifest['vocabulary']:,} tokens and the rest as one",
+            "renormalize": f"{manifest['k']} likeliest of {manifest['vocabulary']:,} tokens, as if no others were",
+            "sampled": f"{manifest['k']} tokens drawn from {manifest['vocabulary']:,}",
+        }[manifest["tail"]]
+        held = f"{read}, temperature {manifest['temperature']:g}"
+    return f"{manifest['positions']:,} positions of {manifest['documents']:,} documents: {held}"

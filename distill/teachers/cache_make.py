@@ -1,0 +1,232 @@
+"""`distill cache`, from a recipe to a folder: load, plan, say the size, run the teacher, close."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distill.data.load import Splits, load_data
+from distill.environment import environment
+from distill.judging.samples import generate
+from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
+from distill.models.head import LogitShape, bare, decoder_of, find_head, probe_logits, read_head
+from distill.models.load import load_student, save_student
+from distill.recipe import Recipe
+from distill.teachers.cache_format import (
+    ANSWERS,
+    HEAD,
+    STUDENT,
+    TEACHER,
+    TOKENIZER,
+    VERSION,
+    bytes_a_token,
+    write_json,
+    write_tensors,
+)
+from distill.teachers.cache_identity import teacher_identity, text_hashes
+from distill.teachers.cache_read import data_settings
+from distill.teachers.cache_settings import Settings
+from distill.teachers.cache_write import (
+    Teacher,
+    Work,
+    close,
+    open_folder,
+    plan_work,
+    require_room,
+    write_shards,
+)
+from distill.training.arguments import Precision, resolve_device, resolve_precision, world_size
+from distill.training.launch import is_first
+
+
+class Loaded(NamedTuple):
+    """The recipe's parts, loaded and ready to be asked.
+
+    Attributes:
+        recipe, splits, models: as a run has them.
+        precision: of the student and the teacher.
+        teacher: in the parts that caching needs.
+        student_shape: how the student makes logits.
+        cut: the student as it was cut from the teacher, on the CPU; None for any other.
+        ids_below: of random tokens; None for text.
+    """
+
+    recipe: Recipe
+    splits: Splits
+    models: Models
+    precision: Precision
+    teacher: Teacher
+    student_shape: LogitShape
+    cut: Any = None
+    ids_below: int | None = None
+
+    @property
+    def columns(self) -> int:
+        """Of the vocabulary that teacher and student share."""
+        return self.models.vocab_size or len(self.teacher.head.weight)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the data."""
+        return self.models.tokenizer
+
+
+def load(recipe: Recipe) -> Loaded:
+    """Load data, teacher and student as a run would.
+
+    Raises:
+        ValueError: as `distill run` would say.
+    """
+    if recipe.teacher.is_cached:
+        raise ValueError("teacher.type: expected model, the teacher to run over the data, came cache")
+    device = resolve_device(recipe.train)
+    precision = resolve_precision(recipe, device)
+    tokenizer = read_tokenizer(recipe)
+    below = synthetic_size(recipe, tokenizer)
+    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=below)
+    models = load_models(recipe, tokenizer, device, precision)
+    shape = probe_logits(models.teacher, "teacher")
+    student_shape = probe_logits(models.student, "student")
+    cut = None
+    if models.kept is not None and is_first():  # before its layers are patched
+        bare_section = recipe.student.model_copy(update={"lora": None})
+        cut = load_student(bare_section, teacher=models.teacher, device="cpu", dtype=precision.student)
+    if device.type == "cuda":
+        patch_models(models, recipe)
+        if recipe.teacher.dtype == "fp8":
+            from distill_kernels import swap_linears_for_fp8
+
+            swap_linears_for_fp8(bare(models.teacher))
+    teacher = Teacher(_hidden_states(models.teacher), read_head(find_head(models.teacher)), shape, device)
+    return Loaded(recipe, splits, models, precision, teacher, student_shape, cut, below)
+
+
+def _hidden_states(model: Any) -> Callable[[Any], torch.Tensor]:
+    def hidden_states(batch: Any) -> torch.Tensor:
+        body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
+        return decoder_of(model)(**body, use_cache=False).last_hidden_state
+
+    return hidden_states
+
+
+def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
+    """What the cache will be, all but the documents.
+
+    Raises:
+        ValueError: more tokens than there are.
+    """
+    recipe, head = loaded.recipe, loaded.teacher.head
+    if not settings.hidden and settings.k > loaded.columns:
+        raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, came {settings.k}")
+    kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
+    return {
+        "version": VERSION,
+        **kind,
+        "temperature": None if settings.hidden else recipe.loss.temperature,
+        "dtype": settings.dtype,
+        "vocabulary": len(head.weight) if settings.hidden else loaded.columns,
+        "hidden": head.weight.shape[1],
+        "scale": loaded.teacher.shape.scale,
+        "softcap": loaded.teacher.shape.softcap,
+        "seed": recipe.train.seed,
+        "ids_below": loaded.ids_below,
+        "teacher": teacher_identity(recipe.teacher) | {"dtype": str(head.weight.dtype).removeprefix("torch.")},
+        "text": text_hashes(recipe, loaded.tokenizer),
+        "data": data_settings(recipe, loaded.splits.report.digest),
+        "student_layers": loaded.models.kept,
+        "versions": environment(),
+    }
+
+
+def make_cache(
+    loaded: Loaded,
+    folder: Path,
+    settings: Settings,
+    *,
+    say: Callable[[str], None],
+    progress: Callable[[int], Any],
+) -> dict[str, Any] | None:
+    """Write the cache, or what is missing of it.
+
+    Args:
+        loaded: from `load`.
+        folder: where to.
+        settings: checked.
+        say: prints a line; called by the first process only.
+        progress: makes a context manager for the number of positions; entered, it is told of those that are stored.
+
+    Returns:
+        The manifest; None in processes that are not the first.
+
+    Raises:
+        ValueError: the folder holds another cache, the disk is too small.
+    """
+    recipe = loaded.recipe
+    plan = make_plan(loaded, settings)
+    splits = [loaded.splits.train, loaded.splits.validation]
+    work = plan_work(
+        splits, width=bytes_a_token(plan), max_length=recipe.data.max_length, packing=recipe.data.packing,
+        shard_bytes=settings.shard_bytes,
+    )  # fmt: skip
+    plan["work"] = work.digest()
+    finished = open_folder(folder, plan, first=is_first())
+    if is_first():
+        _announce(loaded, folder, plan, work, say, finished)
+    batch_size = settings.batch_size or recipe.train.batch_size
+    with progress(work.learned) as advance:
+        write_shards(
+            folder, plan, work, splits, loaded.teacher, batch_size=batch_size, rank=_rank(), world=world_size(),
+            advance=advance,
+        )  # fmt: skip
+    if not is_first():
+        return None
+    _write_what_goes_with_it(loaded, folder, plan)
+    return close(folder, plan, work, {})
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _announce(
+    loaded: Loaded, folder: Path, plan: dict[str, Any], work: Work, say: Callable[[str], None], finished: bool
+) -> None:
+    extra = 0
+    if plan["kind"] == "hidden":
+        extra += loaded.teacher.head.weight.nbytes
+    if loaded.cut is not None:
+        extra += sum(parameter.nbytes for parameter in loaded.cut.parameters())
+    total, left = require_room(folder, plan, work, extra)
+    state = "complete already" if finished else f"{_size(left)} to be written"
+    say(
+        f"{folder}: {work.learned:,} positions of {len(work.entries):,} documents, {bytes_a_token(plan)} bytes each, "
+        f"{_size(total)} in {len(work.shards)} shards; {state}"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**29 else f"{count / 2**20:,.1f} MiB"
+
+
+def _write_what_goes_with_it(loaded: Loaded, folder: Path, plan: dict[str, Any]) -> None:
+    """Tokenizer, configuration, head, cut student and answers."""
+    recipe, models = loaded.recipe, loaded.models
+    models.teacher.config.save_pretrained(folder / TEACHER)
+    if models.tokenizer is not None:
+        models.tokenizer.save_pretrained(folder / TOKENIZER)
+        if recipe.generate.prompts:
+            answers = generate(
+                models.teacher, models.tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens
+            )
+            kept = dict(zip(recipe.generate.prompts, answers, strict=True))
+            write_json(folder / ANSWERS, {"max_new_tokens": recipe.generate.max_new_tokens, "answers": kept})
+    if plan["kind"] == "hidden":
+        head = loaded.teacher.head
+        tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
+        write_tensors(folder / HEAD, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
+    if loaded.cut is not None:
+        save_student(loaded.cut, None, folder / STUDENT)

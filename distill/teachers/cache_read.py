@@ -1,0 +1,240 @@
+"""Reading a teacher from disk: documents found by hash, their data mapped, not loaded.
+
+    cache = TeacherCache("caches/chat")
+    batch = CachedRows(Collator(0), cache)(rows)   # cached_ids [M, K], cached_logprobs, ... beside the collator's
+
+The index is a sorted array, 24 bytes a document, shared between processes that fork; a look-up is a binary search in
+it, and what is found is one contiguous piece of a mapped file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from distill.data.collator import valid_rows
+from distill.recipe import Generate, Recipe
+from distill.teachers.cache_format import (
+    ANSWERS,
+    FIGURES,
+    KEY_BYTES,
+    MANIFEST,
+    VERSION,
+    Document,
+    documents_of,
+    join_ids,
+    map_tensors,
+    no_cache,
+    read_json,
+    rows_of,
+    shard_path,
+    sizes_of,
+)
+
+if TYPE_CHECKING:
+    from distill.data.load import Splits
+
+PREFIX = "cached_"
+
+
+class TeacherCache:
+    """A complete cache, open for reading.
+
+    Attributes:
+        path: its folder.
+        manifest: what it holds and how it was made.
+        stored: positions it has.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Open the cache in a folder.
+
+        Raises:
+            ValueError: there is none, or it is unfinished, damaged or of another version.
+        """
+        self.path = Path(path).expanduser()
+        manifest = read_json(self.path / MANIFEST)
+        if manifest is None:
+            raise ValueError(no_cache(self.path))
+        if manifest.get("version") != VERSION:
+            raise ValueError(
+                f"teacher.path: {self.path} is of cache version {manifest.get('version')}, this distill reads {VERSION}"
+            )
+        self.manifest: dict[str, Any] = manifest
+        for number, (found, wanted) in enumerate(
+            zip(sizes_of(self.path, len(manifest["shards"])), manifest["shards"], strict=True)
+        ):
+            if found != wanted:
+                path = shard_path(self.path, number)
+                raise ValueError(f"teacher.path: {path} is damaged: expected {wanted:,} bytes, came {found:,}")
+        self._shards = [map_tensors(shard_path(self.path, number)) for number in range(len(manifest["shards"]))]
+        self._index()
+
+    def __reduce__(self) -> Any:
+        return TeacherCache, (self.path,)  # a worker maps the files itself
+
+    @property
+    def is_hidden(self) -> bool:
+        """Hidden states are stored, not K tokens."""
+        return self.manifest["kind"] == "hidden"
+
+    @property
+    def columns(self) -> int:
+        """Of the vocabulary that the stored probabilities are over; rows of the stored head."""
+        return int(self.manifest["vocabulary"])
+
+    def _index(self) -> None:
+        keys = np.concatenate([shard["keys"].reshape(-1, KEY_BYTES) for shard in self._shards] or [np.zeros((0, 16))])
+        halves = np.ascontiguousarray(keys, dtype=np.uint8).view(np.uint64).reshape(-1, 2)
+        owner = np.concatenate(
+            [np.full(len(shard["keys"]), number, np.int32) for number, shard in enumerate(self._shards)]
+        )
+        within = np.concatenate([np.arange(len(shard["keys"]), dtype=np.int32) for shard in self._shards])
+        order = np.argsort(halves[:, 0], kind="stable")
+        self._first, self._second = halves[order, 0], halves[order, 1]
+        self._owner, self._within = owner[order], within[order]
+        self.stored = sum(int(shard["offsets"][-1]) for shard in self._shards)
+
+    def find(self, key: bytes) -> tuple[int, int, int] | None:
+        """Shard and range of its positions that a document has; None where it is not in the cache."""
+        first, second = np.frombuffer(key, np.uint64)
+        place = int(np.searchsorted(self._first, first))
+        while place < len(self._first) and self._first[place] == first:
+            if self._second[place] == second:
+                shard, document = int(self._owner[place]), int(self._within[place])
+                start, stop = self._shards[shard]["offsets"][document : document + 2].tolist()
+                return shard, start, stop
+            place += 1
+        return None
+
+    def require(self, rows: Any, name: str, hint: str = "") -> None:
+        """Hold that every document of a data set is in the cache.
+
+        Args:
+            rows: the data set.
+            name: what the error calls it.
+            hint: what is known to differ, for the error.
+
+        Raises:
+            ValueError: how many are missing, and the first of them.
+        """
+        total, missing, first = 0, 0, ""
+        for number, row in enumerate(rows_of(rows)):
+            for document in documents_of(row):
+                total += 1
+                if self.find(document.key) is None:
+                    first = first or f"row {number}, tokens {document.start} to {document.stop}"
+                    missing += 1
+        if missing:
+            raise ValueError(
+                f"teacher.path: {self.path} lacks {missing:,} of the {total:,} documents of the {name}, "
+                f"the first in {first}; {hint or 'it was made from other data'}"
+            )
+
+    def said(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """What the teacher said of the learned positions of some rows, in their order.
+
+        Returns:
+            Tensors named as the batch calls them: `cached_ids` int32 [M, K], `cached_logprobs` [M, K], `cached_tail`,
+            `cached_entropy`, `cached_label_logprob` [M]; or `cached_hidden` [M, H].
+
+        Raises:
+            ValueError: a document is not in the cache.
+        """
+        pieces: dict[str, list[np.ndarray]] = {}
+        for number, row in enumerate(rows):
+            for document in documents_of(row):
+                shard, start, stop = self._found(document, number, row)
+                for name, values in self._shards[shard].items():
+                    if name not in ("keys", "offsets"):
+                        pieces.setdefault(name, []).append(values[start:stop])
+        whole = {name: np.concatenate(parts) for name, parts in pieces.items()}
+        if not whole:
+            return self._nothing()
+        if self.is_hidden:
+            bits = torch.from_numpy(whole["hidden"])
+            return {f"{PREFIX}hidden": bits.view(torch.bfloat16) if bits.dtype == torch.uint16 else bits}
+        ids = join_ids(whole["ids"], whole.get("ids_high"), self.columns)
+        return {
+            f"{PREFIX}ids": torch.from_numpy(ids),
+            **{f"{PREFIX}{name}": torch.from_numpy(whole[name]) for name in ("logprobs", *FIGURES)},
+        }
+
+    def _found(self, document: Document, number: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
+        place = self.find(document.key)
+        if place is None:
+            ids = [int(token) for token in row["input_ids"][document.start : document.start + 8]]
+            raise ValueError(
+                f"teacher.path: {self.path} has no document of these tokens and labels: row {number} of the batch, "
+                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them learned, beginning "
+                f"{ids}; it was made from other data, another tokenizer or another split into pieces"
+            )
+        assert place[2] - place[1] == len(document.predicting)
+        return place
+
+    def _nothing(self) -> dict[str, torch.Tensor]:
+        if self.is_hidden:
+            return {f"{PREFIX}hidden": torch.zeros(0, self.manifest["hidden"])}
+        empty = {f"{PREFIX}{name}": torch.zeros(0) for name in FIGURES}
+        k = self.manifest["k"]
+        return {f"{PREFIX}ids": torch.zeros(0, k, dtype=torch.int32), f"{PREFIX}logprobs": torch.zeros(0, k), **empty}
+
+    def require_data(self, recipe: Recipe, splits: Splits) -> None:
+        """Hold that every document of a run is in the cache.
+
+        Raises:
+            ValueError: how many are missing and the first of them, with the first setting that differs.
+        """
+        hint = what_differs(self.manifest["data"], data_settings(recipe, splits.report.digest))
+        self.require(splits.train, "training data", hint)
+        self.require(splits.validation, "held-out data", hint)
+
+    def answers(self, asked: Generate) -> dict[str, list[str]]:
+        """The teacher's answers to the recipe's prompts, under "teacher"; nothing where others were asked then."""
+        kept = read_json(self.path / ANSWERS)
+        if not asked.prompts or not kept or kept["max_new_tokens"] != asked.max_new_tokens:
+            return {}
+        found = [kept["answers"].get(prompt) for prompt in asked.prompts]
+        return {} if None in found else {"teacher": found}
+
+
+class CachedRows:
+    """A collator that puts what the teacher said of the rows beside what another collator makes of them."""
+
+    def __init__(self, collate: Callable[[list[Any]], dict[str, Any]], cache: TeacherCache) -> None:
+        self.collate, self.cache = collate, cache
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        """Collate rows and look their documents up."""
+        batch = self.collate(rows)
+        if "valid_rows" not in batch:
+            batch["valid_rows"] = valid_rows(batch["labels"])
+        return {**batch, **self.cache.said(rows)}
+
+
+def spread(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`values` [M, ...] put at the flat positions `rows` int64 [M] of [count, ...], 0 elsewhere."""
+    full = values.new_zeros(count, *values.shape[1:])
+    return full.index_copy_(0, rows, values)
+
+
+# ------------------------------------------------------------------ is this the cache of this recipe?
+
+
+def data_settings(recipe: Recipe, digest: str) -> dict[str, Any]:
+    """What decides the documents: the recipe's data section without what only arranges them, and the source's hash."""
+    section = recipe.data.model_dump(mode="json", exclude={"packing", "workers", "cache"})
+    section["validation"] = {"source": section["validation"]["source"]}
+    return section | {"digest": digest}
+
+
+def what_differs(cached: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first data setting that is not as it was when the cache was made, in words; empty if all are."""
+    for name, value in cached.items():
+        if now.get(name) != value:
+            return f"data.{name} was {value!r} when the cache was made and is {now.get(name)!r} here"
+    return ""

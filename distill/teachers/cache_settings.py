@@ -1,0 +1,42 @@
+"""What `distill cache` stores; imports nothing heavy, so that a wrong option is told at once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SHARD_BYTES = 256 << 20
+TAILS = ("bucket", "renormalize", "sampled")
+
+
+class Settings(NamedTuple):
+    """What is stored.
+
+    Attributes:
+        k: tokens of each distribution.
+        hidden: hidden states instead.
+        tail: which tokens, and how they are read: one of `TAILS`.
+        dtype: of the numbers; None for float16, hidden states bfloat16.
+        batch_size: rows given to the teacher at once; None for the recipe's.
+        shard_bytes: about how large a file is.
+    """
+
+    k: int = 64
+    hidden: bool = False
+    tail: str = "bucket"
+    dtype: str | None = None
+    batch_size: int | None = None
+    shard_bytes: int = SHARD_BYTES
+
+    def checked(self) -> Settings:
+        """Itself with the dtype filled in.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        if self.tail not in TAILS:
+            raise ValueError(f"--tail: expected {', '.join(TAILS)}, came {self.tail!r}")
+        dtype = self.dtype or ("bfloat16" if self.hidden else "float16")
+        allowed = ("bfloat16", "float32") if self.hidden else ("float16", "float32")
+        if dtype not in allowed:
+            raise ValueError(f"--dtype: expected {' or '.join(allowed)}, came {dtype!r}")
+        return self._replace(dtype=dtype)

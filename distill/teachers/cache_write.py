@@ -1,0 +1,310 @@
+"""Writing a teacher to disk: every document of the recipe's data once through the teacher, shard by shard.
+
+The documents of training and held-out rows, equal ones once, are packed and cut into shards by a plan that follows from
+the data alone. Each process takes every n-th shard and writes it whole or not at all; a later call with the same
+settings makes only those that are missing, on as many processes as it likes. Nothing is communicated: process 0 waits
+until all shards are there and closes the cache with its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from distill.data.collator import Collator
+from distill.data.packing import IGNORED, best_fit
+from distill.models.head import HeadWeights, LogitShape
+from distill.teachers.cache_encode import encode
+from distill.teachers.cache_format import (
+    DTYPES,
+    FIGURES,
+    KEY_BYTES,
+    MANIFEST,
+    PLAN,
+    bytes_a_token,
+    documents_of,
+    read_json,
+    rows_of,
+    shard_path,
+    sizes_of,
+    split_ids,
+    write_json,
+    write_tensors,
+)
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+class Entry(NamedTuple):
+    """A document to be cached: where its tokens are, and what it will take."""
+
+    key: bytes
+    split: int
+    row: int
+    start: int
+    stop: int
+    learned: int
+
+
+class Work(NamedTuple):
+    """What is to be written.
+
+    Attributes:
+        entries: the documents, each once.
+        shards: for each shard its rows, for each row the numbers of its documents.
+    """
+
+    entries: Sequence[Entry]
+    shards: Sequence[Sequence[np.ndarray]]
+
+    @property
+    def learned(self) -> int:
+        """Positions to store."""
+        return sum(entry.learned for entry in self.entries)
+
+    def learned_in(self, shard: int) -> int:
+        """Positions of one shard."""
+        return sum(self.entries[number].learned for row in self.shards[shard] for number in row)
+
+    def digest(self) -> str:
+        """Hash of the documents in the order of the shards: two plans with the same files have the same."""
+        found = hashlib.blake2b(digest_size=16)
+        for shard in self.shards:
+            found.update(b"shard")
+            for row in shard:
+                for number in row:
+                    found.update(self.entries[number].key)
+        return found.hexdigest()
+
+
+def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bool, shard_bytes: int) -> Work:
+    """Which documents go into which shard.
+
+    Args:
+        splits: data sets of rows.
+        width: bytes of a stored position.
+        max_length: tokens of a row that is given to the teacher.
+        packing: several documents may share one; else they are sorted by length, to save padding.
+        shard_bytes: about how large a shard is.
+    """
+    entries, seen = [], set()
+    for split, rows in enumerate(splits):
+        for number, row in enumerate(rows_of(rows)):
+            for document in documents_of(row):
+                if document.key not in seen:
+                    seen.add(document.key)
+                    count = len(document.predicting)
+                    entries.append(Entry(document.key, split, number, document.start, document.stop, count))
+    if not entries:
+        raise ValueError("data.source: nothing to learn in it, so nothing to cache")
+    lengths = np.array([entry.stop - entry.start for entry in entries])
+    if packing:
+        groups = best_fit(lengths, max_length)
+    else:
+        groups = [np.array([number]) for number in np.argsort(-lengths, kind="stable")]
+    shards: list[list[np.ndarray]] = [[]]
+    size = 0
+    for group in groups:
+        if size >= shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(group)
+        size += width * sum(entries[number].learned for number in group)
+    return Work(entries, shards)
+
+
+class Teacher(NamedTuple):
+    """The teacher in parts.
+
+    Attributes:
+        hidden_states: of a collated batch, [B, S, H].
+        head: what makes logits of them; likewise `shape`.
+        shape: scale and soft cap.
+        device: where it is.
+    """
+
+    hidden_states: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+    head: HeadWeights
+    shape: LogitShape
+    device: torch.device
+
+
+def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
+    """Begin a cache in `folder`, or continue the one that has this plan. Returns whether it is complete already.
+
+    Raises:
+        ValueError: the folder holds something else, or a cache of another plan; with the first difference.
+    """
+    there = read_json(folder / PLAN)
+    if there is None:
+        if folder.exists() and any(folder.iterdir()):
+            raise ValueError(f"--out: {folder} is not empty and holds no cache; name another folder")
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / PLAN, plan)
+        return False
+    for name, old, new in _differences(there, plan):
+        raise ValueError(
+            f"--out: {folder} holds a cache that was begun with other settings: {name} was {old!r}, now {new!r}; "
+            "name another folder, or delete that one"
+        )
+    return (folder / MANIFEST).is_file()
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for name in [*old, *(name for name in new if name not in old)]:
+        a, b = old.get(name), new.get(name)
+        if name == "versions":
+            continue  # another patch release makes no other cache
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from _differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            yield f"{prefix}{name}", a, b
+
+
+def require_room(folder: Path, plan: Mapping[str, Any], work: Work, extra: int = 0) -> tuple[int, int]:
+    """Bytes that the cache takes and that are still to be written; `extra` for head and student.
+
+    Raises:
+        ValueError: the disk has less.
+    """
+    width = bytes_a_token(plan)
+    total = width * work.learned + (KEY_BYTES + 8) * len(work.entries) + extra
+    missing = [number for number in range(len(work.shards)) if not shard_path(folder, number).is_file()]
+    left = sum(width * work.learned_in(number) for number in missing) + extra
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if left > free:
+        raise ValueError(
+            f"--out: the cache needs {left / GIB:,.1f} GiB more ({width} bytes a token), and {there} has "
+            f"{free / GIB:,.1f} GiB free; use fewer tokens (--top-k, data.max_rows) or another disk"
+        )
+    return total, left
+
+
+def write_shards(
+    folder: Path,
+    plan: Mapping[str, Any],
+    work: Work,
+    splits: Sequence[Any],
+    teacher: Teacher,
+    *,
+    batch_size: int,
+    pad: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    advance: Callable[[int], None] = lambda positions: None,
+) -> None:
+    """Write this process's missing shards; process 0 then waits for those of the others.
+
+    Args:
+        batch_size: rows given to the teacher at once.
+        pad: any token.
+        rank: of this process; likewise `world`, their number.
+        advance: told how many positions were stored, as they are; process 0 hears of all processes.
+    """
+    tables = [rows.with_format("numpy") if hasattr(rows, "with_format") else rows for rows in splits]
+    others = {n for n in range(len(work.shards)) if n % world != rank and rank == 0}
+
+    def look() -> None:
+        for number in [number for number in others if shard_path(folder, number).is_file()]:
+            others.remove(number)
+            advance(work.learned_in(number))
+
+    for number in range(rank, len(work.shards), world):
+        if shard_path(folder, number).is_file():
+            advance(work.learned_in(number))
+            continue
+        generator = torch.Generator(teacher.device).manual_seed(plan["seed"] * 1_000_003 + number)
+
+        def batch_done(positions: int) -> None:
+            advance(positions)
+            look()
+
+        tensors = shard_tensors(plan, work, number, tables, teacher, batch_size, pad, generator, batch_done)
+        write_tensors(shard_path(folder, number), tensors)
+    while others:
+        look()
+        time.sleep(0.2 if others else 0)
+
+
+def shard_tensors(
+    plan: Mapping[str, Any],
+    work: Work,
+    number: int,
+    tables: Sequence[Any],
+    teacher: Teacher,
+    batch_size: int,
+    pad: int,
+    generator: torch.Generator,
+    advance: Callable[[int], None],
+) -> dict[str, torch.Tensor]:
+    """Run the teacher over the documents of one shard."""
+    rows = work.shards[number]
+    parts: dict[str, list[torch.Tensor]] = {}
+    collate = Collator(pad, omit_plain_positions=True)
+    for start in range(0, len(rows), batch_size):
+        made = [_laid_out([_tokens(work.entries[n], tables) for n in row]) for row in rows[start : start + batch_size]]
+        batch = {name: tensor.to(teacher.device) for name, tensor in collate(made).items()}
+        for name, tensor in _stored(plan, batch, teacher, generator).items():
+            parts.setdefault(name, []).append(tensor)
+        advance(len(batch["valid_rows"]))
+    documents = [work.entries[n] for row in rows for n in row]
+    keys = np.frombuffer(b"".join(entry.key for entry in documents), np.uint8).reshape(-1, KEY_BYTES)
+    offsets = np.concatenate([[0], np.cumsum([entry.learned for entry in documents])]).astype(np.int64)
+    tensors = {name: torch.cat(values) for name, values in parts.items()}
+    assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"
+    return tensors | {"keys": torch.from_numpy(keys.copy()), "offsets": torch.from_numpy(offsets)}
+
+
+def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
+    row = tables[entry.split][entry.row]
+    ids = np.asarray(row["input_ids"])[entry.start : entry.stop]
+    labels = np.array(np.asarray(row.get("labels", row["input_ids"]))[entry.start : entry.stop])
+    labels[0] = IGNORED
+    return {"input_ids": ids, "labels": labels, "position_ids": np.arange(len(ids))}
+
+
+def _laid_out(documents: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
+
+
+@torch.inference_mode()
+def _stored(
+    plan: Mapping[str, Any], batch: Mapping[str, torch.Tensor], teacher: Teacher, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """What is stored of a batch, on the CPU."""
+    dtype = DTYPES[plan["dtype"]]
+    hidden = teacher.hidden_states(batch).flatten(0, 1)[batch["valid_rows"]]
+    if plan["kind"] == "hidden":
+        return {"hidden": hidden.to(dtype).cpu()}
+    labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()[batch["valid_rows"]]
+    said = encode(
+        hidden, teacher.head, teacher.shape, labels, columns=plan["vocabulary"], k=plan["k"], tail=plan["tail"],
+        temperature=plan["temperature"], generator=generator,
+    ).to(dtype)  # fmt: skip
+    low, high = split_ids(said.ids.cpu().numpy(), plan["vocabulary"])
+    tensors = {"ids": torch.from_numpy(low), "logprobs": said.logprobs.cpu()}
+    tensors |= {name: getattr(said, name).cpu() for name in FIGURES}
+    return tensors if high is None else tensors | {"ids_high": torch.from_numpy(high)}
+
+
+def close(folder: Path, plan: Mapping[str, Any], work: Work, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the manifest, which makes the cache complete."""
+    manifest = {
+        **plan, **more, "documents": len(work.entries), "positions": work.learned,
+        "shards": list(sizes_of(folder, len(work.shards))),
+    }  # fmt: skip
+    write_json(folder / MANIFEST, manifest)
+    return manifest
