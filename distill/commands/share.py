@@ -71,6 +71,9 @@ def export(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.")],
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file at most.")] = "5GB",
+    gguf: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Also write one GGUF file: f32, f16, bf16 or q8_0.")
+    ] = None,
     push: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Upload to the hub, private.")] = None,
     public: Annotated[
         bool, typer.Option("--public", help="Where --push makes the repository, make it public.")
@@ -81,14 +84,20 @@ def export(
 
     \b
     distill export support-bot -o support-bot-1b --dtype bfloat16
+    distill export support-bot -o out --gguf q8_0              out/out-q8_0.gguf for llama.cpp and its relatives
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
     from distill.reports.export import export as write
     from distill.reports.export import push as upload
+    from distill.reports.gguf_file import check_type, write_gguf
     from distill.reports.report import find_run
 
+    if gguf is not None:
+        check_type(gguf)
     with console.working("exporting"):
         written = write(find_run(run), output, dtype=dtype, shard_size=shard_size)
+        if gguf is not None:
+            written["gguf"] = write_gguf(output, output / f"{output.name}-{gguf}.gguf", gguf)
         if push is not None:
             written["address"] = upload(output, push, private=not public)
     if as_json:
@@ -98,5 +107,11 @@ def export(
         f"wrote {output}: {written['parameters'] / 1e6:,.1f} M parameters in {written['dtype']}, "
         f"{written['bytes'] / 1e6:,.0f} MB, read back and equal"
     )
+    if gguf is not None:
+        found = written["gguf"]
+        console.say(
+            f"wrote {found.path}: {found.bytes / 1e6:,.0f} MB, read back and compared; rounding to {gguf} moves it by "
+            f"{found.kl:.1e} nats a token" + (f"; {found.note}" if found.note else "")
+        )
     if push is not None:
         console.say(f"pushed to {written['address']}")

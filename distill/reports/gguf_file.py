@@ -1,0 +1,274 @@
+"""A student as one GGUF file, the format of llama.cpp and its relatives, read back and compared before it is kept.
+
+    written = write_gguf(folder, folder / "student-q8_0.gguf", "q8_0")
+
+Written are decoders of the Llama kind (llama, mistral, qwen2, qwen3) with a byte-level BPE tokenizer whose way of
+splitting text has a name in the format. Anything else is refused: a file that loads and answers wrongly is worse than
+none. Matrices take the type asked for, vectors (norms, biases) stay float32. Llama's query and key rows are stored with
+the two halves of each head interleaved, as the format wants them; Llama 3's rope scaling becomes `rope_freqs.weight`,
+the divisor of each frequency.
+
+The check loads the file with transformers and holds that every weight is the student's, rounded to the type; that the
+student with the file's weights gives the file's logits, so shapes, rope and norms were told right; and that texts
+become the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from distill.faults import RecipeError
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+INTERLEAVED = ("llama",)
+TYPES = ("f32", "f16", "bf16", "q8_0")
+BLOCK = 32  # of q8_0: that many weights share a scale
+ROUNDING = {"f32": 0.0, "f16": 1e-3, "bf16": 4e-3, "q8_0": 1.2e-2}  # of a tensor, relative to its norm
+AGREEING = 2e-3  # logits of the same weights in the same arithmetic, relative
+TEXTS = (
+    "The quick brown fox jumps over 13 lazy dogs; it's 4.5 kg, isn't it?\n\n\tdef f(x): return x**2  # café, 東京",
+    "Question: what is 48/2 + 1,024?  Answer:   1048.",
+)
+# how a byte-level tokenizer splits text before merging, by the name that the format gives it; the patterns are those of
+# the models' published tokenizer.json files
+LLAMA_3 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""  # noqa: E501
+SPLITS = {
+    ("Split:" + LLAMA_3, "ByteLevel"): "llama-bpe",
+    ("Split:" + LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}"), "ByteLevel"): "qwen2",
+    ("Digits", "ByteLevel:regex"): "smollm",
+    ("ByteLevel:regex",): "gpt-2",
+}
+
+
+class Written(NamedTuple):
+    """What was written.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        type: of its matrices.
+        kl: KL(student || file) on two short texts, nats a token: what rounding costs.
+        note: what a reader must know; empty where there is nothing.
+    """
+
+    path: str
+    bytes: int
+    type: str
+    kl: float
+    note: str = ""
+
+
+def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> Written:
+    """Write the model in `folder` to `destination` and check the file by reading it back.
+
+    Args:
+        folder: A saved student with its tokenizer.
+        destination: The file; replaced only by one that passed.
+        type: f32, f16, bf16 or q8_0 (8 bits and a scale for 32 weights).
+
+    Raises:
+        RecipeError: an architecture, tokenizer or type that cannot be written, or a file that reads back differently.
+    """
+    check_type(type)
+    if not (folder / "tokenizer.json").is_file():
+        raise RecipeError([f"--gguf: {folder} has no tokenizer.json, and a GGUF file needs the tokenizer"])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    scaled = _refuse_what_is_lost(model.config)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    unfinished = destination.with_name(destination.name.removesuffix(".gguf") + ".unfinished.gguf")
+    try:
+        _write(model, tokenizer, unfinished, type, destination.stem, scaled)
+        kl = _check(model, tokenizer, unfinished, type, scaled)
+        os.replace(unfinished, destination)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    note = "transformers leaves the file's rope scaling out: load it with config=AutoConfig of the folder"
+    return Written(str(destination), destination.stat().st_size, type, kl, note if scaled else "")
+
+
+def check_type(type: str) -> None:
+    """Raise for a type that is not written."""
+    if type not in TYPES:
+        raise RecipeError([f"--gguf: expected one of {', '.join(TYPES)}; came {type!r}"])
+
+
+def _refuse_what_is_lost(config: Any) -> bool:
+    """Raise for what the format cannot tell; returns whether frequencies are scaled as Llama 3 does."""
+    faults = []
+    if config.model_type not in ARCHITECTURES:
+        faults.append(f"models of type {config.model_type!r} (written are {', '.join(ARCHITECTURES)})")
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ("default", "llama3"):
+        faults.append(f"rope of type {rope!r}")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or []) or (
+        config.model_type == "mistral" and getattr(config, "sliding_window", None)
+    ):
+        faults.append("sliding windows")
+    if ARCHITECTURES.get(config.model_type) == "llama" and (
+        getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    ):
+        faults.append("biases of a Llama, which readers leave out")
+    if faults:
+        raise RecipeError([f"--gguf: cannot be written: {fault}" for fault in faults])
+    return rope == "llama3"
+
+
+def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled: bool) -> None:
+    import gguf
+
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    heads, pairs = config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
+    writer.add_name(name)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(pairs)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_dimension_count(width)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+    writer.add_file_type(gguf.LlamaFileType[kinds[type]])
+    _add_tokenizer(writer, tokenizer, config.vocab_size)
+    if scaled:
+        frequencies = model.model.rotary_emb.inv_freq.float()
+        plain = float(config.rope_parameters["rope_theta"]) ** (-torch.arange(0, width, 2).float() / width)
+        writer.add_tensor("rope_freqs.weight", (plain / frequencies).numpy())
+    names = gguf.get_tensor_name_map(
+        next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), config.num_hidden_layers
+    )
+    for key, tensor in _weights(model):
+        target = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise RecipeError([f"--gguf: the format has no place for the weight {key} of {config.model_type}"])
+        if architecture in INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
+            count = heads if ".q_proj." in key else pairs
+            tensor = tensor.view(count, 2, width // 2, -1).transpose(1, 2).reshape(tensor.shape)
+        kind = gguf.GGMLQuantizationType[_type_of(tensor, type).upper()]
+        values = tensor.float().contiguous().numpy()
+        if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
+            writer.add_tensor(target, values.astype("float16") if kind == gguf.GGMLQuantizationType.F16 else values)
+        else:
+            writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and weights, tied ones once: without an `output.weight` the embedding is the head."""
+    for name, tensor in model.named_parameters():
+        yield name, tensor.detach()
+
+
+def _type_of(tensor: torch.Tensor, type: str) -> str:
+    """Vectors stay f32; a row that is no whole number of blocks cannot be q8_0."""
+    if tensor.ndim < 2:
+        return "f32"
+    return "f16" if type == "q8_0" and tensor.shape[-1] % BLOCK else type
+
+
+def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
+    """Tokens with their kinds, merges, special ids and the chat template."""
+    from gguf import TokenType
+
+    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    split = split_name(spec)
+    vocabulary = {**spec["model"]["vocab"], **{token["content"]: token["id"] for token in spec["added_tokens"]}}
+    special = {token["id"]: token["special"] for token in spec["added_tokens"]}
+    by_id = {number: token for token, number in vocabulary.items()}
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(rows)]
+    kinds = [
+        TokenType.UNUSED if number not in by_id else TokenType.NORMAL if number not in special
+        else TokenType.CONTROL if special[number] else TokenType.USER_DEFINED
+        for number in range(rows)
+    ]  # fmt: skip
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]])
+    for name in ("bos", "eos", "pad", "unk"):
+        number = getattr(tokenizer, f"{name}_token_id")
+        if number is not None:
+            getattr(writer, f"add_{name}_token_id")(number)
+    ids = tokenizer("a").input_ids
+    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def split_name(spec: dict[str, Any]) -> str:
+    """What the format calls the way in which a tokenizer.json splits text.
+
+    Raises:
+        RecipeError: no byte-level BPE, or a way without a name.
+    """
+    before = spec.get("pre_tokenizer") or {}
+    steps = before.get("pretokenizers", [before])
+    told = []
+    for step in steps:
+        kind = step.get("type", "none")
+        if kind == "Split":
+            kind += ":" + str(step["pattern"].get("Regex"))
+        elif kind == "ByteLevel" and step.get("use_regex", True):
+            kind += ":regex"
+        told.append(kind)
+    name = SPLITS.get(tuple(told))
+    if spec["model"]["type"] != "BPE" or name is None or spec.get("normalizer") not in (None, {"type": "NFC"}):
+        raise RecipeError(
+            [
+                f"--gguf: this tokenizer ({spec['model']['type']}, text split by {' then '.join(told)}) has no name in "
+                f"the format; written are byte-level BPE tokenizers that split like {', '.join(SPLITS.values())}"
+            ]
+        )
+    return name
+
+
+@torch.no_grad()
+def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> float:
+    """Hold the file against the student; returns KL(student || file) on the texts, nats a token."""
+    place: dict[str, Any] = {"gguf_file": path.name}
+    again = AutoTokenizer.from_pretrained(path.parent, **place)
+    for text in TEXTS:
+        ids = [t(text, add_special_tokens=False).input_ids for t in (tokenizer, again)]
+        if ids[0] != ids[1]:
+            raise RecipeError([f"--gguf: read back, the tokenizer makes other tokens of {text[:40]!r}; not written"])
+    if scaled:
+        place["config"] = model.config
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **place
+        ).eval()
+    except RuntimeError as error:  # shapes that do not follow from what the format can tell
+        raise RecipeError([f"--gguf: transformers cannot read it back: {str(error).splitlines()[0]}"]) from error
+    rows = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]
+    before = [model.float()(input_ids=row).logits[0].log_softmax(-1) for row in rows]
+    theirs = dict(loaded.named_parameters())
+    for name, tensor in _weights(model):
+        allowed = ROUNDING[_type_of(tensor, type)] * float(tensor.norm())
+        if name not in theirs or theirs[name].shape != tensor.shape or float((theirs[name] - tensor).norm()) > allowed:
+            raise RecipeError([f"--gguf: read back, {name} is another weight; not written"])
+    after = [loaded(input_ids=row).logits[0].log_softmax(-1) for row in rows]
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    for row, logs in zip(rows, after, strict=True):
+        expected = model(input_ids=row).logits[0].log_softmax(-1)
+        if float((logs - expected).norm()) > AGREEING * float(expected.norm()):
+            raise RecipeError(["--gguf: read back, the model computes something else; not written"])
+    total = sum(float((p.exp() * (p - q)).sum()) for p, q in zip(before, after, strict=True))
+    return total / sum(len(p) for p in before)

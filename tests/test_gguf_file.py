@@ -1,0 +1,199 @@
+"""GGUF export: what is written reads back as the same model, and what cannot be told in the format is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from distill.cli import run_command
+from distill.reports import gguf_file
+from distill.reports.gguf_file import LLAMA_3, TEXTS, split_name, write_gguf
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+LLAMA_3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def saved(folder: Path, split=None, **more) -> Path:
+    """A tiny model whose heads, pairs and widths all differ; its vocabulary has rows that no token uses."""
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.backend_tokenizer.pre_tokenizer = split or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    more = {"hidden": 64, "layers": 2, "vocab_size": 320, "rope_theta": 5e4} | more
+    return save_tiny(folder, tiny_model(tokenizer, **more), tokenizer)
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0]
+
+
+def read_back(path: Path, **more):
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **more
+    ).eval()
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("llama", {"tie": True}),
+        ("llama", {"tie": False}),
+        ("qwen2", {"tie": False}),
+        ("qwen3", {"tie": True, "head_dim": 128}),
+        ("mistral", {"tie": False, "sliding_window": None}),
+    ],
+)
+def test_a_file_reads_back_as_the_same_model(kind, more, tmp_path):
+    folder = saved(tmp_path / "m", kind=kind, **more)
+    written = write_gguf(folder, tmp_path / "m.gguf", "f32")
+    assert written.kl == pytest.approx(0, abs=1e-6) and written.note == ""
+    model, again = AutoModelForCausalLM.from_pretrained(folder), read_back(Path(written.path))
+    ids = list(range(5, 300, 3))
+    assert torch.allclose(logits(model, ids), logits(again, ids), atol=2e-4)
+    one, two = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    chat = [{"role": "user", "content": "Hello"}]
+    assert one.apply_chat_template(chat, tokenize=False) == two.apply_chat_template(chat, tokenize=False)
+    assert one(TEXTS[0]).input_ids == two(TEXTS[0]).input_ids and one.eos_token_id == two.eos_token_id
+    assert not list(tmp_path.glob("*unfinished*"))
+
+
+@pytest.mark.parametrize("type", ["f16", "bf16", "q8_0"])
+def test_types_round_as_they_say(type, tmp_path):
+    folder = saved(tmp_path / "m")
+    sizes = {name: write_gguf(folder, tmp_path / f"{name}.gguf", name).bytes for name in ("f32", type)}
+    written = write_gguf(folder, tmp_path / "x.gguf", type)
+    assert 0 < written.kl < 0.01, "rounding shows, and little"
+    assert sizes[type] < {"f16": 0.65, "bf16": 0.65, "q8_0": 0.5}[type] * sizes["f32"]
+
+
+def test_the_rope_scaling_of_llama_3_is_written(tmp_path):
+    """The file holds each frequency's divisor; with the model's own configuration the logits are the same."""
+    from gguf import GGUFReader
+
+    folder = saved(tmp_path / "m", rope_parameters=LLAMA_3_ROPE)
+    written = write_gguf(folder, tmp_path / "m" / "m.gguf", "f32")
+    assert "rope scaling" in written.note and written.kl == pytest.approx(0, abs=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (tensor,) = [t for t in GGUFReader(written.path).tensors if t.name == "rope_freqs.weight"]
+    plain = 5e5 ** (-torch.arange(0, 16, 2).float() / 16)
+    assert torch.allclose(plain / torch.tensor(tensor.data), model.model.rotary_emb.inv_freq)
+    assert tensor.data[0] == 1 and tensor.data[-1] == 32
+    ids = list(range(3, 290))
+    assert torch.allclose(
+        logits(model, ids), logits(read_back(Path(written.path), config=model.config), ids), atol=2e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, more, message",
+    [
+        ("gemma2", {}, "models of type 'gemma2' (written are llama, mistral"),
+        ("llama", {"rope_parameters": LINEAR_ROPE}, "rope of type 'linear'"),
+        ("mistral", {"sliding_window": 16}, "sliding windows"),
+        ("llama", {"attention_bias": True}, "biases of a Llama"),
+    ],
+)  # fmt: skip
+def test_what_the_format_cannot_tell_is_refused(kind, more, message, tmp_path):
+    folder = saved(tmp_path / "m", kind=kind, **more)
+    with pytest.raises(ValueError, match=r"--gguf: cannot be written") as error:
+        write_gguf(folder, tmp_path / "m.gguf", "f32")
+    assert message in str(error.value) and not (tmp_path / "m.gguf").exists()
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+@pytest.mark.parametrize(
+    "split, name",
+    [
+        (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), BYTES]), "llama-bpe"),
+        (
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(Regex(LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")), "isolated"), BYTES]
+            ),
+            "qwen2",
+        ),
+        (
+            pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            ),
+            "smollm",
+        ),
+        (pre_tokenizers.ByteLevel(add_prefix_space=False), "gpt-2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_ways_of_splitting_have_names(split, name, tmp_path):
+    tokenizer = tiny_tokenizer(280)
+    tokenizer.backend_tokenizer.pre_tokenizer = split
+    assert split_name(json.loads(tokenizer.backend_tokenizer.to_str())) == name
+    folder = saved(tmp_path / "m", split)
+    assert write_gguf(folder, tmp_path / "m.gguf", "f32").kl < 1e-6, "and read back, they split alike"
+
+
+def test_other_tokenizers_are_refused(tmp_path):
+    folder = saved(tmp_path / "m", pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), BYTES]))
+    with pytest.raises(ValueError, match="text split by Whitespace then ByteLevel"):
+        write_gguf(folder, tmp_path / "m.gguf", "f32")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        write_gguf(folder, tmp_path / "m.gguf", "f32")
+
+
+# ---------------------------------------------------------------- the check
+
+
+def test_a_shape_that_readers_do_not_take_is_found(tmp_path):
+    """transformers takes Qwen3's head width to be 128, whatever the file says."""
+    folder = saved(tmp_path / "m", kind="qwen3", head_dim=24)
+    with pytest.raises(ValueError, match="transformers cannot read it back"):
+        write_gguf(folder, tmp_path / "m.gguf", "f32")
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("order", "is another weight"),
+        ("epsilon", "computes something else"),
+        ("theta", "computes something else"),
+        ("merges", "makes other tokens"),
+    ],
+)
+def test_a_file_that_tells_it_wrong_is_not_kept(fault, message, tmp_path, monkeypatch):
+    from gguf import GGUFWriter
+
+    folder = saved(tmp_path / "m", rope_theta=1e4)
+    wrong = {
+        "epsilon": ("add_layer_norm_rms_eps", lambda value: 0.5),
+        "theta": ("add_rope_freq_base", lambda value: 100.0),
+        "merges": ("add_token_merges", lambda value: value[:5]),
+    }
+    if fault == "order":
+        monkeypatch.setattr(gguf_file, "INTERLEAVED", ())
+    else:
+        name, change = wrong[fault]
+        right = getattr(GGUFWriter, name)
+        monkeypatch.setattr(GGUFWriter, name, lambda self, value: right(self, change(value)))
+    with pytest.raises(ValueError, match=message):
+        write_gguf(folder, tmp_path / "m.gguf", "f32")
+    assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_the_command_writes_the_file_beside_the_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "runs" / "mine" / "student")
+    (tmp_path / "runs/mine/recipe.yaml").write_text("name: mine")
+    assert run_command(["export", "mine", "-o", "out", "--gguf", "q8_0", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)["gguf"]
+    assert written["path"] == "out/out-q8_0.gguf" and written["bytes"] == Path("out/out-q8_0.gguf").stat().st_size
+    assert run_command(["export", "mine", "-o", "out2", "--gguf", "f32"]) == 0
+    assert "wrote out2/out2-f32.gguf" in capsys.readouterr().out
+    assert run_command(["export", "mine", "-o", "out3", "--gguf", "q4"]) == 2
+    assert "--gguf: expected one of f32" in capsys.readouterr().err and not Path("out3").exists()
