@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__, console
-from distill.commands import doctor, judge, plan, share
+from distill.commands import cache, doctor, judge, plan, share
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
 from distill.faults import RunError
 from distill.folders import run_folder
@@ -39,6 +39,7 @@ app = typer.Typer(
     distill validate chat-8b-to-1b.yaml        is it right? prints every setting
     distill check chat-8b-to-1b.yaml           will it fit, how long will it take?
     distill inspect chat-8b-to-1b.yaml         what will be learned, token by token
+    distill cache chat-8b-to-1b.yaml           the teacher once, onto the disk
     distill run chat-8b-to-1b.yaml             teach
     distill run quickstart train.steps=20      a shipped recipe, one setting changed
     distill report quickstart                  a page about the run
@@ -53,6 +54,7 @@ recipes_app = typer.Typer(
 )
 app.add_typer(recipes_app, name="recipes")
 plan.register(app)
+cache.register(app)
 doctor.register(app)
 judge.register(app)
 share.register(app)

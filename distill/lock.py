@@ -30,20 +30,21 @@ from distill.models.head import bare
 from distill.models.load import STUDENT_SEED, TEACHER_SEED
 from distill.recipe import Recipe
 from distill.recipe.yaml_text import parse_yaml, to_yaml
+from distill.teachers.cache_format import cache_hash
 
 LOCK_FILE = "lock.yaml"
 FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environment")
 
 
 def lock_of(
-    recipe: Recipe, *, teacher: nn.Module, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
+    recipe: Recipe, *, teacher: nn.Module | None, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
     processes: int, source: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Everything the run depends on, as plain data.
 
     Args:
         recipe: as resolved.
-        teacher: as loaded, its attention chosen; likewise `student`, before training.
+        teacher: as loaded, its attention chosen, None where it is a cache; likewise `student`, before training.
         tokenizer: of the data; None for random tokens.
         rows: the tokenised training data.
         processes: of the run.
@@ -53,7 +54,7 @@ def lock_of(
     return {
         "recipe": recipe.model_dump(mode="json", exclude={"name"}),
         "data": {"source": source, "rows_sha256": hash_of_rows(rows), **_text_to_tokens(recipe, tokenizer)},
-        "teacher": _model(teacher),
+        "teacher": {"cache_sha256": cache_hash(recipe.teacher.path)} if recipe.teacher.path else _model(teacher),
         "student": _model(student),
         "seeds": {"init": {"teacher": TEACHER_SEED, "student": STUDENT_SEED, "adapters": seed}, "data": seed,
                   "dropout": seed, "sampling": "greedy"},
