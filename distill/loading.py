@@ -13,6 +13,7 @@ from distill.models.head import bare, find_head
 from distill.models.load import kept_layers, load_config, load_student, load_teacher, load_tokenizer
 from distill.models.vocabulary import compare, extend_student
 from distill.recipe import Recipe
+from distill.teachers.cache_read import TeacherCache
 from distill.training.arguments import Precision
 from distill.training.launch import is_first
 from distill.training.objective import DistillationObjective
@@ -22,12 +23,13 @@ class Models(NamedTuple):
     """What was loaded, and what is known of it.
 
     Attributes:
-        teacher, student: the models.
+        teacher, student: the models; no teacher where it is a cache.
         tokenizer: of both; None for synthetic data.
         vocab_size: columns of the vocabulary that are compared; None for all.
         vocabulary: the verdict on the two vocabularies, a line.
         kept: layers of the teacher that a student cut from it has.
         objective: what makes the objective, as `DistillationTrainer` takes it.
+        cache: what a teacher said, where none is loaded.
     """
 
     teacher: Any
@@ -37,6 +39,7 @@ class Models(NamedTuple):
     vocabulary: str
     kept: list[int] | None
     objective: Callable[..., DistillationObjective] = DistillationObjective
+    cache: TeacherCache | None = None
 
 
 def is_synthetic(recipe: Recipe) -> bool:
@@ -53,6 +56,8 @@ def synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
     """Ids of random tokens stay below the smaller of the two vocabularies."""
     if tokenizer is not None:
         return None
+    if recipe.teacher.path is not None:
+        return int(TeacherCache(recipe.teacher.path).manifest["ids_below"])
     sections: list[tuple[Any, str]] = [(recipe.teacher, "teacher")]
     if recipe.student.init == "random" or recipe.student.from_teacher is None:
         sections.append((recipe.student, "student"))
@@ -61,6 +66,10 @@ def synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
 
 def load_models(recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision) -> Models:
     """Load both models and hold that they can be compared token by token."""
+    if recipe.teacher.is_cached:
+        from distill.teachers.cache_models import load_cached
+
+        return load_cached(recipe, tokenizer, device, precision)
     section = recipe.student
     own = section.init == "pretrained" and section.from_teacher is None and tokenizer is not None
     student_tokenizer = load_tokenizer(section, "student") if own else tokenizer
@@ -102,6 +111,8 @@ def patch_models(models: Models, recipe: Recipe, batch_size: int) -> None:
     from distill.models.patching import patch
 
     for model, role in ((models.teacher, "teacher"), (models.student, "student")):
+        if model is None:
+            continue
         section = recipe.teacher if role == "teacher" else recipe.student
         backend = None
         if section.attention == "auto":

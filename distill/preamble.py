@@ -10,7 +10,9 @@ from torch import nn
 from distill import console
 from distill.judging.evaluate import HeldOut, gap_closed
 from distill.judging.samples import TITLES
-from distill.recipe import ModelSection, Recipe
+from distill.recipe import ModelSection, Recipe, Teacher
+from distill.teachers.cache_identity import cached_name, description
+from distill.teachers.cache_read import TeacherCache
 from distill.training.metrics import parameters_of
 from distill.training.objective import DistillationObjective
 
@@ -33,6 +35,8 @@ class Plan(NamedTuple):
 
 def model_name(section: ModelSection) -> str:
     """What a model is called in the preamble and on the model card."""
+    if isinstance(section, Teacher) and section.is_cached:
+        return f"{cached_name(section)} (cached)"
     if section.init == "random":
         return f"{section.config} (random weights)"
     return section.model or "cut from the teacher"
@@ -41,7 +45,7 @@ def model_name(section: ModelSection) -> str:
 def preamble(
     recipe: Recipe,
     *,
-    teacher: nn.Module,
+    teacher: nn.Module | None,
     student: nn.Module,
     objective: DistillationObjective,
     plan: Plan,
@@ -59,7 +63,7 @@ def preamble(
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * columns * 4 / 2**30
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     lines = {
-        "teacher": f"{model_name(recipe.teacher)}, {_count(parameters_of(teacher)[0])} parameters",
+        "teacher": f"{model_name(recipe.teacher)}, {_size(recipe, teacher)}",
         "student": f"{name}, {_count(total)} parameters, {_count(trained)} trained ({trained / total:.0%})",
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
         "vocabulary": vocabulary,
@@ -94,6 +98,13 @@ def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -
         console.say(f"\nprompt: {prompt}")
         for name, texts in answers.items():
             console.say(f"  {TITLES.get(name, name) + ':':<16}{' '.join(texts[number].split()) or '(nothing)'}")
+
+
+def _size(recipe: Recipe, teacher: nn.Module | None) -> str:
+    """A teacher's parameters; of one on disk what is stored."""
+    if teacher is None:
+        return description(TeacherCache(recipe.teacher.path or "").manifest)
+    return f"{_count(parameters_of(teacher)[0])} parameters"
 
 
 def _count(number: int) -> str:

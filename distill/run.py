@@ -112,6 +112,8 @@ def run(
     tokenizer = read_tokenizer(recipe)
     splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=synthetic_size(recipe, tokenizer))
     models = load_models(recipe, tokenizer, device, precision)
+    if models.cache is not None:
+        models.cache.require_data(recipe, splits)
     locked = None
     if is_first():
         locked = lock_of(
@@ -239,9 +241,11 @@ def _before(
         kept = json.loads(path.read_text(encoding="utf-8"))
         return HeldOut(**kept["held_out"]), kept["answers"]
     before = _held_out(recipe, models, trainer, splits, precision)
-    answers: dict[str, list[str]] = {}
+    answers: dict[str, list[str]] = {} if models.cache is None else models.cache.answers(recipe.generate)
     if models.tokenizer is not None and recipe.generate.prompts and is_first():
         for name, model in (("teacher", models.teacher), ("before", models.student)):
+            if model is None:  # its cache has answered
+                continue
             answers[name] = _generate(recipe, models, model)
     if is_first():
         _write(path, json.dumps({"held_out": before._asdict(), "answers": answers}, indent=1))
