@@ -23,6 +23,7 @@ from distill_kernels.losses.functional import (
     fused_skew_kl_loss,
     fused_tvd_loss,
 )
+from distill_kernels.losses.head import head_loss
 from distill_kernels.losses.logits import cross_entropy, distillation_loss, jsd, kl_div, skew_kl, tvd
 from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.modules import (
@@ -75,6 +76,7 @@ __all__ = [
     "fused_tvd_loss",
     "geglu",
     "glu",
+    "head_loss",
     "jsd",
     "kl_div",
     "kl_probabilities",

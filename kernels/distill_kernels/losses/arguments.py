@@ -7,6 +7,10 @@ import torch
 from distill_kernels.losses.terms import Objective
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WHOLE = (
+    "a whole tensor (a head sharded by FSDP2 is gathered by its own module: call distill_kernels.head_loss; a head cut "
+    "over the vocabulary for tensor parallelism needs tp_group)"
+)
 
 
 def _expect(condition: bool, name: str, expected: str, got: object) -> None:
@@ -22,7 +26,7 @@ def _check_weight(name: str, weight: torch.Tensor, hidden: torch.Tensor, hidden_
         "a floating-point head (a quantised head must be dequantised or left out of quantisation)",
         f"{type(weight).__name__} of {weight.dtype}",
     )
-    _expect(type(weight).__name__ != "DTensor", name, "a whole tensor (gather the sharded head first)", "a DTensor")
+    _expect(type(weight).__name__ != "DTensor", name, WHOLE, "a DTensor")
     width = hidden.shape[-1]
     _expect(weight.dim() == 2 and weight.shape[1] == width, name, f"[V, {width}] as {hidden_name}", list(weight.shape))
     _expect(weight.device == hidden.device, name, f"device {hidden.device} as {hidden_name}", weight.device)
@@ -42,8 +46,12 @@ def check_arguments(
     token_weights: torch.Tensor | None,
     valid_rows: torch.Tensor | None,
     vocab_size: int | None,
+    sharded: bool = False,
 ) -> tuple[int, torch.dtype]:
-    """The number of columns that count, and the dtype of the products; a ValueError names what does not fit."""
+    """The number of columns that count, and the dtype of the products; a ValueError names what does not fit.
+
+    With `sharded`, heads are one rank's rows of them, and `vocab_size`, maybe 0, fits them.
+    """
     _expect(
         student_hidden.dim() >= 2 and student_hidden.dtype in FLOATS,
         "student_hidden",
@@ -82,7 +90,7 @@ def check_arguments(
             _expect(
                 width == vocab, name, f"{vocab} rows as student_weight (or pass vocab_size, the shared columns)", width
             )
-        _expect(0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {name}", vocab)
+        _expect(sharded or 0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {name}", vocab)
     if labels is not None:
         _expect(
             labels.shape == leading and not labels.is_floating_point(),

@@ -8,6 +8,7 @@ student's logits into its gradient `G` in place. For every group of chunks, whos
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -16,9 +17,10 @@ from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.linear import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, run_mixed_rows
-from distill_kernels.losses.plan import CHUNK_ROWS, Plan, plan_chunks
+from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
 from distill_kernels.losses.projection import TILE, Logits, Transform, product_fp32, project
 from distill_kernels.losses.rows import run_rows
+from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_kernel import run_top_k_rows
 
@@ -59,6 +61,7 @@ def fused_linear_divergence(
     vocab: int,
     dtype: torch.dtype,
     workspace: int | None = None,
+    shard: VocabShard | None = None,
     descriptors: bool = True,
 ) -> Outcome:
     """`linear_divergence` by Triton kernels and cuBLAS; see linear.py for the arguments. No host sync.
@@ -76,13 +79,15 @@ def fused_linear_divergence(
     narrow_weight = narrow.weight.dtype != torch.float32
     if workspace is not None and isinstance(teacher, Mixture):  # a chunk takes these buffers too
         workspace //= 3 if wanted.stats and o.temperature != 1.0 else 2
+    widest = vocab if shard is None else shard.widest
+    columns = narrow.weight.shape[0] if shard is None else widest
     plan = plan_chunks(
         count,
-        vocab,
+        widest,
         logit_bytes=logit_dtype.itemsize,
         models=models,
-        weight_bytes=narrow.weight.numel() * narrow.weight.element_size() if wanted.weight else 0,
-        memory_bytes=device_facts(device).memory_bytes,
+        weight_bytes=columns * narrow.weight.shape[1] * narrow.weight.element_size() if wanted.weight else 0,
+        memory_bytes=device_facts(device).memory_bytes if shard is None else SHARED_MEMORY_BYTES,
         workspace=workspace,
         narrow_weight=narrow_weight,
     )
@@ -92,9 +97,9 @@ def fused_linear_divergence(
         Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both and wanted.stats),
     )
 
-    make = torch.empty if batch.rows is None else torch.zeros  # rows left out are 0
-    loss = make(n, dtype=torch.float32, device=device)
-    stats = make((len(TokenStats._fields), n), dtype=torch.float32, device=device) if wanted.stats else None
+    make = torch.empty if batch.rows is None and vocab else torch.zeros  # rows left out are 0
+    figures = make((1 + (len(TokenStats._fields) if wanted.stats else 0), n), dtype=torch.float32, device=device)
+    loss, stats = figures[0], figures[1:] if wanted.stats else None
     d_hidden = make(hidden.shape, dtype=hidden.dtype, device=device) if wanted.hidden else None
     d_bias = torch.zeros(vocab, dtype=torch.float32, device=device) if wanted.bias else None
     d_a = torch.zeros_like(narrow.lora_a, dtype=torch.float32) if wanted.lora_a and narrow.lora_a is not None else None
@@ -118,12 +123,12 @@ def fused_linear_divergence(
         t = at_one = None
         if mixer is not None:
             t, at_one = mixer(lambda tensor: pick(tensor, start, stop), space.teacher(at, stop - start))
-        elif teacher is not None:
+        elif isinstance(teacher, Head):
             t = space.teacher(at, stop - start)
             project(teacher, pick(teacher.hidden, start, stop), t, transforms[1], descriptors=descriptors)
         project(student, pick(hidden, start, stop), s, transforms[0], descriptors=descriptors)
         here = slice(start, stop) if batch.rows is None else slice(None)
-        row_loss = run_rows
+        row_loss = run_rows if shard is None else functools.partial(run_rows, shard=shard)
         if batch.top is not None:
             row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here))
         elif mixer is not None:
@@ -150,15 +155,21 @@ def fused_linear_divergence(
             g_low = _lora_gradients(student, x, g, d_a, None if d_b is None else d_b[:vocab])
         if d_hidden is None:
             return
+        where = slice(start, stop) if batch.rows is None else batch.rows[start:stop]
+        if parts is not None:
+            d_x = product_fp32(g, student.weight, g.new_empty(g.shape[0], hidden.shape[1], dtype=torch.float32))
+            if g_low is not None and student.lora_a is not None:
+                d_x += product_fp32(g_low, student.lora_a, torch.empty_like(d_x))
+            parts.add(d_x, functools.partial(_put, d_hidden, where))
+            return
         target = d_hidden[start:stop] if batch.rows is None and d_hidden.dtype == dtype else None
         d_x = torch.mm(g, student.weight, out=target)
         if g_low is not None and student.lora_a is not None:
             d_x.addmm_(g_low, student.lora_a)
-        if batch.rows is not None:
-            d_hidden.index_copy_(0, batch.rows[start:stop], d_x.to(d_hidden.dtype))
-        elif target is None:
-            d_hidden[start:stop] = d_x
+        if target is None:
+            _put(d_hidden, where, d_x)
 
+    parts = None if shard is None else _PartsOfRanks(shard.ranks)
     group_start = 0
     for sizes in plan.groups:
         start = group_start
@@ -170,13 +181,20 @@ def fused_linear_divergence(
             for at in range(0, start - group_start, CHUNK_ROWS):
                 part = g[at : at + CHUNK_ROWS]
                 back_project(part, group_start + at, group_start + at + part.shape[0])
-            if wanted.weight:
+            if wanted.weight and vocab:
                 space.extra = None  # its memory is what dW takes
                 x = pick(hidden, group_start, start)
                 d_weight = _add_weight_gradient(d_weight, g, x, narrow.weight, vocab, plan.wide)
         group_start = start
     if wanted.weight and d_weight is None:
         d_weight = torch.zeros_like(narrow.weight)
+    if parts is not None:
+        parts.finish()
+        parts.ranks.add_(figures)
+        if stats is not None:
+            stats[TokenStats._fields.index("agreement")].clamp_(max=1.0)  # several ranks may hold a common top token
+        if d_a is not None:
+            parts.ranks.add_(d_a)
 
     def narrowed(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or like is None:
@@ -194,6 +212,32 @@ def fused_linear_divergence(
         narrowed(d_a, narrow.lora_a),
         narrowed(d_b, narrow.lora_b),
     )
+
+
+class _PartsOfRanks:
+    """Sums of dx over the ranks, in fp32; one is under way while the next part is computed."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.pending: Callable[[], object] = lambda: None
+
+    def add(self, d_x: torch.Tensor, put: Callable[[torch.Tensor], object]) -> None:
+        """Start to sum `d_x`; `put` gets the sum later."""
+        wait = self.ranks.add_later(d_x)
+        self.finish()
+        self.pending = lambda: (wait(), put(d_x))
+
+    def finish(self) -> None:
+        """Put what was started last."""
+        self.pending()
+        self.pending = lambda: None
+
+
+def _put(d_hidden: torch.Tensor, where: slice | torch.Tensor, d_x: torch.Tensor) -> None:
+    if isinstance(where, slice):
+        d_hidden[where] = d_x
+    else:
+        d_hidden.index_copy_(0, where, d_x.to(d_hidden.dtype))
 
 
 def _add_weight_gradient(

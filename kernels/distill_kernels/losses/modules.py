@@ -6,10 +6,12 @@ All modules take the same tensors (see `FusedDistillationLoss.forward`); only th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.operator import fused_loss
 from distill_kernels.losses.terms import LossTerm, TokenStats, make_objective
 
@@ -96,6 +98,8 @@ class FusedDistillationLoss(nn.Module):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
         return_stats: bool = False,
+        teachers: Sequence[TeacherHead] | None = None,
+        tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """The loss, and its gradient for the student's tensors if autograd asks for it.
 
@@ -111,9 +115,21 @@ class FusedDistillationLoss(nn.Module):
             student_lora: `(A [r, Hs], B [Vs, r], scale)`: the head is `weight + scale * B A`; A and B get gradients.
             token_weights: [N] or [...], what each token's loss is multiplied by. Not differentiable.
             num_items: what the mean divides by (int64 tensor on the device, or int): tokens of the whole step.
-            valid_rows: int64 [M], flat indices of the rows to compute, each once; spares the host sync.
+            valid_rows: int64 [M], flat indices of the rows to compute, each once; spares the host sync. With M = N all
+                rows are read in place, without gathering them.
             vocab_size: columns that both vocabularies share; the rest is padding: no probability, no gradient.
             return_stats: return `(loss, TokenStats)`.
+            teachers: several teachers in place of `teacher_hidden`, `teacher_weight` and `teacher_bias`: the divergence
+                is from the mixture of their probabilities at the temperature. Each brings its own scale and soft cap.
+            tp_group: for heads whose vocabulary is cut over ranks, tensor parallelism: their process group or 1-D
+                DeviceMesh. Every rank passes its own rows of weights, biases and LoRA B, in rank order (plain tensors
+                or DTensors of `Shard(0)`), and the same hidden states, labels, counts and settings; it gets the whole
+                loss, the gradients of its own rows, and summed ones of hidden states and LoRA A. `vocab_size` counts
+                columns of the whole vocabulary. Ranks may hold different numbers of rows, and both heads must be cut
+                at the same columns. Of plain tensors the ranks exchange the numbers of rows when they first see them
+                (one host sync). Without `tp_group`, a DTensor is taken for tensor parallel if its mesh has the one
+                dimension "tp" (plain tensors beside it are then whole), and refused otherwise: the weight of an
+                FSDP2-sharded head is gathered by its own module, see `head_loss`.
 
         Returns:
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
@@ -141,6 +157,8 @@ class FusedDistillationLoss(nn.Module):
             workspace=self.workspace,
             skip_ignored_rows=self.skip_ignored_rows,
             encoded=self._encoded,
+            teachers=teachers,
+            tp_group=tp_group,
         )
 
     def extra_repr(self) -> str:
@@ -273,6 +291,7 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
         return_stats: bool = False,
+        tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """As `FusedDistillationLoss.forward`, without the teacher's arguments."""
         return super().forward(
@@ -286,6 +305,7 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
             valid_rows=valid_rows,
             vocab_size=vocab_size,
             return_stats=return_stats,
+            tp_group=tp_group,
         )
 
 

@@ -23,6 +23,8 @@ from distill_kernels.losses.linear import (
 )
 from distill_kernels.losses.mixture import Mixture, TeacherHead, make_mixture
 from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.sharded_heads import Heads, own_heads
+from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_rows import TopK
 
@@ -55,9 +57,10 @@ def linear_divergence_op(
     teacher_ids: torch.Tensor | None,
     teacher_logprobs: torch.Tensor | None,
     tail: str,
+    shard: str,
 ) -> list[torch.Tensor]:
     """Loss ([] or, `per_row`, [N]), statistics [7, N], gradients of the five student tensors; empty where unwanted."""
-    rows = find_rows(row_scale) if skip_rows and valid_rows is None else valid_rows
+    rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
     teacher = None
     if teacher_hidden is not None and teacher_weight is not None:
         teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
@@ -73,6 +76,7 @@ def linear_divergence_op(
         vocab=vocab,
         dtype=dtype,
         workspace=workspace,
+        shard=VocabShard.decode(shard) if shard else None,
     )
     empty = row_scale.new_empty(0)
     stats = empty if outcome.stats is None else torch.stack(outcome.stats)
@@ -89,6 +93,13 @@ def linear_divergence_op(
     ]
 
 
+def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, skip: bool) -> torch.Tensor | None:
+    """The rows to gather, or None for all where all are named (in any order) or none may be skipped."""
+    if valid_rows is None:
+        return find_rows(row_scale) if skip else None
+    return None if valid_rows.numel() == row_scale.numel() else valid_rows
+
+
 def _gradients(outcome: Outcome) -> tuple[torch.Tensor | None, ...]:
     return outcome.hidden, outcome.weight, outcome.bias, outcome.lora_a, outcome.lora_b
 
@@ -97,7 +108,7 @@ def _gradients(outcome: Outcome) -> tuple[torch.Tensor | None, ...]:
 def _(
     student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias,
     labels, row_scale, valid_rows, objective, lora_scale, vocab, dtype, workspace, skip_rows, per_row, wanted,
-    teacher_ids, teacher_logprobs, tail,
+    teacher_ids, teacher_logprobs, tail, shard,
 ):  # fmt: skip
     n = student_hidden.shape[0]
     inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
@@ -117,7 +128,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
     ctx.settings = inputs[11:18]
     ctx.per_row = inputs[17]
     ctx.wanted = inputs[18]
-    ctx.tail = inputs[21]
+    ctx.text = inputs[21:23]
     ctx.save_for_backward(*((*inputs[:11], *inputs[19:21]) if ctx.per_row else output[2:]))
 
 
@@ -128,14 +139,14 @@ def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
         wanted = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
         settings[6] = False
-        made = linear_divergence_op(*tensors, *settings, wanted, teacher_ids, teacher_logprobs, ctx.tail)[2:]
+        made = linear_divergence_op(*tensors, *settings, wanted, teacher_ids, teacher_logprobs, *ctx.text)[2:]
         gradients = [gradient if want else None for gradient, want in zip(made, wanted, strict=False)]
     else:
         gradients = [
             saved * upstream[0].to(saved.dtype) if want else None
             for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=False)
         ]
-    return (*gradients, *[None] * 17)
+    return (*gradients, *[None] * 18)
 
 
 linear_divergence_op.register_autograd(_op_backward, setup_context=_save_for_backward)
@@ -220,6 +231,7 @@ def fused_loss(
     encoded: str,
     top: TopK | None = None,
     teachers: Sequence[TeacherHead] | None = None,
+    tp_group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
     """What every module calls; arguments as in `FusedDistillationLoss`, `encoded` is `objective.encode()`.
 
@@ -236,11 +248,22 @@ def fused_loss(
         raise ValueError("teachers: expected at least one TeacherHead, got none")
     if teachers and (teacher_hidden is not None or teacher_weight is not None):
         raise ValueError("teachers: expected either teachers or teacher_hidden and teacher_weight, got both")
+    heads = Heads(
+        student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias
+    )
+    heads, shard = own_heads(heads, tp_group, vocab_size)
+    student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias = heads
+    if shard is not None:
+        vocab_size = shard.columns
+        if several or top is not None:
+            raise ValueError(
+                "tp_group: expected one teacher with a head, got several teachers or a teacher of top-k ids"
+            )
     # needs no teacher's head, or has them checked one by one
     heads_only = objective if top is None and not several else objective._replace(kinds=())
     vocab, dtype = check_arguments(
         heads_only, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
-        lora_a, lora_b, token_weights, valid_rows, vocab_size,
+        lora_a, lora_b, token_weights, valid_rows, vocab_size, sharded=shard is not None,
     )  # fmt: skip
     for number, other in enumerate(teachers if teachers and several else ()):
         try:
@@ -278,9 +301,10 @@ def fused_loss(
             *students, teacher_hidden, teacher_weight, teacher_bias, labels, scale, valid_rows, encoded,
             lora_scale, vocab, dtype, workspace, skip, per_row,
             list(Wanted(stats=return_stats)) if per_row else list(wanted), *(top or (None, None, "")),
+            "" if shard is None else shard.encode(),
         )  # fmt: skip
     else:
-        rows = find_rows(scale) if skip else valid_rows
+        rows = _rows_to_compute(scale, valid_rows, skip)
         teacher: Head | Mixture | None = None
         if several and teachers:
             teacher = make_mixture(teachers, _teacher_head)
@@ -293,7 +317,7 @@ def fused_loss(
                 teacher_weight.detach(),
                 None if teacher_bias is None else teacher_bias.detach(),
             )
-        settings = {"vocab": vocab, "dtype": dtype, "workspace": workspace}
+        settings = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
         apply = torch.compiler.disable(_FusedLoss.apply) if several else _FusedLoss.apply
         loss, stats = apply(
             *students, (teacher, Batch(labels, scale, rows, top), objective, wanted, settings, per_row, lora_scale)

@@ -171,6 +171,8 @@ def project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform,
 
     `descriptors=False` takes the second way even where the first would do.
     """
+    if out.values.shape[1] == 0:  # a rank without columns
+        return
     if descriptors and fits_descriptors(head, hidden, device_facts(hidden.device).capability):
         _project_fused(head, hidden, out, transform)
     else:
@@ -226,6 +228,8 @@ def _project_by_tiles(head: Head, hidden: torch.Tensor, out: Logits, transform: 
 
 def product_fp32(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`out = a b` with an fp32 result of operands in fp32, bf16 or fp16; the tensor cores stay in use on CUDA."""
+    if a.shape[1] == 0:
+        return out.zero_()
     if a.dtype == torch.float32:
         return torch.mm(a, b, out=out)
     if a.is_cuda:

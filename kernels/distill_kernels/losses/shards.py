@@ -13,7 +13,6 @@ Every rank must make the same calls in the same order, so that all cut the batch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,7 +40,9 @@ class Ranks:
         import torch.distributed as dist
 
         out = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
-        dist.all_gather_into_tensor(out, tensor.contiguous(), group=self.group)
+        # the later name of the same call
+        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        gather(out, tensor.contiguous(), group=self.group)
         return out.view(self.size, *tensor.shape)
 
     def add_(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,12 +112,15 @@ class VocabShard(NamedTuple):
 
     def encode(self) -> str:
         """As text, for operators whose arguments must be plain."""
-        return json.dumps([self.ranks.group.group_name, self.spans])
+        spans = ",".join(f"{start}:{stop}" for start, stop in self.spans)
+        return f"{spans} {self.ranks.group.group_name}"
 
     @staticmethod
     def decode(text: str) -> VocabShard:
         """The inverse of `encode`."""
-        from torch.distributed.distributed_c10d import _resolve_process_group
+        from torch.distributed import distributed_c10d
 
-        name, spans = json.loads(text)
-        return VocabShard(Ranks(_resolve_process_group(name)), tuple((start, stop) for start, stop in spans))
+        spans, name = text.split(" ", 1)
+        pairs = (span.split(":") for span in spans.split(","))
+        resolve: Any = distributed_c10d._resolve_process_group
+        return VocabShard(Ranks(resolve(name)), tuple((int(start), int(stop)) for start, stop in pairs))

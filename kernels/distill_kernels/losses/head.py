@@ -1,0 +1,105 @@
+"""A loss inside its head's own call: where FSDP2 has gathered the head's weight, and only there.
+
+FSDP2 (`fully_shard`) keeps a weight as a DTensor of `Shard(0)` and gathers it in hooks around the module's `__call__`.
+A fused loss reads `lm_head.weight` without calling `lm_head`, so the hooks would never fire; here the module is called
+and its `forward` is the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Result = TypeVar("Result")
+
+
+def call_inside(
+    module: nn.Module,
+    compute: Callable[[torch.Tensor], Result],
+    hidden: torch.Tensor,
+    *,
+    owner: nn.Module | None = None,
+) -> Result:
+    """`module(hidden)` with `compute` in place of a forward, so that the hooks of every wrapper around it fire.
+
+    Args:
+        module: what the model calls.
+        compute: called with the hidden states as the hooks pass them on; parameters are whole inside.
+        hidden: [..., H]; goes through the hooks (FSDP2's mixed precision may cast it).
+        owner: the module whose forward is replaced, where `module` only leads to it (a LoRA layer); None: `module`.
+    """
+    owner = module if owner is None else owner
+    replaced = owner.__dict__.get("forward")
+
+    def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> Result:
+        return compute(hidden)
+
+    owner.forward = forward
+    try:
+        return module(hidden)
+    finally:
+        if replaced is None:
+            del owner.forward
+        else:
+            owner.forward = replaced
+
+
+def head_loss(
+    lm_head: nn.Module,
+    loss_fn: Callable[..., Any],
+    student_hidden: torch.Tensor,
+    teacher_hidden: torch.Tensor | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    *,
+    teacher_head: nn.Module | None = None,
+    **named: Any,
+) -> Any:
+    """A fused loss with the student's weight and bias as `lm_head` has them in its own call.
+
+    For heads that FSDP2 shards; a plain head works as well. Call it inside the forward of the root module, where all
+    sharded parts are called:
+
+        class Student(nn.Module):  # fully_shard(student.lm_head), ..., fully_shard(student)
+            def forward(self, ids, teacher_hidden, teacher_weight, labels):
+                return head_loss(self.lm_head, self.loss_fn, self.body(ids), teacher_hidden, teacher_weight, labels)
+
+    Args:
+        lm_head: the student's head, with `weight` [V, H] and maybe `bias` [V] (an `nn.Linear`). A unit of its own
+            (`fully_shard(lm_head)`), or, as where it is tied to the embedding, part of the root's.
+        loss_fn: `FusedDistillationLoss`, one of its kin, or anything that takes the same arguments.
+        student_hidden, teacher_hidden, labels, named: as `FusedDistillationLoss.forward` takes them.
+        teacher_weight: the teacher's weight, not sharded by FSDP2.
+        teacher_head: the teacher's head in place of `teacher_weight` and `teacher_bias`; it may be sharded as well.
+
+    Returns:
+        What `loss_fn` returns.
+
+    Raises:
+        ValueError: where both `teacher_head` and a weight are given, or the weight is still sharded inside the call.
+    """
+    if teacher_head is not None and (teacher_weight is not None or named.get("teacher_bias") is not None):
+        raise ValueError("teacher_head: expected either teacher_head or teacher_weight and teacher_bias, got both")
+
+    def with_student(hidden: torch.Tensor, weight: Any, bias: Any, teacher_hidden: Any) -> Any:
+        given = {"student_bias": getattr(lm_head, "bias", None)} | named
+        if bias is not None:
+            given["teacher_bias"] = bias
+        return loss_fn(hidden, lm_head.weight, teacher_hidden, weight, labels, **given)
+
+    def with_teacher(hidden: torch.Tensor) -> Any:
+        if teacher_head is None:
+            return with_student(hidden, teacher_weight, None, teacher_hidden)
+
+        def both(teacher_hidden: torch.Tensor) -> Any:
+            bias = getattr(teacher_head, "bias", None)
+            return with_student(hidden, teacher_head.weight, bias, teacher_hidden)
+
+        if teacher_hidden is None:
+            raise ValueError("teacher_hidden: expected the teacher's hidden states beside teacher_head, got None")
+        return call_inside(teacher_head, both, teacher_hidden)
+
+    return call_inside(lm_head, with_teacher, student_hidden)

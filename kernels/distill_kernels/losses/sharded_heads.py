@@ -1,0 +1,183 @@
+"""What a loss is given of heads that are cut over the vocabulary -> each rank's own rows, and who holds which columns.
+
+Heads come as plain tensors beside `tp_group=`, or as DTensors. A DTensor that is sharded over its rows may be tensor
+parallel (same tokens on every rank) or FSDP2's (other tokens on every rank), and the tensor itself does not say which:
+
+    tp_group given                      its ranks share the vocabulary; a plain tensor is its rank's own rows
+    a 1-D mesh whose dimension is "tp"  the same without `tp_group`; a plain tensor beside it is whole
+    any other DTensor                   refused: FSDP2 gathers a head in its module's own call, see `head_loss`
+
+A replicated DTensor, or a plain whole tensor beside a "tp" DTensor, is cut like the other model's head: each rank
+computes its own columns only, and the student's gradient is put together again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from distill_kernels.losses.arguments import WHOLE
+from distill_kernels.losses.shards import Ranks, VocabShard
+
+Spans = tuple[tuple[int, int], ...]
+
+
+class Heads(NamedTuple):
+    """Both models' tensors, as in `FusedDistillationLoss.forward`."""
+
+    student_hidden: torch.Tensor
+    student_weight: torch.Tensor
+    student_bias: torch.Tensor | None
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    teacher_hidden: torch.Tensor | None
+    teacher_weight: torch.Tensor | None
+    teacher_bias: torch.Tensor | None
+
+
+OF_ROWS = ("student_weight", "student_bias", "lora_b", "teacher_weight", "teacher_bias")  # cut over the vocabulary
+
+
+def own_heads(heads: Heads, tp_group: Any, vocab_size: int | None) -> tuple[Heads, VocabShard | None]:
+    """This rank's rows of both heads, and the columns of every rank; None where each rank has whole heads.
+
+    Args:
+        heads: plain tensors or DTensors.
+        tp_group: a process group, a 1-D DeviceMesh, or None.
+        vocab_size: columns that count, of the whole vocabulary.
+
+    Raises:
+        ValueError: naming the tensor that is sharded in another way, heads cut at different columns, or widths that
+            do not fit.
+    """
+    if tp_group is None and not any(_is_dtensor(tensor) for tensor in heads):
+        return heads, None
+    ranks = Ranks(_group_of(heads, tp_group))
+    local: dict[str, Any] = {name: _local(name, tensor) for name, tensor in zip(heads._fields, heads, strict=True)}
+    plain_is_cut = tp_group is not None
+    widths: dict[str, int] = {}
+    cuts: dict[str, Spans] = {}  # rows of each rank, padding included
+    for model in ("student", "teacher"):
+        weight = getattr(heads, f"{model}_weight")
+        if weight is not None and _is_cut(weight, plain_is_cut=plain_is_cut):
+            cuts[model] = _spans(weight, ranks)
+            widths[model] = cuts[model][-1][1]
+        elif weight is not None:
+            widths[model] = weight.shape[0]
+    vocab = _checked_vocab(widths, vocab_size)
+    if not cuts:
+        return Heads(**local), None
+    clipped = {
+        model: tuple((min(start, vocab), min(stop, vocab)) for start, stop in spans) for model, spans in cuts.items()
+    }
+    spans = next(iter(clipped.values()))
+    if any(other != spans for other in clipped.values()):
+        raise ValueError(
+            f"teacher_weight: expected to be cut at the same columns as student_weight, {clipped['student']}, got "
+            f"{clipped['teacher']}; pad the smaller head before it is sharded, or pass one of them replicated"
+        )
+    for name in OF_ROWS:
+        if local[name] is not None and not _is_cut(getattr(heads, name), plain_is_cut=plain_is_cut):
+            rows = cuts.get("teacher" if name.startswith("teacher") else "student", spans)
+            local[name] = _OwnRows.apply(local[name], ranks, rows)
+    return Heads(**local), VocabShard(ranks, spans)
+
+
+class _OwnRows(torch.autograd.Function):
+    """This rank's rows of a whole tensor; backward puts the gradient of all ranks' rows together."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, ranks: Ranks, spans: Spans) -> torch.Tensor:
+        ctx.shape, ctx.ranks, ctx.spans = whole.shape, ranks, spans
+        return whole[slice(*spans[ranks.index])]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whole = gradient.new_zeros(ctx.shape)
+        whole[slice(*ctx.spans[ctx.ranks.index])] = gradient
+        return ctx.ranks.complete_(whole, ctx.spans), None, None
+
+
+def _is_dtensor(tensor: object) -> bool:
+    return type(tensor).__name__ == "DTensor"  # where it is one, its module is loaded
+
+
+def _is_cut(tensor: Any, *, plain_is_cut: bool) -> bool:
+    """Whether `tensor` is its rank's rows only."""
+    return tensor.placements[0].is_shard() if _is_dtensor(tensor) else plain_is_cut
+
+
+def _group_of(heads: Heads, tp_group: Any) -> Any:
+    """The process group over which the vocabulary is cut."""
+    import torch.distributed as dist
+
+    if tp_group is not None and hasattr(tp_group, "get_group"):
+        if tp_group.ndim != 1:
+            raise ValueError(
+                f"tp_group: expected a process group or a 1-D mesh, got a mesh of {tp_group.ndim} dimensions"
+            )
+        tp_group = tp_group.get_group()
+    for name, tensor in zip(heads._fields, heads, strict=True):
+        if not _is_dtensor(tensor):
+            continue
+        mesh = tensor.device_mesh  # type: ignore[union-attr]
+        if tp_group is None and mesh.mesh_dim_names != ("tp",):
+            raise ValueError(f"{name}: expected {WHOLE}, got a DTensor on {mesh}")
+        group = mesh.get_group() if mesh.ndim == 1 else None
+        if group is None or (
+            tp_group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(tp_group)
+        ):
+            raise ValueError(f"{name}: expected a DTensor on a 1-D mesh of tp_group's ranks, got one on {mesh}")
+        tp_group = group
+    return tp_group
+
+
+def _local(name: str, tensor: Any) -> torch.Tensor | None:
+    """The plain tensor of this rank."""
+    if not _is_dtensor(tensor):
+        return tensor
+    (placement,) = tensor.placements
+    if not (placement.is_replicate() or (name in OF_ROWS and placement.is_shard(0))):
+        allowed = "Shard(0) or Replicate()" if name in OF_ROWS else "Replicate()"
+        raise ValueError(f"{name}: expected a DTensor of placement {allowed}, got {placement}")
+    return tensor.to_local()
+
+
+def _spans(weight: Any, ranks: Ranks) -> Spans:
+    """The rows of each rank of a cut head."""
+    if _is_dtensor(weight):
+        size = -(-weight.shape[0] // ranks.size)  # as torch.chunk cuts
+        stops = [min((rank + 1) * size, weight.shape[0]) for rank in range(ranks.size)]
+    else:
+        stops = list(itertools.accumulate(_row_counts(weight, ranks)))
+    return tuple(zip([0, *stops[:-1]], stops, strict=True))
+
+
+_counts: Any = WeakTensorKeyDictionary()
+
+
+def _row_counts(weight: torch.Tensor, ranks: Ranks) -> tuple[int, ...]:
+    """How many rows of a plain head every rank holds: exchanged, with a host sync, once for each tensor object."""
+    known = _counts.get(weight)
+    if known is None or known[0] != (id(ranks.group), weight.shape[0]):
+        own = torch.tensor([weight.shape[0]], device=weight.device)
+        known = (id(ranks.group), weight.shape[0]), tuple(ranks.gather(own).flatten().tolist())
+        _counts[weight] = known
+    return known[1]
+
+
+def _checked_vocab(widths: dict[str, int], vocab_size: int | None) -> int:
+    """Columns that count, of whole heads of these widths."""
+    for model, width in widths.items():
+        if vocab_size is not None and not 0 < vocab_size <= width:
+            raise ValueError(f"vocab_size: expected 1 to {width}, the rows of {model}_weight, got {vocab_size}")
+        if vocab_size is None and width != widths["student"]:
+            raise ValueError(
+                f"{model}_weight: expected {widths['student']} rows over all ranks as student_weight (or pass "
+                f"vocab_size, the shared columns), got {width}"
+            )
+    return widths["student"] if vocab_size is None else int(vocab_size)

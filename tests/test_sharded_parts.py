@@ -1,0 +1,215 @@
+"""Every rank's part of the loss, in one process: threads that take turns stand for the ranks of a cut vocabulary."""
+
+import threading
+
+import pytest
+import torch
+from dense_loss import ALL_TERMS
+from distill_kernels import LossTerm
+from distill_kernels.losses.fused import fused_linear_divergence
+from distill_kernels.losses.linear import (
+    Batch,
+    Head,
+    Wanted,
+    linear_divergence,
+    reference_linear_divergence,
+    row_scales,
+)
+from distill_kernels.losses.shards import VocabShard
+from distill_kernels.losses.terms import make_objective
+from helpers import assert_as_good_as_torch, realistic_heads
+
+MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
+
+
+class Turns:
+    """Ranks as threads, of which one runs at a time; they hand tensors over where they would meet in a collective."""
+
+    def __init__(self, size):
+        self.size, self.baton, self.barrier = size, threading.Lock(), threading.Barrier(size, timeout=120)
+        self.slots = [None] * size
+
+    def run(self, work):
+        """`work(ranks)` of every rank; their results in order, or the first error."""
+        results, errors = [None] * self.size, []
+
+        def one(index):
+            with self.baton:
+                try:
+                    results[index] = work(ThreadRanks(self, index))
+                except Exception as error:
+                    errors.append(error)
+                    self.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(index,)) for index in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+            raise error
+        return results
+
+
+class ThreadRanks:
+    """The interface of `shards.Ranks` over `Turns`."""
+
+    def __init__(self, turns, index):
+        self.turns, self.index, self.size = turns, index, turns.size
+
+    def gather(self, tensor):
+        self.turns.slots[self.index] = tensor.clone()
+        self.meet()
+        joint = torch.stack(list(self.turns.slots))
+        self.meet()
+        return joint
+
+    def meet(self):
+        self.turns.baton.release()
+        try:
+            self.turns.barrier.wait()
+        finally:
+            self.turns.baton.acquire()
+
+    def add_(self, tensor):
+        return tensor.copy_(self.gather(tensor).sum(0))
+
+    def add_later(self, tensor):
+        before = tensor.clone()
+        total = self.gather(before).sum(0)
+        tensor.fill_(float("nan"))  # whoever reads it early will see
+        return lambda: tensor.copy_(total)
+
+    def maximum(self, tensor):
+        return self.gather(tensor).amax(0)
+
+
+SPANS = {
+    "two": ((0, 130), (130, 300)),
+    "three, one without columns": ((0, 256), (256, 300), (300, 300)),
+    "tiles": ((0, 256), (256, 512)),
+}
+
+
+def whole_and_cut(device, dtype, terms, spans, *, path="kernel", rows=11, wanted=None, change=None, **settings):
+    """Outcomes of one rank with everything (`dtype`; fp64) and of all ranks; `change(heads)` adds biases and LoRAs."""
+    vocab, padded = spans[-1][1], spans[-1][1] + 6
+    x, w, xt, wt = realistic_heads(rows, padded, 32, 48, dtype=dtype, device=device)
+    labels = torch.randint(0, vocab, (rows,), device=device)
+    labels[:3] = torch.tensor([spans[0][1] - 1, spans[0][1] % vocab, -100])
+    scale = row_scales(x, labels, None, None, None, ignore_index=-100, reduction="mean")
+    rows = (labels != -100).nonzero().squeeze(-1) if settings.pop("given_rows", False) else None
+    student, teacher = Head(x, w), Head(xt, wt)
+    if change is not None:
+        student, teacher = change(student, teacher)
+    o = make_objective(terms, **settings)
+    wanted = wanted or Wanted(True, True, student.bias is not None, stats=True)
+    batch = Batch(labels, scale, rows)
+    run = linear_divergence if path == "kernel" else reference_linear_divergence
+    alone = run(student, teacher, batch, o, wanted, vocab=vocab, dtype=dtype)
+    exact = reference_linear_divergence(
+        *(Head(*(t.double() if isinstance(t, torch.Tensor) else t for t in head)) for head in (student, teacher)),
+        batch._replace(row_scale=scale.double()), o, wanted, vocab=vocab, dtype=torch.float64,
+    )  # fmt: skip
+
+    def own(head, start, stop):
+        stop = padded if stop == vocab and start < vocab else stop  # padding lies with the last columns
+        cut = [None if t is None else t[start:stop].clone() for t in (head.weight, head.bias, head.lora_b)]
+        return head._replace(weight=cut[0], bias=cut[1], lora_b=cut[2])
+
+    def work(ranks):
+        shard = VocabShard(ranks, spans)
+        heads = [own(head, *spans[ranks.index]) for head in (student, teacher)]
+        mine = batch._replace(labels=shard.own_labels(labels))
+        step = fused_linear_divergence if path == "kernel" else reference_linear_divergence
+        return step(*heads, mine, o, wanted, vocab=shard.columns, dtype=dtype, shard=shard)
+
+    return alone, exact, Turns(len(spans)).run(work)
+
+
+def check_parts(alone, exact, parts, dtype):
+    """Every rank has the whole loss, statistics, dx and dA, and its rows of the rest, as good as one rank's."""
+    for name in ("weight", "bias", "lora_b"):
+        if getattr(alone, name) is not None:
+            joint = torch.cat([getattr(part, name) for part in parts])
+            assert_as_good_as_torch(joint, getattr(alone, name), getattr(exact, name), dtype, name)
+    for part in parts:
+        for name in ("loss", "hidden", "lora_a"):
+            if getattr(alone, name) is not None:
+                assert torch.equal(getattr(part, name), getattr(parts[0], name)), f"{name} differs between ranks"
+                assert_as_good_as_torch(getattr(part, name), getattr(alone, name), getattr(exact, name), dtype, name)
+        for name, mine, one, right in zip(
+            alone.stats._fields if alone.stats else (),
+            part.stats or (),
+            alone.stats or (),
+            exact.stats or (),
+            strict=True,
+        ):
+            assert_as_good_as_torch(mine, one, right, dtype, name)
+
+
+@pytest.mark.parametrize("path", ["kernel", "reference"])
+@pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
+def test_parts_of_every_divergence(kernel_device, term, path):
+    outcomes = whole_and_cut(kernel_device, torch.float32, [term], SPANS["two"], path=path)
+    check_parts(*outcomes, torch.float32)
+
+
+@pytest.mark.parametrize("path", ["kernel", "reference"])
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_parts_with_everything(kernel_device, spans, path):
+    def change(student, teacher):
+        biases = [torch.randn(len(student.weight), device=kernel_device).bfloat16() for _ in range(2)]
+        return student._replace(bias=biases[0]), teacher._replace(bias=biases[1])
+
+    for terms in (MIXED, MIXED[::2]):  # with a sum between the sweeps, and without
+        outcomes = whole_and_cut(
+            kernel_device, torch.bfloat16, terms, spans, path=path, change=change, given_rows=True, temperature=2.0,
+            label_smoothing=0.1, z_loss=1e-3, student_logit_scale=0.6, student_softcap=8.0, teacher_softcap=20.0,
+        )  # fmt: skip
+        check_parts(*outcomes, torch.bfloat16)
+
+
+@pytest.mark.parametrize("path", ["kernel", "reference"])
+def test_parts_of_a_lora_head(kernel_device, path):
+    def change(student, teacher):
+        a = (torch.randn(4, 32, device=kernel_device) / 6).bfloat16()
+        b = torch.randn(len(student.weight), 4, device=kernel_device).bfloat16()
+        return student._replace(lora_a=a, lora_b=b, lora_scale=0.5), teacher
+
+    wanted = Wanted(hidden=True, lora_a=True, lora_b=True)
+    spans = SPANS["three, one without columns"]
+    outcomes = whole_and_cut(kernel_device, torch.bfloat16, MIXED, spans, path=path, change=change, wanted=wanted)
+    check_parts(*outcomes, torch.bfloat16)
+    assert outcomes[2][0].weight is None
+
+
+def test_parts_without_gradient_and_of_equal_models(kernel_device):
+    def same(student, teacher):
+        return student, Head(student.hidden, student.weight)
+
+    _, _, parts = whole_and_cut(kernel_device, torch.float32, MIXED[:2], SPANS["two"], change=same, wanted=Wanted())
+    assert all((part.loss == 0).all() and part.hidden is None and part.stats is None for part in parts)
+
+
+@pytest.mark.parametrize("path", ["kernel", "reference"])
+def test_parts_of_minus_infinity(kernel_device, path):
+    def change(student, teacher):
+        bias = torch.zeros(len(student.weight), dtype=torch.bfloat16, device=kernel_device)
+        bias[:130] = -torch.inf  # all that the first rank has
+        return student._replace(bias=bias), teacher._replace(bias=bias)
+
+    outcomes = whole_and_cut(kernel_device, torch.bfloat16, MIXED[:2], SPANS["two"], path=path, change=change)
+    check_parts(*outcomes, torch.bfloat16)
+    parts = outcomes[2]
+    assert (parts[0].weight == 0).all() and parts[0].hidden.isfinite().all() and parts[0].loss.isfinite().all()
+
+
+def test_several_groups_of_chunks_are_cut_alike(kernel_device, monkeypatch):
+    from distill_kernels.losses import plan as planning
+
+    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+    monkeypatch.setattr(planning, "CHUNK_ROWS", 16)
+    spans = ((0, 40), (40, 64))
+    outcomes = whole_and_cut(kernel_device, torch.bfloat16, MIXED, spans, rows=70)
+    check_parts(*outcomes, torch.bfloat16)
