@@ -1,8 +1,7 @@
 """Any loss of logits, row by row, from hidden states and heads: chunks of rows, never the logits of the whole batch.
 
-Per chunk: raw logits `x W^T (+ bias) (+ LoRA)` with an fp32 result, the rows' losses and their gradient `G` from a
-function, then `dx = G W` and `dW += G^T x`. `ChunkedLoss` lets autograd differentiate a function of the user's inside
-each chunk; `FusedTopKKLLoss` (topk.py) brings its own gradient. Gradients are made in the forward pass.
+Per chunk: raw logits `x W^T (+ bias) (+ LoRA)` with an fp32 result; the rows' losses by a function of the user's, whose
+gradient `G` autograd makes; then `dx = G W` and `dW += G^T x` as in linear.py. Gradients are made in the forward pass.
 """
 
 from __future__ import annotations
@@ -110,52 +109,6 @@ class _ChunkedFunction(torch.autograd.Function):
         return (*gradients, None)
 
 
-def chunked_loss(
-    make_row_loss: Callable[[torch.Tensor, int, torch.dtype], RowLoss],
-    student_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    labels: torch.Tensor | None,
-    student_bias: torch.Tensor | None,
-    student_lora: tuple[torch.Tensor, torch.Tensor, float] | None,
-    token_weights: torch.Tensor | None,
-    num_items: torch.Tensor | int | None,
-    valid_rows: torch.Tensor | None,
-    vocab_size: int | None,
-    *,
-    ignore_index: int,
-    reduction: str,
-    workspace: int | None,
-    teacher_hidden: torch.Tensor | None = None,
-    teacher_weight: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Check, scale and run; `make_row_loss(row_scale [N], vocab, dtype)` gives the row loss. See `ChunkedLoss`."""
-    lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
-    vocab, dtype = check_arguments(
-        NO_TEACHER, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
-        lora_a, lora_b, token_weights, valid_rows, vocab_size,
-    )  # fmt: skip
-    hidden = student_hidden.flatten(0, -2)
-    weights = None if token_weights is None else token_weights.detach().flatten()
-    flat = None if labels is None else labels.flatten()
-    scale = row_scales(hidden, flat, weights, num_items, valid_rows, ignore_index=ignore_index, reduction=reduction)
-    skip = valid_rows is None and (labels is not None or token_weights is not None)
-    rows = find_rows(scale) if skip else valid_rows
-    students = (hidden, student_weight, student_bias, lora_a, lora_b)
-    grad = torch.is_grad_enabled()
-    wanted = Wanted(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
-    settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, workspace, hidden.device)}
-    row_loss = make_row_loss(scale, vocab, dtype)
-    return _ChunkedFunction.apply(*students, (float(lora_scale), Batch(None, scale, rows), wanted, row_loss, settings))
-
-
-def workspace_bytes(max_workspace_mib: float | None) -> int | None:
-    """MiB to bytes, checked."""
-    if max_workspace_mib is not None and not max_workspace_mib > 0:
-        raise ValueError(f"max_workspace_mib: expected None or a number above 0, got {max_workspace_mib!r}")
-    return None if max_workspace_mib is None else int(max_workspace_mib * 2**20)
-
-
 class ChunkedLoss(nn.Module):
     """A differentiable PyTorch loss of your own, without the logits of the whole batch.
 
@@ -180,8 +133,10 @@ class ChunkedLoss(nn.Module):
         super().__init__()
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction: expected mean or sum, got {reduction!r}")
+        if max_workspace_mib is not None and not max_workspace_mib > 0:
+            raise ValueError(f"max_workspace_mib: expected None or a number above 0, got {max_workspace_mib!r}")
         self.fn, self.ignore_index, self.reduction = fn, ignore_index, reduction
-        self.workspace = workspace_bytes(max_workspace_mib)
+        self.workspace = None if max_workspace_mib is None else int(max_workspace_mib * 2**20)
 
     def forward(
         self,
@@ -203,36 +158,48 @@ class ChunkedLoss(nn.Module):
         Raises:
             ValueError: naming the argument that does not fit, or where `fn` returns another shape than [n].
         """
-        flat_labels = None if labels is None else labels.flatten()
-
-        def make(scale: torch.Tensor, vocab: int, dtype: torch.dtype) -> RowLoss:
-            teacher = None
-            if teacher_hidden is not None and teacher_weight is not None:
-                flat = teacher_hidden.detach().flatten(0, -2)
-                bias = None if teacher_bias is None else teacher_bias.detach()
-                teacher = Head(flat, teacher_weight.detach(), bias).cut(vocab, dtype)
-
-            def row_loss(raw: torch.Tensor, rows: Rows, with_gradient: bool) -> tuple[torch.Tensor, Any]:
-                other = None if teacher is None else raw_logits(teacher, teacher.hidden[rows].to(dtype))
-                targets, factor = None if flat_labels is None else flat_labels[rows], scale[rows]
-                with torch.set_grad_enabled(with_gradient):
-                    logits = raw.requires_grad_(with_gradient)
-                    losses = self.fn(logits, other, targets)
-                    if losses.shape != factor.shape:
-                        got = list(losses.shape)
-                        raise ValueError(f"fn: expected losses of shape {list(factor.shape)}, one a row, got {got}")
-                    losses = torch.where(factor != 0, losses * factor, 0.0)
-                    total = losses.sum()
-                gradient = None
-                if with_gradient:
-                    (gradient,) = torch.autograd.grad(total, logits)
-                    gradient = gradient.masked_fill((factor == 0)[:, None], 0.0)
-                return losses.detach(), gradient
-
-            return row_loss
-
-        return chunked_loss(
-            make, student_hidden, student_weight, labels, student_bias, student_lora, token_weights, num_items,
-            valid_rows, vocab_size, ignore_index=self.ignore_index, reduction=self.reduction, workspace=self.workspace,
-            teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+        lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
+        vocab, dtype = check_arguments(
+            NO_TEACHER, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias,
+            teacher_bias, lora_a, lora_b, token_weights, valid_rows, vocab_size,
         )  # fmt: skip
+        hidden = student_hidden.flatten(0, -2)
+        labels = None if labels is None else labels.flatten()
+        weights = None if token_weights is None else token_weights.detach().flatten()
+        scale = row_scales(
+            hidden, labels, weights, num_items, valid_rows, ignore_index=self.ignore_index, reduction=self.reduction
+        )
+        teacher = None
+        if teacher_hidden is not None and teacher_weight is not None:
+            bias = None if teacher_bias is None else teacher_bias.detach()
+            teacher = Head(teacher_hidden.detach().flatten(0, -2), teacher_weight.detach(), bias).cut(vocab, dtype)
+        skip = valid_rows is None and (labels is not None or weights is not None)
+        rows = find_rows(scale) if skip else valid_rows
+        students = (hidden, student_weight, student_bias, lora_a, lora_b)
+        grad = torch.is_grad_enabled()
+        wanted = Wanted(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
+        settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, hidden.device)}
+        call = (float(lora_scale), Batch(labels, scale, rows), wanted, self._row_loss(teacher, labels, scale), settings)
+        return _ChunkedFunction.apply(*students, call)
+
+    def _row_loss(self, teacher: Head | None, labels: torch.Tensor | None, scale: torch.Tensor) -> RowLoss:
+        """`fn`, differentiated: raw logits of some rows to their scaled losses and the gradient."""
+
+        def row_loss(raw: torch.Tensor, rows: Rows, with_gradient: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+            other = None if teacher is None else raw_logits(teacher, teacher.hidden[rows].to(teacher.weight.dtype))
+            targets, factor = None if labels is None else labels[rows], scale[rows]
+            with torch.set_grad_enabled(with_gradient):
+                logits = raw.requires_grad_(with_gradient)
+                losses = self.fn(logits, other, targets)
+                if losses.shape != factor.shape:
+                    got = list(losses.shape)
+                    raise ValueError(f"fn: expected losses of shape {list(factor.shape)}, one a row, got {got}")
+                losses = torch.where(factor != 0, losses * factor, 0.0)
+                total = losses.sum()
+            gradient = None
+            if with_gradient:
+                (gradient,) = torch.autograd.grad(total, logits)
+                gradient = gradient.masked_fill((factor == 0)[:, None], 0.0)
+            return losses.detach(), gradient
+
+        return row_loss

@@ -97,9 +97,11 @@ def _as_batches(logits: torch.Tensor) -> torch.Tensor:
     return logits.unsqueeze(0) if logits.dim() == 2 else logits if logits.dim() == 3 else logits.flatten(0, -3)
 
 
-@functools.lru_cache(maxsize=256)
 def _objective(terms: tuple[LossTerm, ...], settings: tuple[tuple[str, Any], ...]) -> Objective:
     return make_objective(terms, **dict(settings))
+
+
+_cached_objective = functools.lru_cache(maxsize=256)(_objective)  # eager calls only: torch.compile warns of caches
 
 
 @torch.compiler.assume_constant_result
@@ -154,7 +156,7 @@ def distillation_loss(
         ("label_smoothing", label_smoothing), ("z_loss", z_loss),
     )  # fmt: skip
     terms = tuple(LossTerm(*term) for term in terms)
-    objective = _objective(terms, settings)
+    objective = (_objective if torch.compiler.is_compiling() else _cached_objective)(terms, settings)
     leading = student_logits.shape[:-1]
     floating = student_logits.dim() >= 2 and student_logits.dtype in FLOATS
     got = f"{list(student_logits.shape)} of {student_logits.dtype}"
