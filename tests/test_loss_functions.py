@@ -40,6 +40,13 @@ def test_cross_entropy_takes_no_teacher():
     torch.testing.assert_close(loss, expected)
 
 
+def test_top_k_takes_tokens_of_the_teacher():
+    hidden, weight, *teacher = realistic_heads(12, 97, 16, 24)
+    top, ids = (teacher[0] @ teacher[1].T).log_softmax(-1).topk(8, -1)
+    loss = distill_kernels.fused_top_k_kl_loss(hidden, weight, ids, top, tail="renormalize", direction="reverse")
+    assert torch.equal(loss, distill_kernels.FusedTopKKLLoss("reverse", "renormalize")(hidden, weight, ids, top))
+
+
 def test_mistakes_name_the_field():
     heads = realistic_heads(4, 31, 8, 8)
     with pytest.raises(ValueError, match="direction"):

@@ -21,6 +21,7 @@ from distill_kernels.losses.functional import (
     fused_jsd_loss,
     fused_kl_loss,
     fused_skew_kl_loss,
+    fused_top_k_kl_loss,
     fused_tvd_loss,
 )
 from distill_kernels.losses.head import head_loss
@@ -73,6 +74,7 @@ __all__ = [
     "fused_jsd_loss",
     "fused_kl_loss",
     "fused_skew_kl_loss",
+    "fused_top_k_kl_loss",
     "fused_tvd_loss",
     "geglu",
     "glu",

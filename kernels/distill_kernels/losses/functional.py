@@ -24,6 +24,7 @@ from distill_kernels.losses.modules import (
     FusedTVDLoss,
 )
 from distill_kernels.losses.terms import LossTerm, TokenStats
+from distill_kernels.losses.topk import FusedTopKKLLoss
 
 Result = torch.Tensor | tuple[torch.Tensor, TokenStats]
 
@@ -79,6 +80,17 @@ def fused_tvd_loss(*tensors: torch.Tensor | None, **named: Any) -> Result:
 def fused_cross_entropy_loss(*tensors: torch.Tensor | None, **named: Any) -> Result:
     """Hard-label cross-entropy: `FusedCrossEntropyLoss`; tensors are student_hidden, student_weight, labels."""
     return _call(FusedCrossEntropyLoss, tensors, named)
+
+
+def fused_top_k_kl_loss(*tensors: torch.Tensor | None, tail: str = "bucket", **named: Any) -> Result:
+    """KL divergence from a teacher's K log-probabilities a token: `FusedTopKKLLoss`.
+
+    Args:
+        tensors: student_hidden, student_weight, teacher_ids [..., K], teacher_logprobs [..., K], labels or None.
+        tail: "bucket", "renormalize" or "sampled".
+        named: other inputs of `FusedTopKKLLoss.forward` and settings of the module.
+    """
+    return _call(FusedTopKKLLoss, tensors, {"tail": tail, **named})
 
 
 def fused_distillation_loss(*tensors: torch.Tensor | None, terms: Sequence[LossTerm], **named: Any) -> Result:
