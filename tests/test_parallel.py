@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -34,7 +35,64 @@ def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
     found = choose_sharing(
         asked, teacher=teacher * GIB, gathered=4 * GIB, copied=48 * GIB, sharded=30 * GIB, usable=130 * GIB, world=world
     )
-    assert found == expected
+    assert found[:3] == expected
+
+
+@pytest.mark.parametrize("teachers, expected", [("sharded", ("ddp", True)), ("copied", ("ddp", False))])
+def test_what_is_asked_for_the_teacher_is_done(teachers, expected):
+    from distill.training.parallel import choose_sharing
+
+    found = choose_sharing(
+        "auto", teacher=15 * GIB, gathered=4 * GIB, copied=48 * GIB, sharded=30 * GIB, usable=130 * GIB, world=4,
+        teachers=teachers,
+    )  # fmt: skip
+    assert found[:2] == expected
+
+
+def gpu_of(monkeypatch, gib):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * GIB))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+
+
+def flagship(*overrides):
+    from distill.recipe import load
+
+    return load(
+        ROOT / "recipes/llama3-8b-to-1b.yaml",
+        ["teacher.init=random", "student.init=random", "data.source=synthetic", *overrides],
+    )
+
+
+@pytest.mark.parametrize(
+    "gib, world, overrides, expected",
+    [
+        (140, 4, [], ("ddp", False, True)),
+        (52, 4, [], ("fsdp", False, True)),  # 15 + 36 GiB do not fit
+        (30, 4, [], ("fsdp", True, True)),
+        (20, 4, [], ("fsdp", True, False)),
+        (140, 4, ["parallel.strategy=fsdp"], ("fsdp", False, True)),
+        (140, 4, ["teacher.config=llama-3.1-70b", "student.config=llama-3.1-8b"], ("fsdp", True, True)),
+        (140, 1, [], ("ddp", False, True)),
+    ],
+)
+def test_a_recipe_is_shared_by_what_fits(monkeypatch, gib, world, overrides, expected):
+    from distill.training.parallel import plan_sharing
+
+    gpu_of(monkeypatch, gib)
+    found = plan_sharing(flagship("train.tokens_per_step=null", *overrides), torch.device("cuda", 0), world)
+    assert found[:3] == expected, str(found)
+    if world > 1:
+        assert f"each of {world} GPUs" in str(found)
+
+
+def test_an_fp8_teacher_is_not_sharded(monkeypatch):
+    from distill.training.parallel import plan_sharing
+
+    gpu_of(monkeypatch, 20)
+    with pytest.raises(ValueError, match=r"teacher\.dtype: an fp8 teacher cannot be sharded"):
+        plan_sharing(flagship("train.tokens_per_step=null", "teacher.dtype=fp8"), torch.device("cuda", 0), 4)
 
 
 def gradients(kind, sharded):
@@ -78,6 +136,72 @@ def two_processes(tmp_path_factory):
     return torch.load(folder / "results.pt", weights_only=True)
 
 
+def random_teacher(folder, kind):
+    """Random weights drawn in shards, the kernels swapped in by another model's verdicts; what the ranks see of it."""
+    from tiny import tiny_config
+    from torch.distributed.tensor import DTensor
+
+    from distill.models.head import decoder_of, find_head
+    from distill.recipe import Teacher
+    from distill.training.sharded_teacher import load_sharded_teacher
+
+    tiny_config(layers=4, hidden=64, tie=kind == "tied", initializer_range=0.5).save_pretrained(folder / kind)
+    dist.barrier()
+    section = Teacher(init="random", config=str(folder / kind))
+    before = torch.random.get_rng_state()
+    teacher, report = load_sharded_teacher(
+        section, device=torch.device("cpu"), dtype=torch.float32, attention=lambda small: "triton"
+    )
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(isinstance(p, DTensor) and not p.requires_grad for p in teacher.parameters())
+    head, embedding = find_head(teacher).linear.weight, teacher.get_input_embeddings().weight
+    hidden = decoder_of(teacher)(input_ids=torch.arange(9)[None], use_cache=False).last_hidden_state
+    return {
+        "swapped": dict(report.swapped),
+        "tied": torch.equal(head.full_tensor(), embedding.full_tensor()),
+        "std": head.full_tensor().std(),
+        "norms": teacher.model.norm.weight.full_tensor(),
+        "hidden": hidden,
+        "inv_freq": teacher.model.rotary_emb.inv_freq,
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_weights_are_drawn_in_shards(two_processes, kind):
+    from tiny import tiny_model
+
+    from distill.models.patching import patch
+
+    whole = tiny_model(layers=4, hidden=64, tie=kind == "tied")
+    found = two_processes[f"random {kind}"]
+    assert found["swapped"] == dict(patch(whole, "teacher", attention=None).swapped)
+    assert found["tied"] == (kind == "tied")
+    assert found["std"] == pytest.approx(0.5, rel=0.1) and torch.equal(found["norms"], torch.ones(64))
+    assert torch.isfinite(found["hidden"]).all() and found["hidden"].std() > 0.1
+    torch.testing.assert_close(found["inv_freq"], whole.model.rotary_emb.inv_freq)
+
+
+def failure(folder):
+    """What a rank raises where only the first one can know that something is wrong."""
+    from tiny import tiny_config
+
+    from distill.recipe import Teacher
+    from distill.training.sharded_teacher import load_sharded_teacher
+
+    tiny_config().save_pretrained(folder / "hollow")  # a configuration without weights
+    dist.barrier()
+    try:
+        load_sharded_teacher(Teacher(model=str(folder / "hollow")), device=torch.device("cpu"), dtype=torch.float32)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_fault_of_the_first_process_is_raised_by_all(two_processes):
+    assert len(two_processes["faults"]) == 2
+    assert all("teacher.model" in fault for fault in two_processes["faults"]), two_processes["faults"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_teacher_teaches_the_same(two_processes, kind):
     expected = gradients(kind, sharded=False)
@@ -87,11 +211,14 @@ def test_a_sharded_teacher_teaches_the_same(two_processes, kind):
 
 
 if __name__ == "__main__":
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    work = Path(sys.argv[1])
     results = {kind: gradients(kind, sharded=True) for kind in KINDS}
+    results |= {f"random {kind}": random_teacher(work, kind) for kind in KINDS}
+    faults = [""] * dist.get_world_size()
+    dist.all_gather_object(faults, failure(work))
+    results["faults"] = faults
     if dist.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]) / "results.pt")
     dist.barrier()

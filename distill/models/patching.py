@@ -17,7 +17,7 @@ import inspect
 import logging
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,12 +53,14 @@ class PatchReport:
         swapped: How many modules of each kind run our kernels now.
         left: Class names that looked alike but compute something else, with the reason.
         attention: Back end in use, or None where the model kept its own attention.
+        verdicts: What was found about each kind of module, for a model of the same parts without weights.
     """
 
     model_type: str
     swapped: Counter[str] = field(default_factory=Counter)
     left: dict[str, str] = field(default_factory=dict)
     attention: str | None = None
+    verdicts: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         parts = [f"{count} {kind}" for kind, count in self.swapped.items()]
@@ -71,7 +73,12 @@ class PatchReport:
 
 
 def patch(
-    model: nn.Module, role: Role = "student", *, attention: str | None = "triton", layers: bool = True
+    model: nn.Module,
+    role: Role = "student",
+    *,
+    attention: str | None = "triton",
+    layers: bool = True,
+    judged: Mapping[Any, Any] | None = None,
 ) -> PatchReport:
     """Swap the parts of `model` that our kernels compute.
 
@@ -82,6 +89,8 @@ def patch(
         role: "teacher" (inference only) or "student".
         attention: "triton", "cudnn" or "flash" (see `distill.models.attention`); None keeps the model's own.
         layers: Swap norms, gated MLPs, rotary embeddings and residual additions.
+        judged: `verdicts` of a model of the same configuration with fewer layers; modules they cover are not tried
+            out, so that `model` may be on the meta device (modules they do not cover are then left).
 
     Returns:
         The report; it is also logged, once.
@@ -94,7 +103,7 @@ def patch(
     inner = bare(model)
     if UNDO in inner.__dict__:
         raise ValueError("model: it is patched already; call unpatch first")
-    report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__))
+    report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
     undo: list[Callable[[], None]] = []
     inner.__dict__[UNDO] = undo
     modes = [(module, module.training) for module in inner.modules()]
@@ -143,16 +152,19 @@ def _replace(module: nn.Module, forward: Callable[..., Any], undo: list[Callable
 
 
 def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: PatchReport) -> None:
-    verdicts: dict[Any, Any] = {}
+    verdicts = report.verdicts
 
     def judged(kind: str, module: nn.Module, judge: Callable[[nn.Module], Any]) -> Any:
         # modules of one class with the same shapes and settings get one verdict
         shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
         key = (kind, type(module), shapes, _epsilon(module))
         if key not in verdicts:
+            if any(parameter.is_meta for parameter in module.parameters()):
+                report.left[type(module).__name__] = "no verdict on it, and no weights to try"
+                return None
             verdicts[key] = judge(module)
-            if not verdicts[key]:
-                report.left[type(module).__name__] = f"not a {kind} of ours"
+        if not verdicts[key]:
+            report.left[type(module).__name__] = f"not a {kind} of ours"
         return verdicts[key]
 
     for module in list(model.modules()):

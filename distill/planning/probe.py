@@ -74,7 +74,7 @@ def probe(recipe: Recipe) -> Measured:
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        patch_models(models, recipe, arguments.per_device_train_batch_size)
+        patch_models(models, recipe)
         torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
     return Measured(float(torch.cuda.max_memory_allocated(device)), watch.marks[3] - watch.marks[2])

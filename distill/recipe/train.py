@@ -105,6 +105,14 @@ class Train(Section):
 
 
 class Parallel(Section):
-    """How several devices share the work: `auto` is DDP, or FSDP where the models do not fit one device."""
+    """How several devices share the work; one device needs none of it.
+
+    Attributes:
+        strategy: of the student: `ddp` copies it to every device, `fsdp` shards it (FSDP2), `auto` copies it where
+            that fits.
+        teacher: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time), or `auto`: copied where that
+            fits beside the student.
+    """
 
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    teacher: Literal["auto", "copied", "sharded"] = "auto"

@@ -118,7 +118,13 @@ def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[
 
 
 def training_arguments(
-    recipe: Recipe, folder: Path, *, rows: int, device: torch.device, precision: Precision
+    recipe: Recipe,
+    folder: Path,
+    *,
+    rows: int,
+    device: torch.device,
+    precision: Precision,
+    student_sharded: bool = False,
 ) -> TrainingArguments:
     """TrainingArguments for this recipe.
 
@@ -127,6 +133,7 @@ def training_arguments(
         rows: Sequences in the training data.
         device: From `resolve_device`.
         precision: From `resolve_precision`.
+        student_sharded: The student goes through FSDP2; from `plan_sharing`.
 
     Raises:
         ValueError: naming the field that does not fit, `train.arguments` included.
@@ -171,7 +178,7 @@ def training_arguments(
         known = TrainingArguments.__dataclass_fields__
         name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
         values |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-    if recipe.parallel.strategy == "fsdp" and world > 1:
+    if student_sharded and world > 1:
         values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
         raise ValueError(f"train.arguments.{clash[0]}: a field of the recipe sets it; leave it out")

@@ -12,11 +12,15 @@ device, T of the teacher, S(w) of everything else in a step with the student ove
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import nn
 
+from distill.recipe import Recipe
+
 Strategy = Literal["ddp", "fsdp"]
+GIB = 2**30
 
 
 class Sharing(NamedTuple):
@@ -26,11 +30,76 @@ class Sharing(NamedTuple):
         student: `ddp` copies it to every device, `fsdp` shards it.
         teacher_sharded: the teacher is sharded too.
         fits: whether the arithmetic says that this goes into the devices.
+        why: the figures it was chosen by, for people.
     """
 
     student: Strategy
     teacher_sharded: bool
     fits: bool
+    why: str = ""
+
+    @property
+    def student_sharded(self) -> bool:
+        """Whether the student goes through FSDP2."""
+        return self.student == "fsdp"
+
+    def __str__(self) -> str:
+        student = "sharded (FSDP2)" if self.student_sharded else "copied (DDP)"
+        return f"student {student}, teacher {'sharded (FSDP2)' if self.teacher_sharded else 'copied'}: {self.why}"
+
+
+ALONE = Sharing("ddp", False, True, "one process")
+
+
+def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
+    """What `parallel` comes to for this recipe on `world` devices such as `device`, and why.
+
+    Sizes are counted on models without memory, so nothing has to be loaded for it. A CPU has no limit here: copies,
+    unless shards are asked for. A teacher whose answers are read from disk takes no memory.
+
+    Raises:
+        ValueError: an fp8 teacher that would have to be sharded.
+    """
+    from distill.planning.memory import shape_of, step_memory
+    from distill.planning.preflight import USABLE, meta_models
+    from distill.training.arguments import accumulation_steps, resolve_precision
+
+    asked = recipe.parallel
+    if world == 1:
+        return ALONE
+    if recipe.teacher.is_cached:
+        return Sharing("fsdp" if asked.strategy == "fsdp" else "ddp", False, True, "no teacher is loaded")
+    if device.type != "cuda":
+        return Sharing("fsdp" if asked.strategy == "fsdp" else "ddp", asked.teacher == "sharded", True, "as asked for")
+    teacher, student = (shape_of(model) for model in meta_models(recipe))
+    precision, total = resolve_precision(recipe, device), torch.cuda.get_device_properties(device).total_memory
+    ways = [
+        step_memory(
+            recipe, teacher, student, precision, memory_bytes=total, world=world, sharded=sharded,
+            accumulation=accumulation_steps(recipe.train, recipe.data, world),
+        )
+        for sharded in (False, True)
+    ]  # fmt: skip
+    held = ways[0].parts["teacher"]
+    # what of a sharded teacher is whole at once: a layer and the next one, or the head
+    gathered = max(2 * teacher.linear / teacher.layers, teacher.head) * precision.teacher.itemsize
+    copied, sharded = (way.peak - way.parts["teacher"] for way in ways)
+    usable = USABLE * total
+    chosen = choose_sharing(
+        asked.strategy, teacher=held, gathered=gathered, copied=copied, sharded=sharded, usable=usable, world=world,
+        teachers=asked.teacher,
+    )  # fmt: skip
+    if chosen.teacher_sharded and recipe.teacher.dtype == "fp8":
+        raise ValueError(
+            f"teacher.dtype: an fp8 teacher cannot be sharded, and its {held / GIB:.1f} GiB do not fit beside "
+            f"{(sharded if chosen.student_sharded else copied) / GIB:.1f} GiB of the student's step; use bfloat16"
+        )
+    why = (
+        f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {held / GIB:.1f} "
+        f"({min(held, held / world + gathered) / GIB:.1f} in shards), the student's step {copied / GIB:.1f} "
+        f"({sharded / GIB:.1f} in shards)"
+    )
+    return chosen._replace(why=why if chosen.fits else why + ", which is too much by this arithmetic")
 
 
 def choose_sharing(
@@ -42,6 +111,7 @@ def choose_sharing(
     sharded: float,
     usable: float,
     world: int,
+    teachers: Literal["auto", "copied", "sharded"] = "auto",
 ) -> Sharing:
     """The first of the three ways above that fits; the last one asked for where none does.
 
@@ -53,6 +123,7 @@ def choose_sharing(
         sharded: The same with a sharded student.
         usable: Bytes of one device.
         world: Devices.
+        teachers: `parallel.teacher`; what is asked for rules out the other ways.
     """
     if world == 1:
         return Sharing("ddp", False, teacher + copied <= usable)
@@ -60,13 +131,22 @@ def choose_sharing(
     ways: list[tuple[Strategy, bool, float]] = [("ddp", False, teacher + copied), ("fsdp", False, teacher + sharded)]
     ways += [("ddp", True, in_shards + copied), ("fsdp", True, in_shards + sharded)]
     wanted = [way for way in ways if asked in ("auto", way[0])]
-    if asked == "auto":  # a copied student beside a sharded teacher is for those who ask for it
+    if teachers != "auto":
+        wanted = [way for way in wanted if way[1] == (teachers == "sharded")]
+    elif asked == "auto":  # a copied student beside a sharded teacher is for those who ask for it
         wanted.remove(ways[2])
     for student, teacher_sharded, needed in wanted:
         if needed <= usable:
             return Sharing(student, teacher_sharded, True)
     student, teacher_sharded, _ = wanted[-1]
     return Sharing(student, teacher_sharded, False)
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    """Whether the parameters of `model` are shards."""
+    from torch.distributed.tensor import DTensor
+
+    return model is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def shard_teacher(teacher: nn.Module) -> nn.Module:
@@ -103,3 +183,67 @@ def shard_teacher(teacher: nn.Module) -> nn.Module:
         fully_shard(head, mesh=mesh, reshard_after_forward=True)
     fully_shard(decoder, mesh=mesh, reshard_after_forward=True)
     return teacher
+
+
+def use_fsdp2(accelerator: Any, settings: dict[str, Any]) -> None:
+    """Have `accelerator` shard by FSDP2, on GPUs and CPUs alike, reducing gradients in float32.
+
+    accelerate leaves a plugin unused where the processes have no GPUs and trains by DDP without a word, and its own
+    mixed precision would reduce gradients in bfloat16.
+
+    Args:
+        accelerator: Of the trainer, before `prepare`.
+        settings: `TrainingArguments.fsdp_plugin_args`.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    state = accelerator.state
+    if getattr(state, "fsdp_plugin", None) is None:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    computes = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32)
+
+
+def whole_student(accelerator: Any, model: nn.Module) -> Any:
+    """A sharded student as an ordinary model on the CPU, to save, merge or hand over; on the first process only.
+
+    Args:
+        accelerator: That sharded it.
+        model: The student as it was trained, bare or inside PEFT; stays as it is. Every process must call this.
+
+    Returns:
+        The model; None on the other processes.
+    """
+    from distill.training.launch import is_first
+
+    state = accelerator.get_state_dict(model)
+    return _rebuilt(model, state) if is_first() else None
+
+
+def _rebuilt(model: Any, state: dict[str, torch.Tensor]) -> Any:
+    """A model of the same classes and settings as `model`, with the weights `state`."""
+    import copy
+
+    from torch.distributed.fsdp import FSDPModule
+
+    from distill.models.head import bare, find_head
+
+    inner: Any = bare(model)
+    kind: Any = next(c for c in type(inner).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 puts its own before it
+    with torch.device("meta"):
+        rebuilt = kind._from_config(copy.deepcopy(inner.config))
+        tied = find_head(rebuilt).linear.weight is rebuilt.get_input_embeddings().weight
+        if hasattr(model, "peft_config"):
+            from peft import get_peft_model
+
+            rebuilt = get_peft_model(rebuilt, model.peft_config[model.active_adapter])
+    rebuilt.load_state_dict(state, assign=True)
+    embedding: Any = bare(rebuilt).get_input_embeddings()  # type: ignore[operator]
+    if tied:
+        head: Any = find_head(rebuilt).linear
+        head.weight = (embedding.get_base_layer() if hasattr(embedding, "lora_A") else embedding).weight
+    bare(rebuilt).generation_config = copy.deepcopy(inner.generation_config)
+    return rebuilt.eval()

@@ -1,0 +1,88 @@
+"""Which attention back end each model of a run uses: timed once, written down, and the same when the run is resumed.
+
+    choices = AttentionChoices(recipe, read_choices(folder) if resume else {})
+    patch(teacher, "teacher", attention=choices.of(teacher, "teacher"))
+    choices.write(folder)            # attention.json
+
+Back ends differ in their roundings, so a resumed run that chose again could end with other weights than the same run
+left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from distill.models import attention
+from distill.recipe import Recipe
+from distill.training.launch import is_first
+
+ATTENTION_FILE = "attention.json"
+
+
+class AttentionChoices:
+    """The back ends of one run.
+
+    Args:
+        recipe: `attention` of teacher and student; `auto` is timed, any other implementation stays the model's own.
+        recorded: What `read_choices` found of the same run; not timed again.
+    """
+
+    def __init__(self, recipe: Recipe, recorded: Mapping[str, Any] | None = None) -> None:
+        self.recipe = recipe
+        self.found: dict[str, Any] = dict(recorded or {})
+
+    def of(self, model: nn.Module, role: str) -> str | None:
+        """The back end for `model`; None where it keeps its own attention. The same on every process.
+
+        Args:
+            model: On its device; only its heads are looked at.
+            role: "teacher" or "student".
+        """
+        section = self.recipe.teacher if role == "teacher" else self.recipe.student
+        if section.attention != "auto":
+            return None
+        if role not in self.found:
+            choice = None
+            if is_first():
+                name, times = attention.choose_attention(
+                    model, self.recipe.train.batch_size, self.recipe.data.max_length, backward=role == "student"
+                )
+                choice = {"backend": name, "milliseconds": {key: round(value, 4) for key, value in times.items()}}
+            (self.found[role],) = broadcast_object_list([choice])
+        return str(self.found[role]["backend"])
+
+    def write(self, folder: Path) -> None:
+        """Put what was found into the run's folder; nothing where nothing was timed."""
+        if not self.found:
+            return
+        beside = folder / f"{ATTENTION_FILE}.unfinished"
+        beside.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
+        os.replace(beside, folder / ATTENTION_FILE)
+
+
+def read_choices(folder: Path) -> dict[str, Any]:
+    """The choices that a run wrote down; none where it timed nothing.
+
+    Raises:
+        ValueError: the file is there and is not what a run writes.
+    """
+    path = folder / ATTENTION_FILE
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for choice in found.values():
+            if choice["backend"] not in attention.BACKENDS:
+                raise ValueError(f"{choice['backend']!r} is none of {', '.join(attention.BACKENDS)}")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected the attention back ends of this run: {error}; delete it to choose again"
+        ) from None
+    return dict(found)

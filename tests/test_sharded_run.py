@@ -1,0 +1,145 @@
+"""A whole run with both models in shards over two gloo processes ends as the same run in one process.
+
+The file is also the program of the two processes, which make all runs in one start.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """
+name: tiny
+teacher: {model: teacher}
+student: {model: student}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
+loss: {terms: [{type: jsd}, {type: cross_entropy, weight: 0.5}]}
+train: {steps: 3, batch_size: 1, tokens_per_step: 64, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: [], max_new_tokens: 4}
+"""
+SHARDED = ["parallel.strategy=fsdp", "parallel.teacher=sharded"]
+# two processes: one micro-batch each for 64 tokens, four for 256
+CASES = {
+    "tied": ["generate.prompts=[The teacher]", "train.save_every=2"],
+    "untied": [
+        "student.model=untied",
+        "teacher.model=untied-teacher",
+        "train.tokens_per_step=256",
+        "train.gradient_checkpointing=true",
+    ],
+    "lora": ["student.lora={r: 4, head: true}", "train.tokens_per_step=256"],
+    "bf16": ["student.dtype=bfloat16"],
+}
+
+
+def recipe(*overrides):
+    from distill.recipe import parse
+
+    return parse(RECIPE, overrides)
+
+
+def both(folder):
+    """What each of the two processes does."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    import distill.run
+    from distill.run import run
+
+    save = distill.run._save
+
+    def save_shards(recipe, models, trainer, *more):
+        for model in (models.teacher, trainer.model):
+            assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "not sharded"
+        save(recipe, models, trainer, *more)
+
+    distill.run._save = save_shards
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    for name, overrides in CASES.items():
+        run(recipe(*overrides, *SHARDED), name=name)
+        AcceleratorState._reset_state()
+        PartialState._shared_state.clear()
+    if torch.distributed.get_rank() == 0:  # as if it had been killed after step 2
+        shutil.copytree("runs/tied", "runs/again")
+        shutil.rmtree("runs/again/student")
+        shutil.rmtree("runs/again/checkpoint-3", ignore_errors=True)  # what transformers saves at the end
+        (Path("runs/again/result.json")).unlink()
+    torch.distributed.barrier()
+    run(recipe(*CASES["tied"], *SHARDED), name="again", resume=True)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("sharded")
+    tokenizer = tiny_tokenizer()
+    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, hidden=48, seed=1), tokenizer)
+    save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_tiny(folder / "untied-teacher", tiny_model(tokenizer, seed=3, tie=False), tokenizer)
+    save_tiny(folder / "untied", tiny_model(tokenizer, seed=4, tie=False), tokenizer)
+    (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests"))),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", __file__, str(folder)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    (folder / "out.txt").write_text(done.stdout)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return folder
+
+
+def weights(folder):
+    return {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}["model.safetensors"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_end_as_one_process_does(workplace, monkeypatch, name):
+    from transformers import AutoModelForCausalLM
+
+    from distill.run import run
+
+    monkeypatch.chdir(workplace)
+    alone = run(recipe(*CASES[name]), name=f"{name}-alone")
+    found = json.loads(Path(f"runs/{name}/result.json").read_text())
+    loose = 2e-2 if name == "bf16" else 1e-4
+    assert found["before"] == pytest.approx(alone.before._asdict(), rel=1e-5)
+    assert found["after"] == pytest.approx(alone.after._asdict(), rel=loose)
+    assert alone.after.forward_kl < 0.999 * alone.before.forward_kl
+    ours, theirs = weights(Path(f"runs/{name}/student")), weights(Path(f"runs/{name}-alone/student"))
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert ours[key].dtype == value.dtype == (torch.bfloat16 if name == "bf16" else torch.float32)
+        torch.testing.assert_close(ours[key], value, rtol=loose, atol=loose, msg=key)
+    AutoModelForCausalLM.from_pretrained(f"runs/{name}/student")
+    if "lora" in str(CASES[name]):
+        assert Path(f"runs/{name}/adapter/adapter_model.safetensors").exists()
+
+
+def test_resumed_shards_end_as_shards_left_alone(workplace):
+    ours, theirs = weights(workplace / "runs/again/student"), weights(workplace / "runs/tied/student")
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+
+
+def test_one_process_speaks_and_says_who_is_sharded(workplace):
+    text = (workplace / "out.txt").read_text()
+    assert text.count("devices     student sharded (FSDP2), teacher sharded (FSDP2)") == len(CASES) + 1
+    kept = json.loads((workplace / "runs/tied/result.json").read_text())
+    assert set(kept["answers"]) == {"teacher", "before", "after"}
+
+
+if __name__ == "__main__":
+    both(sys.argv[1])
+    torch.distributed.destroy_process_group()
