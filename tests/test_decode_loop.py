@@ -134,6 +134,14 @@ def test_drawn_tokens_depend_on_the_seed_alone():
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+def test_tokens_beyond_the_shared_vocabulary_are_never_generated():
+    model = tiny_model(dtype=torch.float64)
+    loop = DecodeLoop(model, pad_token_id=2, eos_token_ids=[0], vocab_size=60)
+    for temperature in (0.0, 5.0):
+        found = loop.generate([[5, 6]] * 8, max_new_tokens=8, temperature=temperature)
+        assert max(max(tokens) for tokens in found.tokens) < 60
+
+
 def test_autocast_computes_in_its_dtype():
     model = tiny_model()
     seen = []
@@ -183,4 +191,4 @@ def test_the_captured_step_on_the_gpu(kind):
         )
         model.float().cuda()
         assert loop.generate(PROMPTS, max_new_tokens=20).tokens == expected.tokens
-        assert loop.seats.graph is not None
+        assert loop.kept[-1].graph is not None

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
 SLOTS_STEP = 128
+KEPT = 3  # captured steps, each with its cache
 
 
 @dataclass
@@ -52,7 +53,7 @@ class _Seats:
     """The buffers of `batch` sequences at once, and the captured step that works on them."""
 
     def __init__(self, config: Any, batch: int, slots: int, most: int, device: torch.device) -> None:
-        self.batch, self.slots, self.most = batch, slots, most
+        self.batch, self.sizes = batch, (batch, slots, most)
         self.cache = RaggedCache(config, batch, slots, device)
         self.token, self.seeds, self.made, self.limits = torch.zeros(4, batch, dtype=torch.int64, device=device)
         self.done, self.ended = torch.zeros(2, batch, dtype=torch.bool, device=device)
@@ -60,10 +61,6 @@ class _Seats:
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
-
-    def hold(self, batch: int, slots: int, most: int) -> bool:
-        """Whether so many sequences, positions and new tokens fit."""
-        return batch <= self.batch and slots <= self.slots and most <= self.most
 
     def seat(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int], pad: int) -> None:
         """Take sequences in; seats that stay empty hold one padding token and are done."""
@@ -93,18 +90,30 @@ class DecodeLoop:
         pad_token_id: Any token; fills what is never looked at.
         eos_token_ids: Tokens that end an answer.
         autocast: dtype that the model computes in where that is not its weights'.
+        vocab_size: Only the first so many tokens are generated; None for all of the head.
+        slots, most: Prompt and answer together, and new tokens, that buffers are made for on a GPU at least: fixed
+            sizes are captured once.
     """
 
     def __init__(
-        self, model: nn.Module, *, pad_token_id: int, eos_token_ids: Sequence[int], autocast: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        *,
+        pad_token_id: int,
+        eos_token_ids: Sequence[int],
+        autocast: torch.dtype | None = None,
+        vocab_size: int | None = None,
+        slots: int = 1,
+        most: int = 1,
     ) -> None:
-        self.model, self.pad, self.autocast = model, pad_token_id, autocast
+        self.model, self.pad, self.autocast, self.vocab_size = model, pad_token_id, autocast, vocab_size
+        self.slots, self.most = slots, most
         self.inner: Any = bare(model)
         self.decoder = decoder_of(model)
         self.device = next(model.parameters()).device
         self.ends = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.int64, device=self.device)
         self.replays = self.device.type == "cuda"
-        self.seats: _Seats | None = None
+        self.kept: list[_Seats] = []  # the latest last
 
     def generate(
         self,
@@ -161,7 +170,6 @@ class DecodeLoop:
         seats = self._seats_for(len(prompts), slots, most, batch_size)
         if self.replays:
             self._capture(seats, temperature)
-        seats.cache.restart()
         self._read_prompts(prompts, seats)
         seats.seat(prompts, limits, seeds, self.pad)
         look_every = LOOK_EVERY if self.device.type == "cuda" else 1
@@ -176,19 +184,27 @@ class DecodeLoop:
         return ((answers[n][: lengths[n]], not ended[n]) for n in range(len(prompts)))
 
     def _seats_for(self, batch: int, slots: int, most: int, batch_size: int) -> _Seats:
-        """Buffers that are large enough; they grow and never shrink, so that a graph is captured seldom."""
-        if self.seats is None or not self.seats.hold(batch, slots, most):
-            old, self.seats = self.seats, None
-            batch = min(next_power_of_2(batch), batch_size) if self.replays else batch
-            slots = -(-slots // SLOTS_STEP) * SLOTS_STEP
-            if old is not None:
-                batch, slots, most = max(batch, old.batch), max(slots, old.slots), max(most, old.most)
-            del old
-            self.seats = _Seats(self.inner.config, batch, slots, most, self.device)
-        return self.seats
+        """Buffers of these sizes, rounded up where they are kept.
+
+        Their sizes follow from this call alone, never from earlier ones, since a sum's rounding depends on its shape:
+        a resumed run must generate what the undisturbed one did.
+        """
+        if not self.replays:
+            return _Seats(self.inner.config, batch, slots, most, self.device)
+        batch, most = min(next_power_of_2(batch), batch_size), max(self.most, next_power_of_2(most))
+        slots = -(-max(self.slots, slots) // SLOTS_STEP) * SLOTS_STEP
+        found = next((seats for seats in self.kept if seats.sizes == (batch, slots, most)), None)
+        if found is None:
+            del self.kept[: 1 - KEPT]
+            found = _Seats(self.inner.config, batch, slots, most, self.device)
+        else:
+            self.kept.remove(found)
+        self.kept.append(found)
+        return found
 
     def _read_prompts(self, prompts: list[Sequence[int]], seats: _Seats) -> None:
         """All but the last token of each prompt into the cache, padded on the right: causal attention never looks."""
+        seats.cache.restart()
         length = max(map(len, prompts)) - 1
         if length == 0:
             return
@@ -208,7 +224,7 @@ class DecodeLoop:
             self.inner, input_ids=seats.token[:, None], position_ids=cache.lengths[:, None] - 1,
             past_key_values=cache, use_cache=True, ragged_cache=cache,
         )  # fmt: skip
-        token = sample_tokens(output.logits[:, -1], seats.seeds, seats.made, temperature)
+        token = sample_tokens(output.logits[:, -1, : self.vocab_size], seats.seeds, seats.made, temperature)
         live = ~seats.done
         seats.token.copy_(torch.where(live, token, self.pad))
         seats.answers.index_copy_(1, seats.column, seats.token[:, None])

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 
 from distill.data.collator import Collator
+from distill.generation.on_policy import OnPolicy
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.training.health import Health
 from distill.training.metrics import NO_WORK, Meter, named_means, work_of
@@ -104,6 +105,7 @@ class DistillationTrainer(Trainer):
         work = work_of(teacher, trains=False) if teacher is not None else NO_WORK
         self.meter = Meter(args.device, work, work_of(model, trains=True), self.objective.divergence)
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
+        self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),
@@ -152,6 +154,14 @@ class DistillationTrainer(Trainer):
         self.health.see_norm(norm)
         return norm
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """As `Trainer.get_batch_samples`; with `on_policy` some answers become the student's own."""
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.on_policy is not None and batches:
+            batches = self.on_policy.replace(batches, self.state.global_step, self.data_collator)
+            count = self._get_num_items_in_batch(batches, device)
+        return batches, count
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
         """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
         if not batch_samples:
@@ -166,6 +176,8 @@ class DistillationTrainer(Trainer):
         """Add the interval's figures to a training step's log; runs on every rank."""
         if "loss" in logs and self.is_in_train:
             logs = {**logs, **self.meter.read(lambda values: self.accelerator.reduce(values, "sum"))}
+            if self.on_policy is not None:
+                logs |= self.on_policy.read(lambda values: self.accelerator.reduce(values, "sum"), self.args.device)
             if self.health.skipped:
                 logs["skipped_steps"] = self.health.skipped
         super().log(logs, start_time)

@@ -1,0 +1,269 @@
+"""What generates: our own decode loop, transformers' `generate`, or vLLM where it is installed and asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from distill.data.chat import ChatTemplate
+from distill.generation.decode_loop import DecodeLoop, Generated, why_not
+from distill.models.head import bare, find_head
+from distill.models.kv_cache import PreallocatedCache, unsupported_layers
+from distill.models.load import save_student
+
+log = logging.getLogger(__name__)
+
+ENGINES = ("distill", "transformers", "vllm")
+
+
+class Engine(Protocol):
+    """Answers prompts of token ids; see `DecodeLoop.generate` for the arguments."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float = 0.0,
+        seeds: Sequence[int] | None = None,
+        batch_size: int = 64,
+    ) -> Generated:
+        """Answer every prompt."""
+        ...
+
+
+def engine_for(
+    name: str,
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    ends: Sequence[int],
+    autocast: torch.dtype | None = None,
+    vocab_size: int | None = None,
+    max_length: int = 1,
+    max_new_tokens: int = 1,
+    trains: bool = False,
+    field: str = "data.on_policy.engine",
+) -> Engine:
+    """The engine `name` for `model`.
+
+    Args:
+        name: "distill", "transformers" or "vllm". Where our own loop would not give the model's own logits (it is
+            tried on a few tokens), transformers' `generate` takes its place, and one log line says why.
+        model: A causal language model, bare or inside PEFT.
+        tokenizer: Gives the padding token.
+        ends: Tokens that end an answer.
+        autocast: dtype to compute in where that is not the weights'.
+        vocab_size: Only the first so many tokens are generated.
+        max_length: Prompt and answer together, at most (what buffers are made for).
+        max_new_tokens: New tokens, at most.
+        trains: The model's weights change between calls.
+        field: What an error names.
+
+    Raises:
+        ValueError: an unknown engine, or vLLM where it is not installed.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"{field}: expected one of {', '.join(ENGINES)}, came {name!r}")
+    if name == "vllm":
+        return VllmEngine(
+            model, tokenizer, ends=ends, vocab_size=vocab_size, max_length=max_length, trains=trains, field=field
+        )
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if name == "distill":
+        reason = why_not(model)
+        if reason is None:
+            return DecodeLoop(
+                model, pad_token_id=pad, eos_token_ids=ends, autocast=autocast, vocab_size=vocab_size,
+                slots=max_length, most=max_new_tokens,
+            )  # fmt: skip
+        log.warning(
+            "generating with transformers, which is slower: our decode loop cannot serve this model (%s)", reason
+        )
+    return TransformersEngine(model, pad=pad, ends=ends, autocast=autocast, vocab_size=vocab_size)
+
+
+def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) -> list[int]:
+    """Tokens that end an answer: the tokenizer's, the model's own, and what closes a turn of the chat template."""
+    configured = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
+    found = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    if template is not None:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        chat = template.render_for_training(turns, train_on="last")
+        start, end = chat.spans[-1]
+        last = tokenizer(chat.text[start:end], add_special_tokens=False)["input_ids"][-1]
+        if last in tokenizer.added_tokens_decoder:
+            found.add(last)
+    return sorted(token for token in found if token is not None)
+
+
+class TransformersEngine:
+    """`model.generate` on batches padded on the left, with our preallocated cache where the model's layers allow."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad: int,
+        ends: Sequence[int],
+        autocast: torch.dtype | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.model, self.pad, self.ends, self.autocast = model, pad, sorted(set(ends)), autocast
+        self.inner: Any = bare(model)
+        self.device = next(model.parameters()).device
+        self.processors = LogitsProcessorList([] if vocab_size is None else [_OnlyShared(vocab_size)])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float = 0.0,
+        seeds: Sequence[int] | None = None,
+        batch_size: int = 64,
+    ) -> Generated:
+        """Answer every prompt; what is drawn follows from all seeds of a batch together."""
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        found = Generated([], [])
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        devices = [self.device] if self.device.type == "cuda" else []
+        autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+        try:
+            with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast:
+                for start in range(0, len(prompts), batch_size):
+                    chosen = slice(start, start + batch_size)
+                    torch.manual_seed(_mixed(seeds[chosen]))
+                    answers = self._answer(prompts[chosen], max(limits[chosen]), temperature)
+                    for tokens, limit in zip(answers, limits[chosen], strict=True):
+                        kept = tokens[:limit]
+                        found.tokens.append(kept)
+                        found.truncated.append(not kept or kept[-1] not in self.ends)
+        finally:
+            for module, training in modes:
+                module.training = training
+        return found
+
+    def _answer(self, prompts: Sequence[Sequence[int]], most: int, temperature: float) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        cache = None
+        if not unsupported_layers(self.inner.config):
+            cache = PreallocatedCache(self.inner.config, width + most)
+        own = self.inner.generation_config
+        # a chat model's own configuration would bring penalties and cut-offs into the distribution
+        self.inner.generation_config = GenerationConfig(
+            max_new_tokens=most, do_sample=temperature > 0, temperature=temperature or None, top_k=0, top_p=1.0,
+            pad_token_id=self.pad, eos_token_id=self.ends or None,
+        )  # fmt: skip
+        try:
+            out = self.inner.generate(
+                input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
+                logits_processor=self.processors, past_key_values=cache,
+            )  # fmt: skip
+        finally:
+            self.inner.generation_config = own
+        return [self._ended(tokens) for tokens in out[:, width:].tolist()]
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        stop = next((number + 1 for number, token in enumerate(tokens) if token in self.ends), len(tokens))
+        return tokens[:stop]
+
+
+class _OnlyShared(LogitsProcessor):
+    """A logits processor that allows the first `vocab_size` tokens only."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] with the rest made impossible."""
+        scores[:, self.vocab_size :] = float("-inf")
+        return scores
+
+
+class VllmEngine:
+    """vLLM in this process, on the same GPU; a model that trains is handed over through a folder before each call.
+
+    Raises:
+        ValueError: vLLM is not installed.
+    """
+
+    MEMORY = 0.3  # share of the GPU's memory that vLLM takes for weights and cache
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        ends: Sequence[int],
+        vocab_size: int | None,
+        max_length: int,
+        trains: bool,
+        field: str,
+    ) -> None:
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError(f"{field}: vllm is not installed (pip install vllm); engine distill needs nothing more")
+        from vllm import LLM
+
+        self.model, self.tokenizer, self.ends, self.trains = model, tokenizer, sorted(set(ends)), trains
+        rows = len(find_head(model).linear.weight)  # type: ignore[arg-type]
+        self.allowed = list(range(vocab_size)) if vocab_size is not None and vocab_size < rows else None
+        self._folder = tempfile.TemporaryDirectory(prefix="distill-vllm-")
+        self.path = Path(self._folder.name) / "model"
+        self._hand_over()
+        self.llm: Any = LLM(
+            model=str(self.path), dtype="bfloat16", gpu_memory_utilization=self.MEMORY, max_model_len=max_length
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float = 0.0,
+        seeds: Sequence[int] | None = None,
+        batch_size: int = 64,
+    ) -> Generated:
+        """Answer every prompt; vLLM forms its own batches."""
+        from vllm import SamplingParams
+
+        if self.trains:
+            self._hand_over()
+            self.llm.collective_rpc("reload_weights")
+            self.llm.reset_prefix_cache()
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        settings = [
+            SamplingParams(
+                temperature=temperature, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
+                allowed_token_ids=self.allowed, detokenize=False,
+            )
+            for limit, seed in zip(limits, seeds, strict=True)
+        ]  # fmt: skip
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        answers = [
+            list(output.outputs[0].token_ids) for output in self.llm.generate(requests, settings, use_tqdm=False)
+        ]
+        return Generated(answers, [not tokens or tokens[-1] not in self.ends for tokens in answers])
+
+    def _hand_over(self) -> None:
+        """Write the weights as they stand; adapters are merged into a copy."""
+        save_student(self.model, self.tokenizer, self.path)
+
+
+def _mixed(seeds: Sequence[int]) -> int:
+    digest = hashlib.blake2b(",".join(map(str, seeds)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

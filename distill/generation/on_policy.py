@@ -1,0 +1,227 @@
+"""The student's own words in training: some answers of a step are replaced by what the student says now.
+
+The teacher then judges the tokens that the student would choose, so that it learns to go on from its own mistakes
+(Agarwal et al., 2024, "On-policy distillation of language models: learning from self-generated mistakes", GKD; their
+lambda is `fraction`, drawn here for each document rather than for each batch, so that the answers of a whole step are
+generated together and neither the number of micro-batches nor of ranks plays a part).
+
+Which documents are replaced, and every token that is drawn, follow from (seed, step, document): nothing is stored,
+and a run that is resumed says the same again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.data.chat import load_template
+from distill.data.packing import best_fit
+from distill.generation.documents import Document, Row, as_row, documents_of
+from distill.generation.engines import Engine, end_tokens, engine_for
+from distill.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+
+class OnPolicy:
+    """Replaces documents of a step's micro-batches by the student's own answers to their prompts.
+
+    Args:
+        engine: Generates with the student as it stands.
+        fraction: Share of the documents that are replaced.
+        max_new_tokens: The most an answer may have.
+        temperature: That answers are drawn at; 0 for the likeliest tokens.
+        seed: Fixes what is replaced and what is drawn.
+        max_length: The most tokens a row may have.
+        batch_size: Prompts that are answered at once, at most.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        fraction: float,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        max_length: int,
+        batch_size: int = 64,
+    ) -> None:
+        self.engine, self.fraction, self.temperature = engine, fraction, temperature
+        self.max_new_tokens, self.max_length, self.batch_size = max_new_tokens, max_length, batch_size
+        self.seed = seed
+        self._sums = np.zeros(5)  # answers, their tokens, cut off, left out, seconds
+
+    def replace(
+        self,
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        step: int,
+        collate: Callable[[list[Row]], dict[str, Any]],
+    ) -> list[Any]:
+        """The micro-batches of one optimizer step with some answers replaced; others are given back as they are.
+
+        A micro-batch never gets more rows than it had: where the longest possible answers would not fit in them,
+        documents chosen at random are left out, and counted.
+
+        Args:
+            batches: Collated, on any device.
+            step: Optimizer steps done.
+            collate: Makes a batch of rows.
+        """
+        start = time.perf_counter()
+        found = [documents_of(batch) for batch in batches]
+        plans = [
+            self._plan(documents, len(batch["labels"]), step) for documents, batch in zip(found, batches, strict=True)
+        ]
+        asked = [document for plan in plans for document in plan.asked]
+        if not asked:
+            return list(batches)
+        prompts = [document.prompt for document in asked]
+        answers = self.engine.generate(
+            prompts,
+            max_new_tokens=[self._limit(prompt) for prompt in prompts],
+            temperature=self.temperature,
+            seeds=[self._seed_of(document, step) for document in asked],
+            batch_size=self.batch_size,
+        )
+        new = iter(
+            document.answered(prompt, answer)
+            for document, prompt, answer in zip(asked, prompts, answers.tokens, strict=True)
+        )
+        made = [
+            collate(plan.rows(new, self.max_length)) if plan.asked else batch
+            for plan, batch in zip(plans, batches, strict=True)
+        ]
+        dropped = sum(len(documents) - len(plan.kept) for documents, plan in zip(found, plans, strict=True))
+        seconds = time.perf_counter() - start
+        lengths = sum(map(len, answers.tokens))
+        self._sums += (len(asked), lengths, sum(answers.truncated), dropped, seconds)
+        return made
+
+    def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
+        """The figures of the interval since the last call, over all ranks.
+
+        Args:
+            reduce: Sums a tensor over the ranks.
+            device: Where `reduce` wants it.
+
+        Returns:
+            rollouts, rollouts_per_second (over the time spent generating, ranks side by side), rollout_length (mean,
+            tokens), rollout_truncated (share cut off at max_new_tokens), rollouts_left_out (documents that did not
+            fit any more).
+        """
+        precision = torch.float32 if device.type == "mps" else torch.float64
+        here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
+        count, tokens, truncated, dropped, seconds, ranks = reduce(here).tolist()
+        self._sums[:] = 0
+        return {
+            "rollouts": count,
+            "rollouts_per_second": count / max(seconds / ranks, 1e-9),
+            "rollout_length": tokens / max(count, 1),
+            "rollout_truncated": truncated / max(count, 1),
+            "rollouts_left_out": dropped,
+        }
+
+    def _plan(self, documents: list[Document], rows: int, step: int) -> _Plan:
+        """Which documents of a micro-batch are answered anew, and which stay at all."""
+        asked = [self._drawn(document, step) for document in documents]
+        if not any(asked):
+            return _Plan(documents, asked, rows)
+        packed = len({document.row for document in documents}) < len(documents)
+        if not packed:
+            return _Plan(documents, asked, None)
+        lengths = [
+            len(document.prompt) + self._limit(document.prompt) if drawn else len(document.ids)
+            for document, drawn in zip(documents, asked, strict=True)
+        ]
+        # what does not fit is left out in an order that nothing but chance decides
+        order = sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2))
+        while len(best_fit(np.array([lengths[number] for number in order]), self.max_length)) > rows:
+            order.pop()
+        kept = sorted(order)
+        return _Plan([documents[number] for number in kept], [asked[number] for number in kept], rows)
+
+    def _limit(self, prompt: Sequence[int]) -> int:
+        return min(self.max_new_tokens, self.max_length - len(prompt))
+
+    def _drawn(self, document: Document, step: int) -> bool:
+        return int.from_bytes(document.hash(self.seed, step, 0)[:8], "little") < self.fraction * 2.0**64
+
+    def _seed_of(self, document: Document, step: int) -> int:
+        return int.from_bytes(document.hash(self.seed, step, 1)[:8], "little", signed=True)
+
+
+class _Plan:
+    """What becomes of a micro-batch: its documents, which of them are answered anew, and rows to pack them into."""
+
+    def __init__(self, kept: list[Document], drawn: list[bool], rows: int | None) -> None:
+        self.kept, self.drawn, self.limit = kept, drawn, rows
+
+    @property
+    def asked(self) -> list[Document]:
+        return [document for document, drawn in zip(self.kept, self.drawn, strict=True) if drawn]
+
+    def rows(self, answers: Any, max_length: int) -> list[Row]:
+        """The documents with the next of `answers` in place of those that were asked, packed if they were before."""
+        documents = [next(answers) if drawn else own for own, drawn in zip(self.kept, self.drawn, strict=True)]
+        if self.limit is None:
+            return [as_row([document]) for document in documents]
+        groups = best_fit(np.array([len(document.ids) for document in documents]), max_length)
+        return [as_row([documents[number] for number in group]) for group in groups]
+
+
+def on_policy_of(
+    recipe: Recipe,
+    student: Any,
+    tokenizer: Any,
+    *,
+    format: str,
+    vocab_size: int,
+    autocast: torch.dtype | None = None,
+    sharded: bool = False,
+) -> OnPolicy | None:
+    """What the recipe's `data.on_policy` asks for; None where it is not there, or its fraction is 0.
+
+    Args:
+        recipe: The run's.
+        student: On its device, before any wrapping.
+        tokenizer: The data's.
+        format: What the data were taken for (`DataReport.format`).
+        vocab_size: Columns that the loss compares: the teacher knows no other tokens.
+        autocast: What the student computes in where that is not its weights' dtype.
+        sharded: The student will be sharded over the processes.
+
+    Raises:
+        ValueError: data without prompts, a teacher that cannot judge new words, a sharded student, vLLM absent.
+    """
+    section = recipe.data.on_policy
+    if section is None or section.fraction == 0:
+        return None
+    if tokenizer is None or format.startswith("text"):
+        raise ValueError(
+            f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
+            "prompts with completions (whose completions are not used where fraction is 1)"
+        )
+    if recipe.teacher.path is not None:
+        raise ValueError("data.on_policy: a cached teacher has not read what the student will say; give teacher.model")
+    if recipe.student.vocabulary == "cross":
+        raise ValueError("data.on_policy: not with student.vocabulary: cross, whose batches hold each text twice")
+    if sharded:
+        raise ValueError(
+            "data.on_policy: a student sharded by FSDP cannot generate here; set parallel.strategy: ddp, or train LoRA"
+        )
+    ends = end_tokens(tokenizer, student, load_template(recipe.data.chat_template, tokenizer))
+    engine = engine_for(
+        section.engine, student, tokenizer, ends=ends,
+        autocast=autocast, vocab_size=vocab_size, max_length=recipe.data.max_length,
+        max_new_tokens=section.max_new_tokens, trains=True,
+    )  # fmt: skip
+    return OnPolicy(
+        engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, temperature=section.temperature,
+        seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
+    )  # fmt: skip

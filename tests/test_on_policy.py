@@ -1,0 +1,293 @@
+"""The student's own words in training: what is replaced, what trains; ranks, batches and resumes change nothing."""
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import TrainingArguments
+
+from distill.data.collator import Collator
+from distill.generation.decode_loop import DecodeLoop, Generated
+from distill.generation.documents import as_row, documents_of
+from distill.generation.on_policy import OnPolicy, on_policy_of
+from distill.recipe import RecipeError, parse
+from distill.training.checkpoints import checkpoints
+from distill.training.progress import MetricsFile, read_metrics
+from distill.training.trainer import DistillationTrainer, PlainRows
+
+COLLATE = PlainRows(Collator(2, omit_plain_positions=True))
+
+
+def pairs(count=16, seed=0):
+    """Rows of one document: a prompt of 1 to 6 tokens, then an answer."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for number in range(count):
+        prompt, answer = 1 + number % 6, 2 + number % 5
+        ids = torch.randint(3, 259, (prompt + answer,), generator=generator).tolist()
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:], "position_ids": list(range(len(ids)))})
+    return rows
+
+
+def packed(rows, size=3):
+    """The same, some documents a row."""
+    found = []
+    for start in range(0, len(rows), size):
+        group = rows[start : start + size]
+        found.append({key: [token for row in group for token in row[key]] for key in group[0]})
+    return found
+
+
+def loop(model):
+    return DecodeLoop(model, pad_token_id=2, eos_token_ids=[0])
+
+
+def on_policy(model, **settings):
+    defaults = {"fraction": 1.0, "max_new_tokens": 5, "temperature": 1.0, "seed": 3, "max_length": 40}
+    return OnPolicy(loop(model), **(defaults | settings))
+
+
+def trainer(folder, *, student=None, data=None, own=None, callbacks=None, loss="reverse_kl", **settings):
+    defaults = {
+        "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+        "seed": 3,
+    }  # fmt: skip
+    student = student or tiny_model(dtype=torch.float64)
+    made = DistillationTrainer(
+        student,
+        tiny_model(seed=1, hidden=64, dtype=torch.float64),
+        TrainingArguments(str(folder), **defaults | settings),
+        loss=loss,
+        train_dataset=Dataset.from_list(pairs() if data is None else data),
+        callbacks=callbacks,
+    )
+    made.on_policy = on_policy(student, **(own or {}))
+    return made
+
+
+def weights(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_documents_are_taken_apart_and_put_together():
+    rows = packed(pairs(6))
+    batch = COLLATE(rows)
+    found = documents_of(batch)
+    assert [document.ids for document in found] == [row["input_ids"] for row in pairs(6)]
+    assert [document.row for document in found] == [0, 0, 0, 1, 1, 1]
+    assert [len(document.prompt) for document in found] == [1 + number % 6 for number in range(6)]
+    again = COLLATE([as_row(found[:3]), as_row(found[3:])])
+    assert all(torch.equal(again[name], batch[name]) for name in batch)
+    plain = COLLATE(pairs(6))
+    assert "position_ids" not in plain
+    assert [document.ids for document in documents_of(plain)] == [row["input_ids"] for row in pairs(6)]  # unpadded
+    talk = {"input_ids": [5, 6, 7, 8, 9, 10], "labels": [-100, 6, -100, -100, 9, 10], "position_ids": list(range(6))}
+    assert documents_of(COLLATE([talk]))[0].prompt == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("shape", ["plain", "packed"])
+def test_only_generated_tokens_train(shape):
+    model = tiny_model(dtype=torch.float64)
+    rows = pairs(6) if shape == "plain" else packed(pairs(6))
+    own = on_policy(model, temperature=0.0)
+    (batch,) = own.replace([COLLATE(rows)], 0, COLLATE)
+    prompts = [row["input_ids"][: row["labels"].count(-100)] for row in pairs(6)]
+    answers = loop(model).generate(prompts, max_new_tokens=5).tokens
+    found = {tuple(document.ids): document for document in documents_of(batch)}
+    assert set(found) == {(*prompt, *answer) for prompt, answer in zip(prompts, answers, strict=True)}
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert found[(*prompt, *answer)].labels == [-100] * len(prompt) + answer
+    assert int((batch["labels"] != -100).sum()) == sum(map(len, answers))
+    assert batch["valid_rows"].numel() == sum(map(len, answers))
+
+
+def test_the_step_counts_generated_tokens(tmp_path):
+    made = trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, own={"temperature": 0.0})
+    seen = []
+    replace = made.on_policy.replace
+    made.on_policy.replace = lambda *a: seen.append(replace(*a)) or seen[-1]
+    made.train()
+    logged = [entry for entry in made.state.log_history if "loss" in entry]
+    for entry, batches in zip(logged, seen, strict=True):
+        assert entry["trained_tokens"] == sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        assert entry["rollouts"] == 4 and entry["rollout_length"] * 4 == entry["trained_tokens"]
+        assert 0 <= entry["rollout_truncated"] <= 1 and entry["rollouts_per_second"] > 0
+        assert entry["rollouts_left_out"] == 0
+
+
+def test_one_batch_of_eight_equals_eight_of_one(tmp_path):
+    runs = []
+    for batch, accumulation in ((8, 1), (2, 4), (1, 8)):
+        made = trainer(
+            tmp_path, max_steps=2, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+            optim="sgd", learning_rate=1.0, own={"fraction": 0.5, "max_new_tokens": 3},
+        )  # fmt: skip
+        made.train()
+        runs.append((weights(made.model), [e["rollouts"] for e in made.state.log_history if "rollouts" in e]))
+    assert 0 < sum(runs[0][1]) < 16
+    for other, counts in runs[1:]:
+        assert counts == runs[0][1]
+        for name, value in runs[0][0].items():
+            torch.testing.assert_close(other[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_the_same_seed_says_the_same_and_a_step_something_new():
+    model = tiny_model(dtype=torch.float64)
+    batch = COLLATE(pairs(8))
+    (first,), (again,) = (on_policy(model).replace([batch], 4, COLLATE) for _ in range(2))
+    assert torch.equal(first["input_ids"], again["input_ids"])
+    (later,) = on_policy(model).replace([batch], 5, COLLATE)
+    (other,) = on_policy(model, seed=4).replace([batch], 4, COLLATE)
+    assert documents_of(later) != documents_of(first) != documents_of(other)
+
+
+def test_the_fraction_is_a_share_of_documents():
+    class Echo:
+        def generate(self, prompts, **_):
+            return Generated([[7]] * len(prompts), [False] * len(prompts))
+
+    own = OnPolicy(Echo(), fraction=0.3, max_new_tokens=4, temperature=1.0, seed=1, max_length=40)
+    batches = [COLLATE(pairs(8, seed=seed)) for seed in range(60)]
+    own.replace(batches, 0, COLLATE)
+    figures = own.read(lambda values: values, torch.device("cpu"))
+    assert abs(figures["rollouts"] - 0.3 * 480) < 4 * (0.21 * 480) ** 0.5
+    none = OnPolicy(Echo(), fraction=0.0, max_new_tokens=4, temperature=1.0, seed=1, max_length=40)
+    assert none.replace(batches, 0, COLLATE)[5] is batches[5]
+    assert own.read(lambda values: values, torch.device("cpu"))["rollouts"] == 0
+
+
+def test_packed_rows_never_grow():
+    class Long:
+        def generate(self, prompts, *, max_new_tokens, **_):
+            return Generated([[7] * limit for limit in max_new_tokens], [True] * len(prompts))
+
+    rows = packed(pairs(18))
+    longest = max(len(row["input_ids"]) for row in rows)
+    left_out = set()
+    for step in range(6):
+        own = OnPolicy(Long(), fraction=1.0, max_new_tokens=12, temperature=1.0, seed=1, max_length=longest)
+        (batch,) = own.replace([COLLATE(rows)], step, COLLATE)
+        assert batch["input_ids"].shape[0] <= len(rows) and batch["input_ids"].shape[1] <= longest
+        kept = documents_of(batch)
+        figures = own.read(lambda values: values, torch.device("cpu"))
+        assert len(kept) + figures["rollouts_left_out"] == 18 and figures["rollouts_left_out"] > 0
+        assert figures["rollout_truncated"] == 1
+        left_out.add(frozenset(tuple(document.prompt) for document in kept))
+    assert len(left_out) > 1  # chance decides, not the order
+
+
+def test_resume_says_the_same_words(tmp_path):
+    def student():
+        return tiny_model(attention_dropout=0.1)
+
+    settings = {"max_steps": 6, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2,
+                "own": {"fraction": 0.7}, "data": packed(pairs(24), 2)}  # fmt: skip
+
+    def run(name, **more):
+        model = student()
+        made = DistillationTrainer(
+            model, tiny_model(seed=1, hidden=64),
+            TrainingArguments(str(tmp_path / name), per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
+                              report_to="none", disable_tqdm=True, use_cpu=True, seed=3,
+                              **{k: v for k, v in settings.items() if k not in ("own", "data")}),
+            loss="reverse_kl", train_dataset=Dataset.from_list(settings["data"]),
+            callbacks=[MetricsFile(tmp_path / f"{name}.jsonl")],
+        )  # fmt: skip
+        made.on_policy = on_policy(model, **settings["own"])
+        made.train(**more)
+        return made
+
+    whole = run("whole")
+    (tmp_path / "again.jsonl").write_bytes((tmp_path / "whole.jsonl").read_bytes())
+    again = run("again", resume_from_checkpoint=str(checkpoints(tmp_path / "whole")[0]))
+    for name, value in weights(whole.model).items():
+        assert torch.equal(weights(again.model)[name], value), name
+    for key in ("loss", "rollouts", "rollout_length", "rollout_truncated"):
+        rows = [[row[key] for row in read_metrics(tmp_path / f"{name}.jsonl")] for name in ("whole", "again")]
+        assert rows[0] == rows[1], key
+
+
+def test_learning_from_its_own_words_lowers_reverse_kl_on_them(tmp_path):
+    made = trainer(tmp_path, max_steps=24, learning_rate=5e-3, per_device_train_batch_size=8, own={"max_new_tokens": 3})
+    made.train()
+    kl = [entry["kl"] for entry in made.state.log_history if "kl" in entry]
+    assert sum(kl[-5:]) < 0.8 * sum(kl[:5]), kl
+
+
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data:
+    source: pairs.jsonl
+    max_length: 64
+    packing: true
+    cache: false
+    validation: {fraction: 0.2}
+    on_policy: {fraction: 0.5, max_new_tokens: 8}
+loss: {terms: [{type: jsd, beta: 0.5}]}
+train: {steps: 3, batch_size: 2, learning_rate: 1e-3, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: []}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_with_the_recipes_section(workplace):
+    from distill.run import run
+
+    folder = run(parse(RECIPE)).folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert all(row["rollouts"] > 0 and row["rollout_length"] <= 8 for row in rows if "loss" in row)
+    assert (folder / "student" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("loss.terms=[{type: cross_entropy}]", "cross_entropy"),
+        ("data.format=text", "no prompts"),
+        ("data.on_policy.fraction=1.5", "fraction"),
+        ("data.on_policy.engine=magic", "engine"),
+        ("data.on_policy.max_new_tokens=0", "max_new_tokens"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(override, message):
+    with pytest.raises(RecipeError, match=message):
+        parse(RECIPE, [override])
+
+
+def test_a_fraction_of_zero_is_the_plain_run():
+    recipe = parse(RECIPE, ["data.on_policy.fraction=0", "loss.terms=[{type: cross_entropy}]"])
+    assert on_policy_of(recipe, None, None, format="text", vocab_size=1) is None
+    assert parse(RECIPE, ["data.on_policy=null"]).data.on_policy is None
+
+
+def test_what_cannot_be_answered_is_refused():
+    recipe, model, tokenizer = parse(RECIPE), tiny_model(), tiny_tokenizer()
+    more = {"vocab_size": 259}
+    with pytest.raises(ValueError, match="needs prompts"):
+        on_policy_of(recipe, model, tokenizer, format="text (text)", **more)
+    with pytest.raises(ValueError, match="needs prompts"):
+        on_policy_of(recipe, model, None, format="", **more)
+    with pytest.raises(ValueError, match="FSDP"):
+        on_policy_of(recipe, model, tokenizer, format="chat (messages)", sharded=True, **more)
+    with pytest.raises(ValueError, match="vllm is not installed"):
+        on_policy_of(parse(RECIPE, ["data.on_policy.engine=vllm"]), model, tokenizer, format="chat (messages)", **more)
+    for section, field, message in (("teacher", "path", "cached teacher"), ("student", "vocabulary", "cross")):
+        changed = getattr(recipe, section).model_copy(update={field: "cross"})
+        with pytest.raises(ValueError, match=message):
+            on_policy_of(
+                recipe.model_copy(update={section: changed}), model, tokenizer, format="chat (messages)", **more
+            )
