@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -52,6 +52,20 @@ def working(what: str) -> Iterator[None]:
         return
     with console.status(escape(what)):
         yield
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """A progress bar on standard error; yields the function that moves it on, None where that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(escape(what), total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def say(line: str) -> None:

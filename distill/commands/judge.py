@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,12 +23,24 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run
+        ),
+    ],
     teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; a run knows its own.")] = None,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Text to judge on, not what was held out.")] = None,
     before: Annotated[str | None, typer.Option(metavar="MODEL", help="For the share of the gap closed.")] = None,
     max_rows: Annotated[int, typer.Option(metavar="N", min=2, help="Documents of --data at most.")] = 512,
     max_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a row of --data.")] = 1024,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows at a time.")] = 1,
+    tasks: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Tasks of lm-evaluation-harness instead, where installed.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Examples of each task at most.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the chat template.")] = False,
+    task_folder: Annotated[Path | None, typer.Option(metavar="FOLDER", help="YAML files of tasks of your own.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """How close is a student to its teacher on held-out text? With 95 % intervals, and the student's calibration.
@@ -37,7 +49,13 @@ def evaluate(
     distill eval support-bot
     distill eval support-bot --data other-chats.jsonl
     distill eval ./student --teacher meta-llama/Llama-3.1-8B-Instruct --data python-stdlib --json
+    distill eval support-bot --tasks hellaswag,arc_easy --limit 500       the benchmarks everybody quotes
     """
+    if tasks is None and (limit is not None or chat or task_folder is not None):
+        raise ValueError("--limit, --chat and --task-folder belong to --tasks, which was not given")
+    if tasks is not None:
+        _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
+        return
     from distill.judging.judge import judge
     from distill.judging.targets import (
         Target,
@@ -58,12 +76,13 @@ def evaluate(
         student, own = load_target(found)
         columns = shared_vocabulary(student, large, own, tokenizer)
         rows = held_out_rows(found, data, tokenizer, max_rows, max_length)
-    with console.working(f"comparing on {len(rows)} rows"):
-        after = judge(student, large, rows, vocab_size=columns)
+    with console.progress("comparing", len(rows) * (1 if before is None else 2)) as advance:
+        settings: Any = {"vocab_size": columns, "batch_size": batch_size, "advance": advance}
+        after = judge(student, large, rows, **settings)
         closed = None
         if before is not None:
             first, _ = load_target(Target(Student(model=before)))
-            closed = after.gap_closed(judge(first, large, rows, vocab_size=columns))
+            closed = after.gap_closed(judge(first, large, rows, **settings))
     figures = dict(after.figures)
     figures |= {f"{who}_perplexity": after.perplexity(who) for who in ("student", "teacher")}
     if closed is not None:
@@ -79,8 +98,40 @@ def evaluate(
     console.say(f"over {after.tokens:,} tokens in {after.rows:,} rows; intervals by resampling rows")
 
 
+def _run_tasks(
+    target: str, teacher: str | None, before: str | None, tasks: str, limit: int | None, batch_size: int, chat: bool,
+    folder: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """The student, the student before and the teacher, where they are known, on the harness's tasks."""
+    from distill.judging.targets import Target, find_target, load_its_teacher, load_target
+    from distill.judging.tasks import check_tasks, run_tasks
+    from distill.recipe import Student
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    manager, found = check_tasks(names, folder), find_target(target)
+    with console.working("loading models"):
+        student, tokenizer = load_target(found)
+        models = {"student": student}
+        if before is not None:
+            models["before"], _ = load_target(Target(Student(model=before)))
+        if teacher is not None or found.recipe is not None:
+            models["teacher"] = load_its_teacher(found, teacher)
+    scores = run_tasks(models, tokenizer, names, manager=manager, limit=limit, batch_size=batch_size, chat=chat)
+    if as_json:
+        say_json(scores)
+        return
+    rows = [
+        [row.task, row.metric, *(f"{score.value:.4f} ± {score.error:.4f}" for score in row.of.values())]
+        for row in scores
+    ]
+    console.show_table(["task", "metric", *models], rows)
+
+
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs: folders or names under runs/.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Runs: folders or names under runs/.", autocompletion=complete_run),
+    ],
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw their curves into this HTML page.")] = None,
     as_json: AsJson = False,
 ) -> None:

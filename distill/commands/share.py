@@ -19,7 +19,12 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(
-    target: Annotated[str, typer.Argument(metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run
+        ),
+    ],
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask; may be repeated.")],
     teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")] = None,
     beside: Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")] = False,

@@ -1,0 +1,117 @@
+"""Tasks of EleutherAI's lm-evaluation-harness (the package `lm_eval`, an optional extra) on models already loaded.
+
+    scores = run_tasks({"student": student, "teacher": teacher}, tokenizer, ["hellaswag"])
+    scores[0].of["student"]          # Score(value, error)
+
+Nothing of the harness is copied or imitated: its own tasks, prompts, metrics and standard errors are used, so that
+figures can be held against published ones.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+INSTALL = 'pip install "distill-toolkit[eval]"'
+
+
+class Score(NamedTuple):
+    """A figure and its standard error, NaN where the harness gives none."""
+
+    value: float
+    error: float
+
+
+class TaskScore(NamedTuple):
+    """One metric of one task, by the model's name."""
+
+    task: str
+    metric: str
+    of: dict[str, Score]
+
+
+def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Any:
+    """Find the tasks before models are loaded; returns the harness's task manager.
+
+    Args:
+        tasks: Names, groups or patterns (`mmlu_*`) as the harness knows them.
+        folder: YAML files of one's own tasks.
+
+    Raises:
+        ValueError: the harness is not installed, or a task is unknown.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(f"--tasks: needs lm-evaluation-harness, which is not installed: {INSTALL}")
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--task-folder: {folder} is no folder")
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [name for name in tasks if not manager.match_tasks([name])]
+    if unknown or not tasks:
+        came = ", ".join(map(repr, unknown)) or "none"
+        raise ValueError(f"--tasks: expected tasks of lm-evaluation-harness (lm-eval ls tasks lists them), came {came}")
+    return manager
+
+
+def run_tasks(
+    models: Mapping[str, Any],
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    manager: Any = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    chat: bool = False,
+) -> list[TaskScore]:
+    """Every metric of `tasks` for every model.
+
+    Args:
+        models: Causal language models by name, all with this tokenizer; left in eval mode.
+        tokenizer: Of all of them.
+        tasks: As of `check_tasks`.
+        manager: From `check_tasks`.
+        limit: Examples of each task at most.
+        batch_size: Requests at a time.
+        chat: Put prompts into the tokenizer's chat template.
+
+    Raises:
+        ValueError: as of `check_tasks`.
+    """
+    manager = manager or check_tasks(tasks)
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    found: dict[tuple[str, str], dict[str, Score]] = {}
+    for name, model in models.items():
+        used, model.config.use_cache = model.config.use_cache, True  # tasks that generate need it
+        try:
+            answer = simple_evaluate(
+                HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
+                tasks=list(manager.match_tasks(list(tasks))), task_manager=manager, limit=limit, log_samples=False,
+                apply_chat_template=chat, bootstrap_iters=1000,
+            )  # fmt: skip
+        finally:
+            model.config.use_cache = used
+        assert answer is not None  # None is for the harness's other ranks
+        for task, figures in answer["results"].items():
+            for metric, score in _scores(figures):
+                found.setdefault((task, metric), {})[name] = score
+    return [TaskScore(task, metric, scores) for (task, metric), scores in found.items()]
+
+
+def _scores(figures: Mapping[str, Any]) -> list[tuple[str, Score]]:
+    """Metrics with their standard errors, from keys such as `acc,none` and `acc_stderr,none`."""
+    scores = []
+    for key, value in figures.items():
+        metric, comma, filtered = key.partition(",")
+        if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        error = figures.get(f"{metric}_stderr,{filtered}")
+        known = isinstance(error, int | float)
+        label = metric if filtered == "none" else f"{metric} ({filtered})"
+        scores.append((label, Score(float(value), float(error) if known else math.nan)))  # type: ignore[arg-type]
+    return scores
