@@ -1,0 +1,124 @@
+"""A teacher of K tokens (`FusedTopKKLLoss`) against the full fused KL and plain PyTorch at the flagship's shape.
+
+The floor is the bare products that are left without a teacher's head: logits, dx and dW of the student. Errors are
+those of the gradients against fp64, of the same top-k loss; peak memory is above the inputs, dW included.
+
+Predicted on an H200 before any run, from the full loss's 34.9 ms: the student's three products take 12.9 of its 21.5
+TFLOP, 19.0 ms; the row kernel reads and writes 2.1 GB each, 1.0 ms, and the bucket sweeps the row once more, 0.3 to
+0.5 ms with what L2 keeps: 20.3 ms for renormalize and sampled, 20.7 for the bucket, 1.07 and 1.09 x the floor, 0.59 of
+the full KL's time; K from 16 to 256 and hard labels in the same pass make no difference that can be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from distill_kernels import FusedKLLoss, FusedTopKKLLoss
+from distill_kernels.losses.linear import Batch, Head, Wanted, reference_linear_divergence
+from distill_kernels.losses.topk_rows import TopK
+
+from scripts.bench.harness import Row, time_in_turn
+from scripts.bench.losses import FLOOR_ROWS, MAIN, MOST_ERROR, Inputs, gradient_errors
+
+FLOOR = "floor: the student's bare products"
+
+
+def floor(inputs: Inputs) -> Callable[[], None]:
+    """The student's three products, chunk by chunk."""
+    x, w = inputs.x.detach(), inputs.w.detach()
+    logits = torch.empty(FLOOR_ROWS, inputs.shape.vocab, dtype=torch.bfloat16, device="cuda")
+    gradient = torch.empty_like(logits).normal_(std=1e-5)
+    dx, dw = torch.empty_like(x), torch.zeros_like(w)
+
+    def run() -> None:
+        for start in range(0, inputs.shape.rows, FLOOR_ROWS):
+            part = slice(start, start + FLOOR_ROWS)
+            torch.mm(x[part], w.t(), out=logits)
+            torch.mm(gradient, w, out=dx[part])
+            dw.addmm_(gradient.t(), x[part])
+
+    return run
+
+
+def teacher_tokens(inputs: Inputs, k: int, rows: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
+    """The teacher's top-k ids (int32) and log-probabilities (fp32), [N, K]."""
+    ids, logprobs = [], []
+    for part in inputs.x_teacher.split(rows):
+        values, which = torch.log_softmax((part @ inputs.w_teacher.t()).float(), -1).topk(k, -1)
+        ids.append(which.int())
+        logprobs.append(values)
+    return torch.cat(ids), torch.cat(logprobs)
+
+
+def exact_gradients(inputs: Inputs, loss: FusedTopKKLLoss, ids: torch.Tensor, logprobs: torch.Tensor) -> Any:
+    """dx and dW of the mean loss in fp64, chunk by chunk, rounded to fp32."""
+    n, vocab = inputs.shape.rows, inputs.shape.vocab
+    scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device="cuda")
+    outcome = reference_linear_divergence(
+        Head(inputs.x.detach().double(), inputs.w.detach().double()), None,
+        Batch(inputs.labels, scale, None, TopK(ids, logprobs.double(), loss.tail)), loss.objective,
+        Wanted(True, True), vocab=vocab, dtype=torch.float64, workspace=4 * 512 * vocab * 8,
+    )  # fmt: skip
+    assert outcome.hidden is not None and outcome.weight is not None
+    return outcome.hidden.float(), outcome.weight.float()
+
+
+def eager(ids: torch.Tensor, logprobs: torch.Tensor) -> Callable[[Inputs], torch.Tensor]:
+    """What one writes without a library: the bucket's forward KL over full bf16 logits."""
+
+    def loss(i: Inputs) -> torch.Tensor:
+        log_p = torch.log_softmax((i.x @ i.w.t()).float(), -1).gather(-1, ids.long())
+        p_t, p_s = logprobs.exp(), log_p.exp()
+        rest_t = (1 - p_t.sum(-1)).clamp_min(1e-8)
+        rest_s = (1 - p_s.sum(-1)).clamp_min(1e-8)
+        return ((p_t * (logprobs - log_p)).sum(-1) + rest_t * (rest_t.log() - rest_s.log())).mean()
+
+    return loss
+
+
+def run(quick: bool = False, only: str = "") -> list[Row]:
+    """The flagship's shape; `quick`: K = 64 alone; `only`: part of a candidate's name."""
+    inputs = Inputs(MAIN)
+    full = FusedKLLoss(skip_ignored_rows=False)
+    losses: dict[str, Callable[[Inputs], torch.Tensor]] = {
+        "full fused KL": lambda i: full(i.x, i.w, i.x_teacher, i.w_teacher),
+    }
+    errors: dict[str, dict[str, float]] = {}
+    for k in (64,) if quick else (16, 64, 256):
+        ids, given = teacher_tokens(inputs, k)
+        for label, settings in {
+            "bucket": {},
+            "renormalize": {"tail": "renormalize"},
+            "sampled": {"tail": "sampled"},
+            "bucket, reverse": {"direction": "reverse"},
+            "bucket + cross-entropy": {"ce_weight": 0.5},
+        }.items():
+            module = FusedTopKKLLoss(**settings, skip_ignored_rows=False)  # type: ignore[arg-type]
+            name = f"ours, K = {k}, {label}"
+            losses[name] = lambda i, m=module, t=ids, g=given: m(i.x, i.w, t, g, i.labels)
+            if k == 64 and label != "bucket, reverse" and only in name:
+                exact = exact_gradients(inputs, module, ids, given)
+                errors[name] = gradient_errors(inputs, inputs.run(losses[name]), exact)
+                if label == "bucket":
+                    errors["eager, K = 64"] = gradient_errors(inputs, inputs.run(eager(ids, given)), exact)
+        if k == 64:
+            losses["eager, K = 64"] = eager(ids, given)
+    steps = {name: inputs.run(loss) for name, loss in losses.items() if only in name}
+    rows = []
+    for name in list(steps):
+        rows.append(Row("linear top-k", str(MAIN), name, math.nan, peak_mib=inputs.peak(steps[name])))
+        rows[-1].error = errors.get(name, {})
+        if any(not error < MOST_ERROR for error in rows[-1].error.values()):
+            rows[-1].note = "wrong: not timed"
+            del steps[name]
+    inputs.clear()
+    torch.cuda.empty_cache()
+    times = time_in_turn({FLOOR: floor(inputs), **steps}, rounds=5 if quick else 7, calls=2, settle=1)
+    for row in rows:
+        if row.candidate in times:
+            row.ms = times[row.candidate]
+            row.floor_ratio = row.ms / times[FLOOR]
+    return [Row("linear top-k", str(MAIN), FLOOR, times[FLOOR], 1.0), *rows]

@@ -1,0 +1,36 @@
+"""What the benchmarks compare computes the same thing: candidates' gradients on the CPU, small; nothing is timed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distill_kernels import FusedTopKKLLoss
+from helpers import realistic_heads, relative_error
+
+from scripts.bench import logit_losses, topk_losses
+
+
+@pytest.mark.parametrize("name", logit_losses.TERMS)
+def test_logit_losses_agree(name):
+    inputs = logit_losses.Inputs(6, 200, "cpu")
+    term = logit_losses.TERMS[name]
+    exact = logit_losses.exact_gradient(term, inputs, rows=4)
+    made = logit_losses.candidates(term)
+    made.pop("torch.compile")  # minutes of C++ compilation
+    assert {"ours", "ours, in place", "eager"} <= set(made)
+    before = inputs.student.detach().clone()
+    for label, candidate in made.items():
+        if "Liger" in label:  # needs a GPU
+            continue
+        error = logit_losses.gradient_error(candidate, inputs, exact)
+        assert error < 5e-3, (label, error)
+        assert torch.equal(inputs.student, before), f"{label} spoilt the inputs"
+
+
+def test_top_k_candidates_agree():
+    x, w, x_t, w_t = realistic_heads(7, 200, 16, 24)
+    inputs = SimpleNamespace(x=x.requires_grad_(), w=w, x_teacher=x_t, w_teacher=w_t)
+    ids, given = topk_losses.teacher_tokens(inputs, 8, rows=3)
+    (right,) = torch.autograd.grad(FusedTopKKLLoss()(x, w, ids, given), x)
+    (made,) = torch.autograd.grad(topk_losses.eager(ids, given)(inputs), x)
+    assert relative_error(made, right) < 1e-5
