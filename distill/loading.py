@@ -9,6 +9,7 @@ import torch
 
 from distill import console
 from distill.models.adapters import add_lora
+from distill.models.attention_choice import AttentionChoices
 from distill.models.head import bare, find_head
 from distill.models.load import kept_layers, load_config, load_student, load_teacher, load_tokenizer
 from distill.models.vocabulary import compare, extend_student
@@ -17,6 +18,7 @@ from distill.teachers.cache_read import TeacherCache
 from distill.training.arguments import Precision
 from distill.training.launch import is_first
 from distill.training.objective import DistillationObjective
+from distill.training.parallel import ALONE, Sharing, is_sharded
 
 
 class Models(NamedTuple):
@@ -64,8 +66,19 @@ def synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
     return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
 
 
-def load_models(recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision) -> Models:
-    """Load both models and hold that they can be compared token by token."""
+def load_models(
+    recipe: Recipe,
+    tokenizer: Any,
+    device: torch.device,
+    precision: Precision,
+    sharing: Sharing = ALONE,
+    choices: AttentionChoices | None = None,
+) -> Models:
+    """Load both models and hold that they can be compared token by token; a sharded teacher is patched here."""
+    if recipe.teachers:
+        from distill.teachers.mixture import load_several
+
+        return load_several(recipe, tokenizer, device, precision, sharing, choices)
     if recipe.teacher.is_cached:
         from distill.teachers.cache_models import load_cached
 
@@ -76,7 +89,10 @@ def load_models(recipe: Recipe, tokenizer: Any, device: torch.device, precision:
     extend = section.vocabulary == "extend"
     if own and not extend:  # before gigabytes are read
         compare(tokenizer, student_tokenizer).require()
-    teacher = load_teacher(recipe.teacher, device=device, dtype=precision.teacher)
+    if sharing.teacher_sharded:
+        teacher = _sharded_teacher(recipe, device, precision, choices or AttentionChoices(recipe))
+    else:
+        teacher = load_teacher(recipe.teacher, device=device, dtype=precision.teacher)
     bare_section = section.model_copy(update={"lora": None})
     student = load_student(bare_section, teacher=teacher, device=device, dtype=precision.student)
     if own and extend:
@@ -96,6 +112,24 @@ def load_models(recipe: Recipe, tokenizer: Any, device: torch.device, precision:
     return Models(teacher, student, tokenizer, shared, verdict, kept)
 
 
+def _sharded_teacher(recipe: Recipe, device: torch.device, precision: Precision, choices: AttentionChoices) -> Any:
+    """A teacher in shards, with our kernels in it where there is a GPU; the same on every process."""
+    from distill.training.sharded_teacher import load_sharded_teacher
+
+    if recipe.student.init == "pretrained" and recipe.student.from_teacher is not None:
+        raise ValueError(
+            "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices; cut the "
+            "student where the teacher fits and name it by student.model, or set parallel.teacher to copied"
+        )
+    model, report = load_sharded_teacher(
+        recipe.teacher, device=device, dtype=precision.teacher,
+        attention=(lambda model: choices.of(model, "teacher")) if device.type == "cuda" else None,
+    )  # fmt: skip
+    if report is not None and is_first():
+        console.say(f"{'kernels':<12}teacher: {report}")
+    return model
+
+
 def check_length(recipe: Recipe, model: Any, field: str) -> None:
     """Refuse sequences that are longer than the model's positions."""
     most = getattr(bare(model).config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
@@ -105,18 +139,15 @@ def check_length(recipe: Recipe, model: Any, field: str) -> None:
         )
 
 
-def patch_models(models: Models, recipe: Recipe, batch_size: int) -> None:
-    """Put our kernels into both models; on a CPU they stay as they are."""
-    from distill.models.attention import choose_attention
+def patch_models(models: Models, recipe: Recipe, choices: AttentionChoices | None = None) -> None:
+    """Put our kernels into both models (a sharded teacher has them already); on a CPU they stay as they are."""
     from distill.models.patching import patch
 
-    for model, role in ((models.teacher, "teacher"), (models.student, "student")):
-        if model is None:
+    choices = choices or AttentionChoices(recipe)
+    teachers = getattr(models.teacher, "members", [models.teacher])
+    for model, role in (*((teacher, "teacher") for teacher in teachers), (models.student, "student")):
+        if model is None or is_sharded(model):
             continue
-        section = recipe.teacher if role == "teacher" else recipe.student
-        backend = None
-        if section.attention == "auto":
-            backend, _ = choose_attention(model, batch_size, recipe.data.max_length, backward=role == "student")
-        report = patch(model, role, attention=backend)  # type: ignore[arg-type]
+        report = patch(model, role, attention=choices.of(model, role))  # type: ignore[arg-type]
         if is_first():
             console.say(f"{'kernels':<12}{role}: {report}")

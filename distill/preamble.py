@@ -42,6 +42,18 @@ def model_name(section: ModelSection) -> str:
     return section.model or "cut from the teacher"
 
 
+def teacher_name(recipe: Recipe) -> str:
+    """The teacher, or several with their shares of the mixture."""
+    if not recipe.teachers:
+        return model_name(recipe.teacher)
+    total = sum(teacher.weight for teacher in recipe.teachers)
+    return " + ".join(
+        f"{teacher.weight / total:.2f} x {model_name(teacher)}"
+        + (f" with {teacher.adapter}" if teacher.adapter else "")
+        for teacher in recipe.teachers
+    )
+
+
 def preamble(
     recipe: Recipe,
     *,
@@ -53,6 +65,7 @@ def preamble(
     vocabulary: str,
     device: str,
     kept: Sequence[int] | None = None,
+    sharing: str | None = None,
 ) -> list[str]:
     """The lines that open a run."""
     total, trained = parameters_of(student)
@@ -63,7 +76,7 @@ def preamble(
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * columns * 4 / 2**30
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     lines = {
-        "teacher": f"{model_name(recipe.teacher)}, {_size(recipe, teacher)}",
+        "teacher": f"{teacher_name(recipe)}, {_size(recipe, teacher)}",
         "student": f"{name}, {_count(total)} parameters, {_count(trained)} trained ({trained / total:.0%})",
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
         "vocabulary": vocabulary,
@@ -72,6 +85,8 @@ def preamble(
         f"{plan.accumulation} micro-batches a step on {plan.world} x {device}",
         "workspace": f"logits are made in chunks; in full they would take {avoided:,.1f} GiB a micro-batch",
     }
+    if sharing is not None:
+        lines["devices"] = sharing
     return [f"{key:<12}{value}" for key, value in lines.items()]
 
 

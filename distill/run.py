@@ -5,6 +5,7 @@
 Everything that a person may have got wrong is found before the run's folder exists. Then `runs/<name>/` gets:
 
     recipe.yaml         the resolved recipe
+    attention.json      the attention back ends that were the fastest here; a resumed run keeps them
     lock.yaml           all that the figures depend on: versions, hashes, seeds; `--lock` holds another run to it
     before.json         held-out figures and samples from before training, reused by --resume
     metrics.jsonl       one row per logging step
@@ -34,8 +35,9 @@ from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
 from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
 from distill.lock import LOCK_FILE, lock_of, lock_text, read_lock, require_same
+from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.load import save_student
-from distill.preamble import Plan, model_name, preamble, result_table, show_samples
+from distill.preamble import Plan, model_name, preamble, result_table, show_samples, teacher_name
 from distill.recipe import Recipe, dump
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import write_model_card
@@ -51,6 +53,7 @@ from distill.training.arguments import (
 from distill.training.checkpoints import checkpoints, half_written
 from distill.training.failures import explained
 from distill.training.launch import is_first
+from distill.training.parallel import is_sharded, plan_sharing, whole_student
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.trainer import DistillationTrainer
 
@@ -107,22 +110,29 @@ def run(
     precision = resolve_precision(recipe, device)
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
     transformers.set_seed(recipe.train.seed)
+    sharing = plan_sharing(recipe, device, world_size())
+    attention = AttentionChoices(recipe, read_choices(folder) if resume else None)
 
     # --- data and models, nothing written yet
     tokenizer = read_tokenizer(recipe)
     splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=synthetic_size(recipe, tokenizer))
-    models = load_models(recipe, tokenizer, device, precision)
+    models = load_models(recipe, tokenizer, device, precision, sharing, attention)
     if models.cache is not None:
         models.cache.require_data(recipe, splits)
     locked = None
-    if is_first():
+    if is_first() or sharing.teacher_sharded:  # every process knows the hash of its own shards only
         locked = lock_of(
             recipe, teacher=models.teacher, student=models.student, tokenizer=tokenizer, rows=splits.train,
             processes=world_size(),
         )  # fmt: skip
+    if not is_first():
+        locked = None
     if lock is not None and locked is not None:
         require_same(read_lock(lock), locked, str(lock))
-    arguments = training_arguments(recipe, folder, rows=len(splits.train), device=device, precision=precision)
+    arguments = training_arguments(
+        recipe, folder, rows=len(splits.train), device=device, precision=precision,
+        student_sharded=sharing.student_sharded,
+    )  # fmt: skip
     progress = ProgressReport()
     trainer = DistillationTrainer(
         models.student,
@@ -139,7 +149,7 @@ def run(
     )
     trainer.remove_callback(transformers.PrinterCallback)
     if device.type == "cuda":
-        patch_models(models, recipe, arguments.per_device_train_batch_size)
+        patch_models(models, recipe, attention)
     if recipe.teacher.dtype == "fp8":
         _quantise(trainer, splits, arguments.per_device_train_batch_size)
     plan = Plan(
@@ -155,9 +165,11 @@ def run(
         if not (resume and (folder / LOCK_FILE).exists()):
             _write(folder / LOCK_FILE, lock_text(locked))
         _write(folder / RECIPE_FILE, dump(recipe))
+        attention.write(folder)
         lines = preamble(
             recipe, teacher=models.teacher, student=models.student, objective=trainer.objective, plan=plan,
             data=splits.report, vocabulary=models.vocabulary, device=str(device.type), kept=models.kept,
+            sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
         console.say("\n".join([*lines, f"{'run':<12}{folder}"]))
     process.wait_for_everyone()
@@ -242,11 +254,12 @@ def _before(
         return HeldOut(**kept["held_out"]), kept["answers"]
     before = _held_out(recipe, models, trainer, splits, precision)
     answers: dict[str, list[str]] = {} if models.cache is None else models.cache.answers(recipe.generate)
-    if models.tokenizer is not None and recipe.generate.prompts and is_first():
+    if models.tokenizer is not None and recipe.generate.prompts:
         for name, model in (("teacher", models.teacher), ("before", models.student)):
             if model is None:  # its cache has answered
                 continue
-            answers[name] = _generate(recipe, models, model)
+            if is_first() or is_sharded(model):  # shards answer together
+                answers[name] = _generate(recipe, models, model)
     if is_first():
         _write(path, json.dumps({"held_out": before._asdict(), "answers": answers}, indent=1))
     return before, answers
@@ -266,17 +279,19 @@ def _save(
     answers: dict[str, list[str]],
 ) -> None:
     """The student with its card, samples, curves and the result; prints the table."""
-    folder, state = result.folder, None
-    if trainer.is_fsdp_enabled:
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    folder, sharded = result.folder, trainer.is_fsdp_enabled
+    student: Any = trainer.accelerator.unwrap_model(trainer.model)
+    if models.tokenizer is not None and recipe.generate.prompts and (is_first() or sharded):
+        answers["after"] = _generate(recipe, models, student)
+    if sharded:
+        student = whole_student(trainer.accelerator, student)
     if not is_first():
         return
-    student = trainer.accelerator.unwrap_model(trainer.model)
-    save_student(student, models.tokenizer, folder / "student", state_dict=state)
+    save_student(student, models.tokenizer, folder / "student")
     write_model_card(
         folder / "student",
         name=recipe.name,
-        teacher=model_name(recipe.teacher),
+        teacher=teacher_name(recipe),
         student=model_name(recipe.student),
         data=splits.report.source,
         recipe=dump(recipe),
@@ -285,8 +300,7 @@ def _save(
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         hub_models=tuple(m for m in (recipe.teacher.model, recipe.student.model) if m and not Path(m).exists()),
     )
-    if answers and state is None:
-        answers["after"] = _generate(recipe, models, student)
+    if answers:
         write_samples(folder / "samples.md", recipe.generate.prompts, answers)
         show_samples(recipe.generate.prompts, answers)
     draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title=folder.name)
