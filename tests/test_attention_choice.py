@@ -1,0 +1,60 @@
+"""The attention back end is timed once a run, written down, and used again when the run goes on."""
+
+import json
+
+import pytest
+from tiny import tiny_model
+
+from distill.models import attention
+from distill.models.attention_choice import ATTENTION_FILE, AttentionChoices, read_choices
+from distill.recipe import parse
+
+RECIPE = "{teacher: {model: t}, student: {model: s}, data: {source: x, max_length: 64}, train: {steps: 1}}"
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    calls = []
+
+    def choose(model, batch, length, *, backward):
+        calls.append((batch, length, backward))
+        return ("triton" if backward else "cudnn"), {"triton": 1.23456789, "cudnn": 1.0}
+
+    monkeypatch.setattr(attention, "choose_attention", choose)
+    return calls
+
+
+def test_each_model_is_timed_once_on_the_shapes_of_the_run(timed, tmp_path):
+    choices = AttentionChoices(parse(RECIPE, ["train.batch_size=3"]))
+    model = tiny_model()
+    assert choices.of(model, "teacher") == choices.of(model, "teacher") == "cudnn"
+    assert choices.of(model, "student") == "triton"
+    assert timed == [(3, 64, False), (3, 64, True)]
+    choices.write(tmp_path)
+    assert json.loads((tmp_path / ATTENTION_FILE).read_text())["student"] == {
+        "backend": "triton", "milliseconds": {"triton": 1.2346, "cudnn": 1.0},
+    }  # fmt: skip
+
+
+def test_a_resumed_run_does_not_choose_again(timed, tmp_path):
+    first = AttentionChoices(parse(RECIPE))
+    first.of(tiny_model(), "student")
+    first.write(tmp_path)
+    timed.clear()
+    again = AttentionChoices(parse(RECIPE), read_choices(tmp_path))
+    assert again.of(tiny_model(), "student") == "triton" and timed == []
+    assert again.of(tiny_model(), "teacher") == "cudnn" and len(timed) == 1  # was not recorded
+
+
+def test_an_implementation_that_is_named_is_not_timed(timed, tmp_path):
+    choices = AttentionChoices(parse(RECIPE, ["teacher.attention=eager"]))
+    assert choices.of(tiny_model(), "teacher") is None and timed == []
+    choices.write(tmp_path)
+    assert not (tmp_path / ATTENTION_FILE).exists() and read_choices(tmp_path) == {}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"teacher": 3}', '{"teacher": {"backend": "magic"}}'])
+def test_a_damaged_record_is_refused(tmp_path, text):
+    (tmp_path / ATTENTION_FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"attention\.json: expected the attention back ends.*delete it"):
+        read_choices(tmp_path)
