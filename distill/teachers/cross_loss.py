@@ -1,0 +1,273 @@
+"""The loss of cross_spans.py from hidden states and heads: a chunk of spans at a time, gradients in the forward pass.
+
+Per chunk: both models' logits of the rows that predict the spans' tokens, the losses and their gradient, then
+`dx = G W` and `dW += G^T x`. Logits of the whole batch never exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from distill_kernels import LossTerm, TokenStats
+from distill_kernels.launch import device_facts
+from distill_kernels.losses.chunked import raw_logits
+from distill_kernels.losses.divergence import transform_logits
+from distill_kernels.losses.linear import Head, HeadGradients, Wanted
+from distill_kernels.losses.operator import SECOND_BACKWARD
+from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.terms import make_objective
+from torch import nn
+
+from distill.teachers.cross_spans import Outcomes, Side, compare_spans, span_figures
+
+CHUNK_ELEMENTS = 8 << 20  # logits of both models in one chunk; about six fp32 copies of them exist at a time
+CHUNK_SHARE = 24 * 24  # of a GPU's memory: what those copies may take
+
+
+class Spans(NamedTuple):
+    """Aligned spans of a batch, in flat positions `b * S + i`.
+
+    Attributes:
+        student: int64 [M, 2], the first token of each span and the one behind its last; the tokens before the first
+            are the same document's.
+        teacher: int64 [M, 2], likewise in the teacher's batch.
+    """
+
+    student: torch.Tensor
+    teacher: torch.Tensor
+
+
+class _Part(NamedTuple):
+    """One model in the driver: its head, and for all spans end to end the rows, what they predict, and their span."""
+
+    head: Head
+    scale: float
+    softcap: float
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    span: torch.Tensor
+    ends: list[int]  # rows up to each span's end, on the host
+
+    def logits(self, start: int, stop: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [n, H] and transformed logits [n, V] of the rows of the spans `start` to `stop`."""
+        hidden = self.head.hidden[self.rows[self._slice(start, stop)]].to(dtype)
+        return hidden, transform_logits(raw_logits(self.head, hidden), self.scale, self.softcap)
+
+    def side(self, z: torch.Tensor, temperature: float, start: int, stop: int) -> Side:
+        """The rows' log-probabilities at a temperature."""
+        here = self._slice(start, stop)
+        span = self.span[here] - start
+        first = torch.searchsorted(span, torch.arange(stop - start, device=span.device))
+        return Side(torch.log_softmax(z / temperature, -1), self.tokens[here], first, span)
+
+    def _slice(self, start: int, stop: int) -> slice:
+        return slice(self.ends[start - 1] if start else 0, self.ends[stop - 1])
+
+
+class _CrossFunction(torch.autograd.Function):
+    """The sum over spans; gradients are made in the forward pass and handed out once."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> Any:
+        with torch.autocast(hidden.device.type, enabled=False):
+            loss, stats, ctx.gradients = call(Head(hidden, weight, bias, lora_a, lora_b))
+        if stats is not None:
+            ctx.mark_non_differentiable(stats)
+        return loss, stats
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*(None if g is None else scale_gradient_(g, upstream) for g in gradients), None)
+
+
+class CrossTokenizerLoss(nn.Module):
+    """The loss above, from hidden states and heads, a chunk of spans at a time.
+
+    Args:
+        terms: divergences and cross-entropy (minus the log-probability of the span's text, at T = 1).
+        shared: the ids of shared tokens, int64 [C] of the student's and of the teacher's.
+        temperature, scale_by_temperature_squared: as of `FusedDistillationLoss`.
+        student_logit_scale, student_softcap, teacher_logit_scale, teacher_softcap: how each model makes its logits.
+
+    Raises:
+        ValueError: naming the field.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[LossTerm],
+        shared: tuple[torch.Tensor, torch.Tensor],
+        temperature: float = 1.0,
+        scale_by_temperature_squared: bool = True,
+        student_logit_scale: float = 1.0,
+        student_softcap: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.terms = tuple(LossTerm(*term) for term in terms)
+        self.objective = make_objective(
+            self.terms,
+            temperature=temperature,
+            scale_by_temperature_squared=scale_by_temperature_squared,
+            student_logit_scale=student_logit_scale,
+            student_softcap=student_softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_softcap=teacher_softcap,
+        )
+        self.shared = shared
+        self._outcomes: dict[Any, Outcomes] = {}
+
+    def outcomes(self, student_rows: int, teacher_rows: int, device: torch.device) -> Outcomes:
+        """The vocabularies for two heads of that many rows, made once."""
+        key = (student_rows, teacher_rows, device)
+        if key not in self._outcomes:
+            student, teacher = (ids.to(device) for ids in self.shared)
+            self._outcomes[key] = Outcomes.of(student, teacher, student_rows, teacher_rows)
+        return self._outcomes[key]
+
+    def forward(
+        self,
+        student_hidden: torch.Tensor,
+        student_weight: torch.Tensor,
+        teacher_hidden: torch.Tensor,
+        teacher_weight: torch.Tensor,
+        spans: Spans,
+        student_ids: torch.Tensor,
+        teacher_ids: torch.Tensor,
+        student_bias: torch.Tensor | None = None,
+        teacher_bias: torch.Tensor | None = None,
+        student_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        num_items: torch.Tensor | int | None = None,
+        return_stats: bool = False,
+    ) -> Any:
+        """The mean over spans, and its gradient for the student's tensors if autograd asks for it. One host sync.
+
+        Args:
+            student_hidden: [B, S, Hs]; gets a gradient, as student_weight [Vs, Hs], student_bias [Vs] and student_lora
+                (A, B, scale) do.
+            teacher_hidden: [B, S', Ht]; teacher_weight [Vt, Ht], teacher_bias [Vt].
+            spans: what is compared, flat positions in both batches.
+            student_ids: int64 [B, S], the tokens; likewise teacher_ids [B, S'].
+            num_items: what the sum is divided by; None for the number of spans.
+            return_stats: return `(loss, TokenStats)`, its tensors [M], one entry a span.
+        """
+        lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
+        leaves = (student_hidden.flatten(0, -2), student_weight, student_bias, lora_a, lora_b)
+        wanted = Wanted(*(torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves))
+        kind = student_hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else student_hidden.dtype
+        outcomes = self.outcomes(len(student_weight), len(teacher_weight), student_hidden.device)
+        o = self.objective
+        widths = torch.stack([part[:, 1] - part[:, 0] for part in spans]).cpu()  # the sync
+        teacher_head = Head(teacher_hidden.detach().flatten(0, -2), teacher_weight.detach(), teacher_bias)
+        teacher = _part(
+            teacher_head.cut(len(teacher_weight), dtype), spans.teacher, widths[1], teacher_ids,
+            o.teacher_scale, o.teacher_softcap,
+        )  # fmt: skip
+        chunks = _chunks(widths, len(student_weight), len(teacher_weight), student_hidden.device)
+
+        def run(narrow: Head) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
+            narrow = narrow._replace(lora_scale=float(lora_scale))
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            sums = HeadGradients(narrow, wanted, len(narrow.weight), wide)
+            student = _part(
+                narrow.cut(len(narrow.weight), dtype), spans.student, widths[0], student_ids,
+                o.student_scale, o.student_softcap,
+            )  # fmt: skip
+            losses, figures = [narrow.hidden.new_zeros((), dtype=wide)], []
+            for start, stop in chunks:
+                x, z = student.logits(start, stop, dtype)
+                _, z_teacher = teacher.logits(start, stop, dtype)
+                sides = student.side(z, o.temperature, start, stop), teacher.side(z_teacher, o.temperature, start, stop)
+                ones = sides
+                if o.temperature != 1.0 and (return_stats or o.hard_weight):
+                    ones = student.side(z, 1.0, start, stop), teacher.side(z_teacher, 1.0, start, stop)
+                loss, slope = compare_spans(*sides, outcomes, o, o.weights, slope=wanted.gradient)
+                labels = ones[0].whole(), ones[1].whole()
+                losses.append((loss - o.hard_weight * labels[0]).sum())
+                if return_stats:
+                    figures.append(torch.stack(span_figures(*ones, outcomes, o, labels)).float())
+                if slope is not None:
+                    g = _logit_gradient(slope, sides[0].log_p).div_(o.temperature)
+                    if o.hard_weight:
+                        hard = torch.zeros_like(slope)
+                        g += _logit_gradient(hard.scatter_(1, ones[0].tokens[:, None], -o.hard_weight), ones[0].log_p)
+                    if o.student_softcap:
+                        g *= 1 - (z / o.student_softcap).square()
+                    sums.add(student.head, x, g.mul_(o.student_scale), student.rows[student._slice(start, stop)])
+            stats = None
+            if return_stats:
+                stats = (
+                    torch.cat(figures, 1)
+                    if figures
+                    else losses[0].new_zeros((len(TokenStats._fields), 0), dtype=torch.float32)
+                )
+            return torch.stack(losses).sum(), stats, list(sums.finished())
+
+        loss, stats = _CrossFunction.apply(*leaves, run)
+        loss = loss / (max(len(spans.student), 1) if num_items is None else num_items)
+        return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss
+
+    def matched(
+        self, teacher_hidden: torch.Tensor, head: Any, teacher_ids: torch.Tensor, spans: Spans, rows: int
+    ) -> torch.Tensor:
+        """Where spans begin, the teacher's probability of the shared tokens, at T = 1: its mean, a scalar.
+
+        Args:
+            teacher_hidden, teacher_ids, spans: as of `forward`.
+            head: the teacher's weight and bias.
+            rows: of the student's head.
+        """
+        o, dtype = self.objective, teacher_hidden.dtype
+        outcomes = self.outcomes(rows, len(head.weight), teacher_hidden.device)
+        teacher = Head(teacher_hidden.flatten(0, -2), head.weight, head.bias).cut(len(head.weight), dtype)
+        part = spans.teacher.clone()
+        part[:, 1] = part[:, 0] + 1
+        widths = torch.ones(2, len(part), dtype=torch.int64)
+        side = _part(teacher, part, widths[1], teacher_ids, o.teacher_scale, o.teacher_softcap)
+        found = []
+        for start, stop in _chunks(widths, 0, len(head.weight), teacher_hidden.device):
+            p = side.logits(start, stop, dtype)[1].softmax(-1)
+            found.append(p[:, outcomes.teacher].sum(-1))
+        return torch.cat(found).mean()
+
+
+def _logit_gradient(slope: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
+    """The gradient for logits from that for their log-probabilities; overwrites nothing."""
+    return slope - log_p.exp() * slope.sum(-1, keepdim=True)
+
+
+def _part(
+    head: Head, spans: torch.Tensor, widths: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float
+) -> _Part:
+    """Rows, tokens and spans of a model, on the device; `widths` int64 [M] lie on the host."""
+    ends = widths.cumsum(0)
+    rows = int(ends[-1]) if len(ends) else 0
+    counts = spans[:, 1] - spans[:, 0]
+    span = torch.repeat_interleave(torch.arange(len(spans), device=spans.device), counts, output_size=rows)
+    begins = counts.cumsum(0) - counts
+    predicted = spans[span, 0] + torch.arange(rows, device=spans.device) - begins[span]
+    return _Part(head, scale, softcap, predicted - 1, ids.flatten()[predicted], span, ends.tolist())
+
+
+def _chunks(
+    widths: torch.Tensor, student_columns: int, teacher_columns: int, device: torch.device
+) -> list[tuple[int, int]]:
+    """Runs of spans whose logits fit a chunk; at least one span each."""
+    elements = CHUNK_ELEMENTS
+    if device.type == "cuda":
+        elements = device_facts(device).memory_bytes // CHUNK_SHARE
+    taken = (widths[0] * student_columns + widths[1] * teacher_columns).cumsum(0)
+    chunks, start, before = [], 0, 0
+    while start < len(taken):
+        stop = max(int(torch.searchsorted(taken, before + elements, right=True)), start + 1)
+        chunks.append((start, stop))
+        start, before = stop, int(taken[stop - 1])
+    return chunks
