@@ -31,6 +31,7 @@ from distill import console
 from distill.data.load import Splits, load_data
 from distill.environment import environment
 from distill.folders import RECIPE_FILE, run_folder
+from distill.generation.on_policy import on_policy_of
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
 from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
@@ -152,6 +153,10 @@ def run(
         patch_models(models, recipe, attention)
     if recipe.teacher.dtype == "fp8":
         _quantise(trainer, splits, arguments.per_device_train_batch_size)
+    trainer.on_policy = on_policy_of(
+        recipe, models.student, tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
+        autocast=precision.autocast, sharded=sharing.student_sharded,
+    )  # fmt: skip
     plan = Plan(
         arguments.max_steps,
         recipe.train.batch_size * recipe.data.max_length * accumulation * world_size(),

@@ -1,6 +1,10 @@
 """The student's own words in training: what is replaced, what trains; ranks, batches and resumes change nothing."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ from distill.training.checkpoints import checkpoints
 from distill.training.progress import MetricsFile, read_metrics
 from distill.training.trainer import DistillationTrainer, PlainRows
 
+ROOT = Path(__file__).resolve().parents[1]
 COLLATE = PlainRows(Collator(2, omit_plain_positions=True))
 
 
@@ -118,20 +123,41 @@ def test_the_step_counts_generated_tokens(tmp_path):
         assert entry["rollouts_left_out"] == 0
 
 
-def test_one_batch_of_eight_equals_eight_of_one(tmp_path):
-    runs = []
-    for batch, accumulation in ((8, 1), (2, 4), (1, 8)):
-        made = trainer(
-            tmp_path, max_steps=2, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
-            optim="sgd", learning_rate=1.0, own={"fraction": 0.5, "max_new_tokens": 3},
-        )  # fmt: skip
-        made.train()
-        runs.append((weights(made.model), [e["rollouts"] for e in made.state.log_history if "rollouts" in e]))
-    assert 0 < sum(runs[0][1]) < 16
-    for other, counts in runs[1:]:
-        assert counts == runs[0][1]
-        for name, value in runs[0][0].items():
-            torch.testing.assert_close(other[name], value, rtol=1e-9, atol=1e-9)
+def two_steps_of_eight(folder, batch, accumulation):
+    """Weights, and of each step how many answers are the student's and how many tokens train."""
+    made = trainer(
+        folder, max_steps=2, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation,
+        optim="sgd", learning_rate=1.0, own={"fraction": 0.5, "max_new_tokens": 3},
+    )  # fmt: skip
+    made.train()
+    logged = [entry for entry in made.state.log_history if "rollouts" in entry]
+    counts = [[entry[key] for key in ("rollouts", "trained_tokens", "rollout_truncated")] for entry in logged]
+    return weights(made.accelerator.unwrap_model(made.model)), counts
+
+
+def same_run(expected, got):
+    assert got[1] == expected[1]
+    for name, value in expected[0].items():
+        torch.testing.assert_close(got[0][name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_batches_accumulation_and_ranks_say_and_learn_the_same(tmp_path):
+    expected = two_steps_of_eight(tmp_path, 8, 1)
+    assert 0 < sum(count for count, *_ in expected[1]) < 16
+    for batch, accumulation in ((2, 4), (1, 8)):
+        same_run(expected, two_steps_of_eight(tmp_path, batch, accumulation))
+    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", __file__, str(tmp_path)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    same_run(expected, torch.load(tmp_path / "two.pt", weights_only=True))
 
 
 def test_the_same_seed_says_the_same_and_a_step_something_new():
@@ -291,3 +317,12 @@ def test_what_cannot_be_answered_is_refused():
             on_policy_of(
                 recipe.model_copy(update={section: changed}), model, tokenizer, format="chat (messages)", **more
             )
+
+
+if __name__ == "__main__":  # one of two processes
+    torch.set_num_threads(1)
+    result = two_steps_of_eight(Path(sys.argv[1]), 2, 2)
+    if torch.distributed.get_rank() == 0:
+        torch.save(result, Path(sys.argv[1]) / "two.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
