@@ -1,50 +1,63 @@
-"""A teacher on disk: what is stored, found again and trained on equals what the loaded teacher says."""
+"""A teacher on disk: what is stored, found again and compared with equals what the loaded teacher says."""
 
 import contextlib
+import copy
 import json
+import pickle
+import shutil
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from distill_kernels import FusedTopKKLLoss
+from helpers import assert_as_good_as_torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from torch.nn import functional as F
 
-from distill.recipe import parse
-from distill.run import run
+from distill.data.collator import Collator
+from distill.models.head import HeadWeights, LogitShape
+from distill.recipe import Loss, parse
+from distill.teachers import cache_format as layout
+from distill.teachers.cache_encode import CHUNK_ELEMENTS, encode, normalised
+from distill.teachers.cache_error import measure, take_sample
 from distill.teachers.cache_make import load, make_cache
+from distill.teachers.cache_objective import HiddenObjective, TopKObjective
+from distill.teachers.cache_read import TeacherCache
 from distill.teachers.cache_settings import Settings
+from distill.training.objective import DistillationObjective
 
-TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
+TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
+SMALL_SHARD = 8192
+MIXED = Loss.model_validate(
+    {"temperature": 2.0, "terms": [{"type": "forward_kl", "weight": 0.7}, {"type": "cross_entropy", "weight": 0.5}]}
+)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with teacher, student and data, made once."""
+def loaded(tmp_path_factory):
+    """Teacher, student and data of a recipe, loaded once; the working directory is theirs."""
     folder = tmp_path_factory.mktemp("place")
     tokenizer = tiny_tokenizer()
     save_tiny(folder / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
     save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
     (folder / "text.txt").write_text(TEXT)
-    return folder
-
-
-@pytest.fixture
-def here(place, monkeypatch):
-    monkeypatch.chdir(place)
-    return place
-
-
-def recipe(*overrides):
-    return parse(
+    recipe = parse(
         """
         teacher: {model: teacher}
         student: {model: student}
         data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
-        train: {steps: 6, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-3, warmup: 0, log_every: 2}
+        train: {steps: 6, batch_size: 2, device: cpu}
+        loss: {temperature: 2.0}
         generate: {prompts: [Hello], max_new_tokens: 5}
         """,
-        ["train.device=cpu", *overrides],
         name="tiny",
     )
+    with contextlib.chdir(folder):
+        yield load(recipe)
 
 
 @contextlib.contextmanager
@@ -52,22 +65,360 @@ def silent(total):
     yield lambda positions: None
 
 
-def cache(folder, *overrides, **settings):
-    """Make a cache; returns its manifest."""
-    if not (Path(folder) / "manifest.json").exists():
-        made = Settings(**settings).checked()
-        make_cache(load(recipe(*overrides)), Path(folder), made, say=lambda line: None, progress=silent)
-    return json.loads((Path(folder) / "manifest.json").read_text())
+def write(loaded, folder, progress=silent, **settings):
+    made = Settings(**settings).checked()
+    make_cache(loaded, Path(folder), made, say=lambda line: None, progress=progress)
+    return TeacherCache(folder)
 
 
-def cached(folder, *overrides):
-    return recipe(f"teacher={{type: cache, path: {folder}}}", *overrides)
+@pytest.fixture(scope="module")
+def exact(loaded):
+    """Every token's log-probability in float32."""
+    return write(loaded, "exact", k=259, dtype="float32", shard_bytes=1 << 20)
 
 
-def test_a_run_from_a_cache(here, capsys):
-    manifest = cache("plain", k=8)
-    assert manifest["positions"] > 500
-    result = run(cached("plain"), name="from-cache")
-    assert result.after.forward_kl < result.before.forward_kl
-    out = capsys.readouterr().out
-    assert "8 likeliest of 259" in out
+@pytest.fixture(scope="module")
+def bucket(loaded):
+    """Eight tokens in float16, in many small shards."""
+    return write(loaded, "bucket", k=8, shard_bytes=SMALL_SHARD)
+
+
+def online(loaded, loss, dtype=torch.float32):
+    student, teacher = (copy.deepcopy(m).to(dtype) for m in (loaded.models.student, loaded.models.teacher))
+    return DistillationObjective(teacher, student, loss)
+
+
+def cached(loaded, cache, loss, dtype=torch.float32):
+    kind = HiddenObjective if cache.is_hidden else TopKObjective
+    return kind(None, copy.deepcopy(loaded.models.student).to(dtype), loss, cache=cache)
+
+
+def differentiate(objective, rows, **collator):
+    """Loss and gradients of rows as one batch, the sum over its tokens."""
+    batch = objective.collator(Collator(0, **collator))(rows)
+    student = objective.student.eval()
+    student.zero_grad()
+    output = student(**objective.compare(batch, num_items=1))
+    output["loss"].backward()
+    return [output["loss"].detach(), *(p.grad.clone() for p in student.parameters())], output["statistics"]
+
+
+def some(loaded, count=6):
+    return [loaded.splits.train[number] for number in range(count)]
+
+
+# ------------------------------------------------------------------ what is stored
+
+
+@given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_ids_come_back(vocabulary, k, seed):
+    ids = np.random.default_rng(seed).integers(0, vocabulary, (5, k)).astype(np.int32)
+    ids[0, 0] = vocabulary - 1
+    low, high = layout.split_ids(ids, vocabulary)
+    assert (layout.join_ids(low, high, vocabulary) == ids).all()
+    width = low.nbytes + (0 if high is None else high.nbytes)
+    plan = {"kind": "top_k", "dtype": "float16", "k": k, "vocabulary": vocabulary}
+    assert layout.bytes_a_token(plan) * 5 == width + 5 * 2 * (k + len(layout.FIGURES))
+
+
+def test_size_is_as_promised(bucket):
+    assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 49_152}) == 262
+    assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 128_256}) == 270
+    assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 151_936}) == 278
+    payload = 0
+    for number in range(len(bucket.manifest["shards"])):
+        arrays = layout.map_tensors(layout.shard_path(bucket.path, number))
+        payload += sum(a.nbytes for name, a in arrays.items() if name not in ("keys", "offsets"))
+    assert payload == bucket.stored * layout.bytes_a_token(bucket.manifest)
+    assert len(bucket.manifest["shards"]) > 3
+
+
+def head_of(rows=64, width=16, vocabulary=50, std=1.0):
+    weight = torch.randn(vocabulary, width) * std
+    return torch.randn(rows, width), HeadWeights(weight, torch.randn(vocabulary), None)
+
+
+def test_encoding_against_full_softmax(monkeypatch):
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 7 * 50)
+    hidden, head = head_of()
+    labels = torch.arange(64) % 48
+    said = encode(hidden, head, LogitShape(0.5, 9.0), labels, columns=48, k=5, tail="bucket", temperature=2.0)
+    raw = hidden.double() @ head.weight.double()[:48].T + head.bias.double()[:48]
+    logits = 9 * torch.tanh(0.5 * raw / 9)
+    hard, soft = F.log_softmax(logits, -1), F.log_softmax(logits / 2, -1)
+    top, ids = soft.topk(5)
+    assert (said.ids == ids).all()
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(said.logprobs.double(), top, **close)
+    torch.testing.assert_close(said.tail.double(), torch.log1p(-top.exp().sum(-1)), **close)
+    torch.testing.assert_close(said.entropy.double(), -(hard.exp() * hard).sum(-1), **close)
+    torch.testing.assert_close(said.label_logprob.double(), hard.gather(-1, labels[:, None])[:, 0], **close)
+
+
+def test_rounding_is_made_good_by_the_tail():
+    hidden, head = head_of(std=3.0)
+    said = encode(hidden, head, LogitShape(), torch.zeros(64, dtype=torch.long), columns=50, k=8, tail="bucket")
+    rounded = said.to(torch.float16)
+    given = normalised(rounded.logprobs, rounded.tail)
+    tail, wanted = 1 - given.double().exp().sum(-1), said.tail.double().exp().clamp_min(1e-6)
+    assert ((tail / wanted - 1).abs() < 0.3).all() and (tail > 0).all()
+    large = wanted > 1e-4
+    assert large.any() and ((tail / wanted - 1).abs()[large] < 6e-3).all()
+    unmended = 1 - rounded.logprobs.double().exp().sum(-1)
+    assert ((unmended / wanted - 1).abs().max() > (tail / wanted - 1).abs().max()) and (unmended < 0).any()
+
+
+def test_sampled_weights_are_right_on_average_and_close_each_time():
+    hidden, head = head_of(rows=1)
+    hidden = hidden.expand(4000, -1)
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.zeros(4000, dtype=torch.long)
+    said = encode(hidden, head, LogitShape(), labels, columns=50, k=12, tail="sampled", generator=generator)
+    p = F.log_softmax(hidden[:1] @ head.weight.T + head.bias, -1).exp()
+    weights = torch.zeros(4000, 50).scatter(-1, said.ids.long(), said.logprobs.exp())
+    torch.testing.assert_close(weights.sum(-1), torch.ones(4000))
+    assert ((weights - p).abs() < 1 / 12 + 1e-5).all()
+    noise = (p * (1 - p) / 12 / 4000).sqrt()  # of independent draws, an upper bound here
+    assert ((weights.mean(0) - p[0]).abs() < 5 * noise[0] + 1e-4).all()
+    assert weights.var(0).sum() < 0.8 * (p * (1 - p) / 12).sum()
+    assert (said.ids.sort(-1).values.diff(dim=-1) > 0).all(), "ids are distinct"
+
+
+# ------------------------------------------------------------------ the loss
+
+
+@pytest.mark.parametrize("kind", ["every token", "hidden states"])
+def test_equals_the_loaded_teacher(loaded, exact, tmp_path, kind):
+    cache = exact if kind == "every token" else write(loaded, tmp_path / "cache", hidden=True, dtype="float32")
+    loss = MIXED if kind == "every token" else Loss.model_validate(MIXED.model_dump() | {"temperature": 1.5})
+    rows = some(loaded)
+    wanted, figures = differentiate(online(loaded, loss, torch.float64), rows)
+    eager, _ = differentiate(online(loaded, loss), rows)
+    ours, ours_figures = differentiate(cached(loaded, cache, loss), rows)
+    for number, results in enumerate(zip(ours, eager, wanted, strict=True)):
+        assert_as_good_as_torch(*results, torch.float32, f"result {number}")
+    first = 1 if kind == "every token" else 0  # the divergence is that of the loss's temperature there
+    torch.testing.assert_close(ours_figures[first:].double(), figures[first:].double(), rtol=1e-5, atol=1e-4)
+
+
+def test_bucket_equals_the_loss_by_hand(loaded, bucket):
+    rows = some(loaded)
+    batch = Collator(0)(rows)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        student, teacher = (copy.deepcopy(m).to(dtype).eval() for m in (loaded.models.student, loaded.models.teacher))
+        body = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        with torch.no_grad():
+            top, ids = F.log_softmax(teacher(**body).logits / 2, -1).topk(8)
+        labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+        loss = FusedTopKKLLoss("forward", "bucket", 2.0, divergence_weight=0.7, ce_weight=0.5)
+        hidden = student.model(**body).last_hidden_state
+        value = loss(hidden, student.lm_head.weight, ids, top, labels, num_items=1)
+        value.backward()
+        results.append([value.detach(), *(p.grad for p in student.parameters())])
+    ours, figures = differentiate(cached(loaded, bucket, MIXED), rows)
+    for a, b in zip(ours, results[0], strict=True):
+        assert (a - b).norm() <= 2e-3 * b.norm()  # float16 on disk
+    stored = write(loaded, "bucket-float32", k=8, dtype="float32")
+    ours, _ = differentiate(cached(loaded, stored, MIXED), rows)
+    for number, parts in enumerate(zip(ours, results[1], results[0], strict=True)):
+        assert_as_good_as_torch(*parts, torch.float32, f"result {number}")
+    _, online_figures = differentiate(online(loaded, MIXED), rows)
+    # agreement, entropies and label log-probabilities do not depend on K
+    torch.testing.assert_close(figures[1:], online_figures[1:], rtol=2e-3, atol=0.5)
+
+
+def test_equal_models_have_no_loss(loaded, bucket, exact):
+    for cache in (bucket, exact):
+        objective = TopKObjective(
+            None, copy.deepcopy(loaded.models.teacher).requires_grad_(), Loss(temperature=2.0), cache=cache
+        )
+        batch = objective.collator(Collator(0))(some(loaded))
+        with torch.no_grad():
+            found = objective.student(**objective.compare(batch))["loss"]
+        assert found.abs() < 1e-6
+
+
+# ------------------------------------------------------------------ nothing can misalign it
+
+
+def test_order_packing_and_padding_change_nothing(loaded, bucket):
+    rows = some(loaded, 8)
+    whole, figures = differentiate(cached(loaded, bucket, MIXED), rows)
+    documents = [
+        {name: np.asarray(row[name])[d.start : d.stop] for name in row}
+        for row in rows
+        for d in layout.documents_of(row)
+    ]
+    apart = [dict(d, position_ids=np.arange(len(d["input_ids"]))) for d in documents]
+    for arranged, collator in (
+        (rows[::-1], {}),
+        (apart, {}),
+        (apart[::2] + apart[1::2], {"padding_side": "left", "pad_to_multiple_of": 64}),
+        (apart, {"omit_plain_positions": True}),
+    ):
+        again, again_figures = differentiate(cached(loaded, bucket, MIXED), arranged, **collator)
+        for a, b in zip(again, whole, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+        torch.testing.assert_close(again_figures, figures, rtol=1e-5, atol=1e-3)
+
+
+def test_accumulation_adds_up(loaded, bucket):
+    rows = some(loaded, 8)
+    whole, _ = differentiate(cached(loaded, bucket, MIXED), rows)
+    objective = cached(loaded, bucket, MIXED)
+    parts = [differentiate(objective, rows[start : start + 2])[0] for start in range(0, 8, 2)]
+    for a, b in zip(map(sum, zip(*parts, strict=True)), whole, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+
+
+def test_a_document_that_is_not_there_is_named(loaded, bucket):
+    row = {name: list(values) for name, values in loaded.splits.train[0].items()}
+    collate = cached(loaded, bucket, MIXED).collator(Collator(0))
+    for name, value in (("input_ids", 77), ("labels", -100)):
+        other = {key: list(values) for key, values in row.items()}
+        other[name][5] = value if row[name][5] != value else 78
+        with pytest.raises(ValueError, match=r"teacher\.path: .* row 1 of the batch, tokens 0 to"):
+            collate([row, other])
+    with pytest.raises(ValueError, match=r"lacks 1 of the 2 documents of the data, the first in row 1, tokens 0 to"):
+        bucket.require([row, other], "data")
+    crossing = row | {"position_ids": [*range(9), *range(len(row["position_ids"]) - 9)]}
+    with pytest.raises(ValueError, match="first token"):
+        collate([crossing])
+
+
+def test_a_batch_of_another_collator_is_refused(loaded, bucket):
+    objective = cached(loaded, bucket, MIXED)
+    with pytest.raises(ValueError, match=r"objective\.collator"):
+        objective.compare(Collator(0)(some(loaded, 1)))
+
+
+def test_a_worker_opens_the_files_itself(bucket):
+    sent = pickle.dumps(bucket)
+    assert len(sent) < 1000 and pickle.loads(sent).stored == bucket.stored
+
+
+# ------------------------------------------------------------------ writing
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
+
+
+def test_killed_and_resumed_equals_undisturbed(loaded, bucket, tmp_path):
+    @contextlib.contextmanager
+    def dies(total):
+        told = []
+
+        def advance(positions):
+            told.append(positions)
+            if sum(told) > total / 2:
+                raise KeyboardInterrupt
+
+        yield advance
+
+    folder = tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        write(loaded, folder, progress=dies, k=8, shard_bytes=SMALL_SHARD)
+    with pytest.raises(ValueError, match="unfinished"):
+        TeacherCache(folder)
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("shard-*.safetensors")}
+    assert 0 < len(kept) < len(bucket.manifest["shards"])
+    with pytest.raises(ValueError, match=r"--out: .* k was 8, now 9"):
+        write(loaded, folder, k=9, shard_bytes=SMALL_SHARD)
+    write(loaded, folder, k=8, shard_bytes=SMALL_SHARD)
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
+    assert contents(folder) == contents(bucket.path)
+
+
+def test_two_processes_write_what_one_does(loaded, bucket, tmp_path, monkeypatch):
+    made, told, folder = Settings(k=8, shard_bytes=SMALL_SHARD).checked(), [], tmp_path / "cache"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    folder.mkdir()
+    assert make_cache(loaded, folder, made, say=print, progress=silent) is None  # the second process waits for nobody
+    wanted = [layout.shard_path(folder, number).name for number in range(1, len(bucket.manifest["shards"]), 2)]
+    assert [path.name for path in sorted(folder.iterdir())] == wanted
+    folder.rename(tmp_path / "second")
+
+    @contextlib.contextmanager
+    def counts(total):
+        yield told.append
+        assert sum(told) == total, "progress is exact"
+
+    def arrive():
+        for path in (tmp_path / "second").iterdir():
+            path.rename(folder / path.name)
+
+    monkeypatch.setenv("RANK", "0")
+    second = threading.Timer(0.5, arrive)
+    second.start()
+    manifest = make_cache(loaded, folder, made, say=lambda line: None, progress=counts)
+    second.join()
+    assert contents(folder) == contents(bucket.path) and manifest["positions"] == bucket.stored
+
+
+def test_a_small_disk_is_refused_before_anything_is_written(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(ValueError, match=r"--out: the cache needs .* GiB more \(262 bytes a token\)"):
+        write(loaded, tmp_path / "cache", k=64)
+
+
+def test_other_mistakes_are_named(loaded, bucket, tmp_path):
+    for settings_, message in (
+        ({"k": 300}, "--top-k: expected at most 259"),
+        ({"tail": "top"}, "--tail: expected bucket"),
+        ({"dtype": "bfloat16"}, "--dtype: expected float16 or float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write(loaded, tmp_path / "cache", **settings_)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thing").write_text("x")
+    with pytest.raises(ValueError, match="holds no cache"):
+        write(loaded, tmp_path / "full")
+    with pytest.raises(ValueError, match=r"teacher\.path: no cache"):
+        TeacherCache(tmp_path / "full")
+    for terms, message in (
+        ([{"type": "jsd"}], "came 1 jsd; a cache made with --hidden"),
+        ([{"type": "forward_kl"}, {"type": "reverse_kl"}], "came 1 forward_kl"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cached(loaded, bucket, Loss.model_validate({"temperature": 2.0, "terms": terms}))
+    with pytest.raises(ValueError, match="at temperature 2, the recipe's loss is at 1"):
+        cached(loaded, bucket, Loss())
+
+
+def test_damage_is_found(bucket, tmp_path):
+    folder = tmp_path / "cache"
+    shutil.copytree(bucket.path, folder)
+    shard = layout.shard_path(folder, 1)
+    shard.write_bytes(shard.read_bytes()[:-4])
+    with pytest.raises(ValueError, match="is damaged"):
+        TeacherCache(folder)
+    shard.unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        TeacherCache(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
+    with pytest.raises(ValueError, match="version 99"):
+        TeacherCache(folder)
+
+
+# ------------------------------------------------------------------ what is lost
+
+
+def test_the_error_table(loaded):
+    sample = take_sample(loaded, 64)
+    assert len(sample.labels) == 64
+    rows = measure(sample, temperature=1.0, ks=(8, 64, 256), dtype=torch.float32)
+    assert [(row.k, row.tail) for row in rows][:3] == [(8, "bucket"), (8, "renormalize"), (8, "sampled")]
+    found = {(row.k, row.tail): row for row in rows}
+    for tail in ("bucket", "renormalize", "sampled"):
+        errors = [found[k, tail].gradient for k in (8, 64, 256)]
+        assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 2, tail
+    assert found[8, "bucket"].kl > found[64, "bucket"].kl > found[256, "bucket"].kl >= 0
+    assert found[8, "bucket"].seen < 1 and abs(found[256, "bucket"].seen - 1) < 0.01
+    assert found[8, "renormalize"].kl == float("inf")
+    sampled = found[8, "sampled"]
+    assert sampled.head < sampled.gradient, "noise averages out over positions"

@@ -83,6 +83,12 @@ def load(recipe: Recipe) -> Loaded:
     """
     if recipe.teacher.is_cached:
         raise ValueError("teacher.type: expected model, the teacher to run over the data, came cache")
+    if recipe.teachers:
+        raise ValueError("teachers: expected one teacher, since a cache holds what one says; came several")
+    if recipe.student.vocabulary == "cross":
+        raise ValueError(
+            "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; came cross"
+        )
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
     tokenizer = read_tokenizer(recipe)

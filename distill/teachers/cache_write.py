@@ -276,7 +276,7 @@ def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
     return {"input_ids": ids, "labels": labels, "position_ids": np.arange(len(ids))}
 
 
-def _laid_out(documents: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _laid_out(documents: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
     return {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
 
 
