@@ -116,6 +116,67 @@ def test_values_that_float16_cannot_hold_are_refused(folder):
     assert not Path("out").exists()
 
 
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands in for the hub's API: records what it was told; `hub.error` is what it answers."""
+    import types
+
+    hub = types.SimpleNamespace(calls=[], error=None)
+
+    class Api:
+        def create_repo(self, repository, **settings):
+            hub.calls.append(("create", repository, settings))
+            if hub.error is not None:
+                raise hub.error
+
+        def upload_folder(self, *, repo_id, folder_path, **settings):
+            hub.calls.append(("upload", repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+            return f"https://hub.example/{repo_id}"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    return hub
+
+
+def test_push_makes_a_private_repository_and_uploads_what_was_checked(folder, hub, capsys):
+    assert run_command(["export", "mine", "-o", "out", "--push", "me/mine"]) == 0
+    assert "pushed to https://hub.example/me/mine" in capsys.readouterr().out
+    create, upload = hub.calls
+    assert create == ("create", "me/mine", {"private": True, "exist_ok": True})
+    assert upload == ("upload", "me/mine", sorted(path.name for path in Path("out").iterdir()))
+    hub.calls.clear()
+    assert run_command(["export", "mine", "-o", "out2", "--push", "me/mine", "--public", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["address"] == "https://hub.example/me/mine"
+    assert hub.calls[0][2]["private"] is False
+
+
+@pytest.mark.parametrize(
+    "repository, error, message",
+    [
+        ("me/mine", "401 Client Error: Unauthorized", "--push: me/mine: 401 Client Error: Unauthorized (hf auth login"),
+        ("me/mine", "offline", "--push: me/mine: the hub cannot be reached"),
+        ("me/../x", None, "--push: expected OWNER/NAME, came 'me/../x'"),
+        ("mine", None, "--push: expected OWNER/NAME, came 'mine'"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_and_the_folder_stays(repository, error, message, folder, hub, capsys):
+    import sys
+
+    from huggingface_hub.errors import HfHubHTTPError
+
+    http = sys.modules[HfHubHTTPError.__mro__[1].__module__.split(".")[0]]  # the hub's HTTP library has changed before
+    if error == "offline":
+        hub.error = http.ConnectError("[Errno -2] Name or service not known")
+    elif error:
+        request = http.Request("POST", "https://hub.example")
+        hub.error = HfHubHTTPError(error, response=http.Response(401, request=request))
+    assert run_command(["export", "mine", "-o", "out", "--push", repository]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1, err
+    assert Path("out").exists() is (error is not None), "a name that cannot be is found before anything is written"
+    if error:
+        assert "is written; push it again with" in err
+
+
 # ---------------------------------------------------------------- inspect
 
 

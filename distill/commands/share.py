@@ -28,7 +28,7 @@ def generate(
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask; may be repeated.")],
     teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")] = None,
     beside: Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1)] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -92,6 +92,7 @@ def export(
     distill export support-bot -o out --gguf q8_0              out/out-q8_0.gguf for llama.cpp and its relatives
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
+    from distill.reports.export import check_repository
     from distill.reports.export import export as write
     from distill.reports.export import push as upload
     from distill.reports.gguf_file import check_type, write_gguf
@@ -99,6 +100,8 @@ def export(
 
     if gguf is not None:
         check_type(gguf)
+    if push is not None:
+        check_repository(push)
     with console.working("exporting"):
         written = write(find_run(run), output, dtype=dtype, shard_size=shard_size)
         if gguf is not None:

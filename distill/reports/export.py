@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,19 +82,33 @@ def _check(model: Any, folder: Path) -> None:
     assert config["num_hidden_layers" if "num_hidden_layers" in config else "n_layer"]
 
 
+def check_repository(name: str) -> None:
+    """Raise for what cannot be a repository of the hub."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", name) or ".." in name or "--" in name:
+        raise RecipeError([f"--push: expected OWNER/NAME, came {name!r}"])
+
+
 def push(folder: Path, repository: str, *, private: bool = True) -> str:
     """Upload an exported folder to the hub; returns its address.
 
     Raises:
-        RecipeError: the hub refused it.
+        RecipeError: the hub refused it, or cannot be reached; the folder stays as it is.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    again = f"; {folder} is written; push it again with: hf upload {repository} {folder}"
+    # what the hub's own HTTP library raises, whichever that is: its errors are a base of the hub's
+    unreachable = tuple(kind for kind in HfHubHTTPError.__mro__[1:] if kind not in (Exception, BaseException, object))
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RecipeError([f"--push: {repository}: {reason} (hf auth login logs in)"]) from error
+    except (HfHubHTTPError, HFValidationError, ValueError) as error:
+        raise RecipeError([f"--push: {repository}: {_reason(error)} (hf auth login logs in){again}"]) from error
+    except unreachable as error:
+        raise RecipeError([f"--push: {repository}: the hub cannot be reached ({_reason(error)}){again}"]) from error
+
+
+def _reason(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,172 @@
+"""Every command alike: help with examples, JSON, exit codes, completion, plain text in a pipe, a quiet Ctrl-C."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from distill import cli, console
+from distill.cli import run_command
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = typer.main.get_command(cli.app).commands
+NAMES = sorted(COMMANDS)
+PRINTS_NO_TABLE = {"run"}
+NEEDS = {"export": ["-o", "out"], "generate": ["-p", "Hello"]}
+ESCAPE = "\x1b"
+
+
+def distill(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "distill", *arguments], capture_output=True, text=True, cwd=ROOT,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_all_commands_are_met_here():
+    assert {"run", "validate", "recipes", "check", "inspect", "eval", "compare", "report"} <= set(NAMES)
+    assert {"export", "generate", "bench", "doctor"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_explains_and_shows_examples(name, capsys):
+    assert run_command([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"Usage: distill {name}" in out and ESCAPE not in out
+    if name != "recipes":  # whose own examples stand at its subcommand
+        examples = re.findall(rf"^ +distill {name}\b.*$", out, flags=re.M)
+        assert examples, "a person copies examples before reading options"
+    for line in out.splitlines():
+        assert len(line) <= 120, line
+    for parameter in COMMANDS[name].params:
+        if parameter.param_type_name == "option" and parameter.name not in ("help",):
+            assert getattr(parameter, "help", None), f"{name} {parameter.opts[0]} is not explained"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_prints_a_table_also_prints_json(name):
+    options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert ("--json" in options) is (name not in PRINTS_NO_TABLE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_option_is_one_line_and_exit_code_2(name, capsys):
+    assert run_command([name, "--colour", "red"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("distill: ") and captured.err.count("\n") == 1
+    assert f"distill {name} --help" in captured.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ctrl_c_is_130_without_a_trace(name, capsys, monkeypatch):
+    """Wherever a command is when the person has had enough."""
+    command = COMMANDS[name]
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(command), "invoke", interrupted)
+    assert run_command([name, "x", *NEEDS.get(name, [])]) == 130
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err and captured.out == ""
+
+
+@pytest.mark.parametrize(
+    "name, error, code",
+    [("report", ValueError("data.source: gone"), 2), ("report", RuntimeError("a bug"), None)],
+)
+def test_a_users_mistake_is_2_and_a_bug_keeps_its_trace(name, error, code, capsys, monkeypatch):
+    def fails(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("distill.reports.report.find_run", fails)
+    if code is None:
+        with pytest.raises(RuntimeError, match="a bug"):
+            run_command([name, "x"])
+    else:
+        assert run_command([name, "x"]) == code
+        assert capsys.readouterr().err == "distill: data.source: gone\n"
+
+
+def test_a_failed_check_is_1(capsys):
+    tiny = ["teacher.init=random", "student.init=random", "data.source=synthetic"]
+    assert run_command(["check", "llama3-8b-to-1b", "--gpu", "24GB", "--no-data", *tiny]) == 1
+    assert "PROBLEM     memory" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- completion
+
+
+def test_the_shell_completes_commands_options_recipes_and_runs(tmp_path):
+    def complete(words: str, number: int, cwd: Path = ROOT) -> list[str]:
+        answer = subprocess.run(
+            [sys.executable, "-m", "distill"], capture_output=True, text=True, cwd=cwd,
+            env={**os.environ, "_DISTILL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number),
+                 "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"},
+        )  # fmt: skip
+        return answer.stdout.split()
+
+    assert complete("distill ex", 1) == ["export"]
+    assert "--gguf" in complete("distill export --g", 2)
+    assert complete("distill run quick", 2) == ["quickstart"]
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "recipe.yaml").write_text("name: mine")
+    for command in ("report", "export", "eval", "generate", "compare"):
+        assert complete(f"distill {command} mi", 2, tmp_path) == ["mine"], command
+
+
+def test_completion_installs_itself():
+    out = distill("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert out.returncode == 0 and "_DISTILL_COMPLETE=complete_bash" in out.stdout
+
+
+# ---------------------------------------------------------------- terminals
+
+
+def in_terminal(code: str) -> str:
+    """What a Python program writes when its standard output and error are a terminal."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    environment.pop("NO_COLOR", None)
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=slave, stderr=slave, cwd=ROOT, env=environment)
+    os.close(slave)
+    written = b""
+    while True:
+        try:
+            piece = os.read(master, 65536)
+        except OSError:  # what Linux answers when the other end is closed
+            break
+        if not piece:
+            break
+        written += piece
+    os.close(master)
+    assert process.wait() == 0, written
+    return written.decode()
+
+
+PROGRESS = (
+    "import time; from distill import console\n"
+    "with console.progress('comparing', 4) as advance:\n"
+    "    for _ in range(4):\n"
+    "        time.sleep(0.05)\n"
+    "        advance and advance(1)\n"
+    "console.show_table(['a'], [['1']])\n"
+)
+
+
+def test_bars_and_colours_are_for_terminals_only(capsys):
+    drawn = in_terminal(PROGRESS)
+    assert ESCAPE in drawn and "comparing" in drawn and "100%" in drawn
+    plain = subprocess.run([sys.executable, "-c", PROGRESS], capture_output=True, text=True, cwd=ROOT)
+    assert plain.returncode == 0 and plain.stdout == "a\n1\n" and plain.stderr == ""
+    with console.progress("x", 1) as advance:
+        assert advance is None
+    for arguments in (["recipes"], ["validate", "quickstart"]):
+        assert run_command(arguments) == 0
+    captured = capsys.readouterr()
+    assert ESCAPE not in captured.out + captured.err
