@@ -73,6 +73,7 @@ def setups(args: argparse.Namespace) -> list[Any]:
 
 def train(args: argparse.Namespace) -> None:
     """Run what has no row yet."""
+    from distill.faults import RunError
     from scripts.bench.harness import environment
     from scripts.study import runs
 
@@ -94,7 +95,11 @@ def train(args: argparse.Namespace) -> None:
         if args.minutes is not None and start - began + longest > 60 * args.minutes:
             print(f"stopped: {len(waiting) - number + 1} configurations wait; the same command goes on", flush=True)
             return
-        row = runs.run_one(setup, bench)
+        try:
+            row = runs.run_one(setup, bench)
+        except RunError as error:  # not finite, at twice the learning rate for example: that is a result too
+            print(f"{number}/{len(waiting)} {setup}: no row, since it broke: {str(error).splitlines()[0]}", flush=True)
+            continue
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**row, **facts}) + "\n")
         took = time.perf_counter() - start
