@@ -172,7 +172,7 @@ def require_same(locked: Mapping[str, Any], now: Mapping[str, Any], origin: str)
         RecipeError: naming the first thing that differs, what is locked and what is here.
     """
     for name, old, new in differences(locked, now):
-        raise RecipeError([f"--lock {origin}: {name} differs: locked {_short(old)}, here {_short(new)}"])
+        raise RecipeError([f"{origin}: {name} differs: locked {_short(old)}, here {_short(new)}"])
 
 
 def differences(locked: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -20,9 +20,11 @@ import importlib.metadata
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -35,7 +37,7 @@ from distill.generation.on_policy import on_policy_of
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
 from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
-from distill.lock import LOCK_FILE, lock_of, lock_text, read_lock, require_same
+from distill.lock import LOCK_FILE, differences, lock_of, lock_text, read_lock, require_same
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.load import save_student
 from distill.preamble import Plan, model_name, preamble, result_table, show_samples, teacher_name
@@ -51,11 +53,12 @@ from distill.training.arguments import (
     training_arguments,
     world_size,
 )
-from distill.training.checkpoints import checkpoints, half_written
+from distill.training.checkpoints import half_written
 from distill.training.failures import explained
 from distill.training.launch import is_first
 from distill.training.parallel import is_sharded, plan_sharing, whole_student
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
+from distill.training.soundness import resumable
 from distill.training.trainer import DistillationTrainer
 
 log = logging.getLogger(__name__)
@@ -102,12 +105,23 @@ def run(
         SystemExit: with code 0, after SIGTERM and a checkpoint.
     """
     transformers.utils.logging.disable_progress_bar()
-    # --- what was asked for
     device = resolve_device(recipe.train)
     process = PartialState(cpu=device.type == "cpu")
     (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if is_first() else None])
+    with explained(recipe, folder):
+        return _run(recipe, folder, device, process, resume, lock)
+
+
+def _run(
+    recipe: Recipe, folder: Path, device: torch.device, process: PartialState, resume: bool, lock: Path | None
+) -> RunResult:
+    # --- what was asked for
+    last = None
     if resume:
         _same_recipe(recipe, folder)
+        last, refused = resumable(folder)
+        if is_first():
+            _say_where_it_goes_on(folder, last, refused)
     precision = resolve_precision(recipe, device)
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
     transformers.set_seed(recipe.train.seed)
@@ -124,12 +138,14 @@ def run(
     if is_first() or sharing.teacher_sharded:  # every process knows the hash of its own shards only
         locked = lock_of(
             recipe, teacher=models.teacher, student=models.student, tokenizer=tokenizer, rows=splits.train,
-            processes=world_size(),
+            processes=world_size(), source=splits.report.digest,
         )  # fmt: skip
     if not is_first():
         locked = None
     if lock is not None and locked is not None:
-        require_same(read_lock(lock), locked, str(lock))
+        require_same(read_lock(lock), locked, f"--lock {lock}")
+    if resume and locked is not None and (folder / LOCK_FILE).exists():
+        _same_run(read_lock(folder / LOCK_FILE), locked, folder)
     arguments = training_arguments(
         recipe, folder, rows=len(splits.train), device=device, precision=precision,
         student_sharded=sharing.student_sharded,
@@ -181,14 +197,8 @@ def run(
     before, answers = _before(recipe, models, trainer, splits, precision, folder)
 
     # --- train
-    last = checkpoints(folder)[-1] if resume and checkpoints(folder) else None
-    if resume and is_first():
-        for path in half_written(folder):
-            console.say(f"{path} was not finished when the run ended, and is not used")
-        console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
     try:
-        with explained(recipe, folder):
-            trainer.train(resume_from_checkpoint=str(last) if last else None)
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
         progress.stop()
     if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
@@ -202,6 +212,25 @@ def run(
     _save(recipe, models, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
+
+
+def _same_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Refuse to go on with other data or models than the run began with; other versions are only named."""
+    path = folder / LOCK_FILE
+    # the fingerprint of a sharded teacher depends on the number of shards
+    models = ("teacher", "student") if before["processes"] == now["processes"] else ()
+    for name in ("data", *models, "seeds"):
+        require_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to go on all the same)")
+    for name, old, new in differences({"environment": before["environment"]}, {"environment": now["environment"]}):
+        log.warning("%s was %s when the run began and is %s now: figures may differ in rounding", name, old, new)
+
+
+def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str]) -> None:
+    for path in half_written(folder):
+        console.say(f"{path} was not finished when the run ended, and is not used")
+    for line in refused:
+        console.say(line)
+    console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
 
 
 def _write(path: Path, text: str) -> None:
@@ -255,8 +284,11 @@ def _before(
     """Figures and samples from before training; those of the first start where a run is resumed."""
     path = folder / "before.json"
     if path.exists():
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return HeldOut(**kept["held_out"]), kept["answers"]
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return HeldOut(**kept["held_out"]), dict(kept["answers"])
+        except (ValueError, KeyError, TypeError):
+            log.warning("%s is damaged; its figures are made again", path)
     before = _held_out(recipe, models, trainer, splits, precision)
     answers: dict[str, list[str]] = {} if models.cache is None else models.cache.answers(recipe.generate)
     if models.tokenizer is not None and recipe.generate.prompts:

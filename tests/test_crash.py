@@ -69,7 +69,7 @@ def undisturbed(workplace):
 
 def rows(folder):
     return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMING}
+        {key: value for key, value in json.loads(line).items() if key not in TIMING and not key.startswith("time_")}
         for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
 

@@ -192,6 +192,19 @@ class DistillationTrainer(Trainer):
         with self.health.stops_on_sigterm():
             return super().train(*args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer._run_epoch`, which would make one more step of a run that is resumed behind its last one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """As `Trainer`'s, which misses a tied head in every checkpoint: safetensors holds shared weights once."""
+        tied = getattr(self.objective.student, "all_tied_weights_keys", None) or {}
+        if load_result.unexpected_keys or not set(load_result.missing_keys) <= set(tied):
+            super()._issue_warnings_after_load(load_result)
+
     @torch.no_grad()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -1,0 +1,151 @@
+"""What `--resume` goes on from, and what it refuses: finished runs, damaged and hostile checkpoints, other data."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill import run as run_module
+from distill.cli import run_command
+from distill.training.progress import read_metrics
+from distill.training.soundness import fault_of
+
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 1}}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1, max_rows: 2}}
+train: {steps: 4, batch_size: 2, learning_rate: 3e-3, warmup: 0, schedule: constant, log_every: 1, save_every: 2,
+        device: cpu}
+generate: {prompts: []}
+"""
+TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a finished run called whole: checkpoint-2 and checkpoint-4."""
+    folder = tmp_path_factory.mktemp("resume")
+    tokenizer = tiny_tokenizer()
+    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "r.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
+        assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
+    return folder
+
+
+@pytest.fixture
+def workplace(finished, tmp_path, monkeypatch):
+    """A copy of it, to be spoiled."""
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
+    return folder
+
+
+def resume():
+    return run_command(["run", "r.yaml", "--name", "whole", "--resume"])
+
+
+def figures(folder):
+    timing = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen")
+    return [
+        {key: value for key, value in row.items() if key not in timing and not key.startswith("time_")}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def test_a_finished_run_is_left_as_it_is(workplace, finished, capsys, caplog):
+    assert resume() == 0 and "missing keys" not in caplog.text
+    run = workplace / "runs/whole"
+    assert "continuing from runs/whole/checkpoint-4" in capsys.readouterr().out
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert figures(run) == figures(finished / "runs/whole")
+    ours, theirs = (load_file(path / "runs/whole/student/model.safetensors") for path in (workplace, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+SPOILED = {
+    "state cut": lambda folder: cut(folder / "trainer_state.json"),
+    "state of something else": lambda folder: (folder / "trainer_state.json").write_text("[]"),
+    "weights cut": lambda folder: cut(folder / "model.safetensors"),
+    "weights gone": lambda folder: (folder / "model.safetensors").unlink(),
+    "optimizer cut": lambda folder: cut(folder / "optimizer.pt"),
+    "optimizer gone": lambda folder: (folder / "optimizer.pt").unlink(),
+    "random state empty": lambda folder: (folder / "rng_state.pth").write_bytes(b""),
+    "schedule garbage": lambda folder: (folder / "scheduler.pt").write_bytes(b"\0garbage" * 99),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+def test_a_damaged_checkpoint_is_told_in_a_line(finished, tmp_path, spoil):
+    folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
+    assert fault_of(folder) is None
+    spoil(folder)
+    fault = fault_of(folder)
+    assert fault and "\n" not in fault and len(fault) < 300, fault
+
+
+def test_the_checkpoint_before_a_damaged_one_is_used(workplace, finished, capsys):
+    cut(workplace / "runs/whole/checkpoint-4/optimizer.pt")
+    assert resume() == 0
+    out = capsys.readouterr().out
+    assert "runs/whole/checkpoint-4 cannot be used: optimizer.pt cannot be read as tensors" in out
+    assert "continuing from runs/whole/checkpoint-2" in out
+    assert figures(workplace / "runs/whole") == figures(finished / "runs/whole")
+    ours, theirs = (load_file(path / "runs/whole/student/model.safetensors") for path in (workplace, finished))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_where_no_checkpoint_is_of_use_nothing_starts_anew(workplace, capsys):
+    for path in (workplace / "runs/whole").glob("checkpoint-*"):
+        (path / "model.safetensors").unlink()
+    before = (workplace / "runs/whole/metrics.jsonl").read_bytes()
+    assert resume() == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "checkpoint-4 cannot be used: it holds no safetensors weights" in err
+    assert "move these folders away to start again" in err
+    assert (workplace / "runs/whole/metrics.jsonl").read_bytes() == before
+
+
+def test_names_that_look_like_checkpoints(workplace):
+    for name in ("checkpoint-²", "checkpoint-", "checkpoint-9x", "checkpoint--3", "checkpoint-9999"):
+        (workplace / "runs/whole" / name).mkdir()
+    assert resume() == 0
+
+
+def test_other_data_or_models_are_refused_by_name(workplace, capsys):
+    (workplace / "text.txt").write_text(TEXT.replace("listens", "learns"))
+    assert resume() == 2
+    assert "lock.yaml (move it away to go on all the same): data.source differs" in capsys.readouterr().err
+    (workplace / "text.txt").write_text(TEXT)
+    save_tiny(workplace / "teacher", tiny_model(tiny_tokenizer(), layers=3, seed=5), tiny_tokenizer())
+    assert resume() == 2
+    assert "teacher.weights differs" in capsys.readouterr().err
+
+
+def test_other_versions_are_named_and_go_on(workplace, caplog):
+    lock = workplace / "runs/whole/lock.yaml"
+    lock.write_text(lock.read_text().replace(f"torch: {torch.__version__}", "torch: 1.0.0"))
+    with caplog.at_level(logging.WARNING):
+        assert resume() == 0
+    assert "environment.torch was 1.0.0 when the run began" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"held_out": {}}', '{"held_out": {"x": 1}, "answers": {}}', "[]"])
+def test_damaged_figures_from_before_are_made_again(workplace, finished, text, caplog):
+    path = workplace / "runs/whole/before.json"
+    path.write_text(text)
+    assert resume() == 0
+    assert "before.json is damaged" in caplog.text
+    assert json.loads(path.read_text()) == json.loads((finished / "runs/whole/before.json").read_text())
