@@ -1,10 +1,11 @@
 """Recipes: what is accepted, what each mistake is answered with, and that nothing else can come out."""
 
+import os
 import string
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distill.recipe import OWNED_ARGUMENTS, Recipe, RecipeError, dump, load, parse
@@ -258,6 +259,11 @@ def test_every_schedule_warms_up():
 
 # ------------------------------------------------------------------------------------------------------------- fuzzing
 
+CASES = int(
+    os.environ.get("DISTILL_FUZZ_CASES", "500")
+)  # all fuzzing tests of this file together; 10,000 before a release
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
 SECTIONS = ["teacher", "student", "data", "loss", "train", "parallel", "generate"]
 FIELDS = sorted({name for section in SECTIONS for name in Recipe.model_fields[section].annotation.model_fields})
 WORDS = [
@@ -306,7 +312,7 @@ def check(text: str, overrides: list[str]) -> None:
     assert parse(dump(recipe)) == recipe
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=CASES // 3, deadline=None, suppress_health_check=SLOW)
 @given(st.lists(st.tuples(st.lists(st.sampled_from(WORDS), min_size=1, max_size=4), values), max_size=4))
 def test_fuzzed_trees_give_a_recipe_or_a_recipe_error(changes):
     import yaml
@@ -321,7 +327,7 @@ def test_fuzzed_trees_give_a_recipe_or_a_recipe_error(changes):
     check(yaml.safe_dump(tree, allow_unicode=True), [])
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=CASES // 3, deadline=None, suppress_health_check=SLOW)
 @given(
     st.lists(
         st.tuples(
@@ -336,9 +342,32 @@ def test_fuzzed_overrides_give_a_recipe_or_a_recipe_error(overrides):
     check(MINIMAL, overrides)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=CASES // 6, deadline=None, suppress_health_check=SLOW)
 @given(st.text(max_size=60) | st.text("{}[]:,&*!|>-?#'\"%@` \n\tab01~.e", max_size=60))
 def test_fuzzed_text_gives_a_recipe_error(text):
     with pytest.raises(RecipeError):
         parse(text)
     check(text + MINIMAL, [])
+
+
+@settings(max_examples=CASES // 6, deadline=None, suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture])
+@given(
+    st.one_of(st.just(MINIMAL), st.text(max_size=40), st.binary(max_size=40)),
+    st.lists(
+        st.tuples(st.lists(st.sampled_from(WORDS), min_size=1, max_size=3).map(".".join), values.map(repr)).map(
+            "=".join
+        )
+        | st.text(max_size=12),
+        max_size=3,
+    ),
+)
+def test_fuzzed_command_lines_end_with_a_recipe_or_one_line_a_fault(tmp_path, capsys, content, overrides):
+    from distill.cli import run_command
+
+    path = tmp_path / "my.yaml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+    code = run_command(["validate", str(path), *overrides])
+    out, err = capsys.readouterr()
+    assert code in (0, 2) and (code == 0) == (err == ""), (code, err)
+    if code == 2:
+        assert out == "" and all(line.startswith("distill: ") and len(line) < 700 for line in err.splitlines()), err
