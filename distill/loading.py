@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from distill import console
+from distill.data.load import Splits, load_data
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import bare, find_head
@@ -19,6 +21,7 @@ from distill.training.arguments import Precision
 from distill.training.launch import is_first
 from distill.training.objective import DistillationObjective
 from distill.training.parallel import ALONE, Sharing, is_sharded
+from distill.training.plugin import Plugin, PluginObjective
 
 
 class Models(NamedTuple):
@@ -26,12 +29,13 @@ class Models(NamedTuple):
 
     Attributes:
         teacher, student: the models; no teacher where it is a cache.
-        tokenizer: of both; None for synthetic data.
+        tokenizer: of both, or of the student where theirs differ; None for synthetic data.
         vocab_size: columns of the vocabulary that are compared; None for all.
         vocabulary: the verdict on the two vocabularies, a line.
         kept: layers of the teacher that a student cut from it has.
         objective: what makes the objective, as `DistillationTrainer` takes it.
         cache: what a teacher said, where none is loaded.
+        teacher_tokenizer: the teacher's own, where it differs.
     """
 
     teacher: Any
@@ -42,6 +46,7 @@ class Models(NamedTuple):
     kept: list[int] | None
     objective: Callable[..., DistillationObjective] = DistillationObjective
     cache: TeacherCache | None = None
+    teacher_tokenizer: Any = None
 
 
 def is_synthetic(recipe: Recipe) -> bool:
@@ -50,8 +55,28 @@ def is_synthetic(recipe: Recipe) -> bool:
 
 
 def read_tokenizer(recipe: Recipe) -> Any:
-    """The tokenizer that makes the data: the teacher's; None where the data are random tokens."""
+    """The tokenizer that makes the data: the teacher's, or the student's where it keeps its own; None for random data.
+
+    Raises:
+        ValueError: random tokens for two tokenizers.
+    """
+    if recipe.student.vocabulary == "cross":
+        if is_synthetic(recipe):
+            raise ValueError(
+                f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
+            )
+        return load_tokenizer(recipe.student, "student")
     return None if is_synthetic(recipe) else load_tokenizer(recipe.teacher)
+
+
+def read_data(recipe: Recipe, tokenizer: Any) -> Splits:
+    """The recipe's data, tokenised by `tokenizer`, and by the teacher's own where the student keeps its own."""
+    if recipe.student.vocabulary == "cross":
+        from distill.teachers.cross_data import load_cross_data
+
+        return load_cross_data(recipe.data, tokenizer, load_tokenizer(recipe.teacher), seed=recipe.train.seed)
+    size = synthetic_size(recipe, tokenizer)
+    return load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=size)
 
 
 def synthetic_size(recipe: Recipe, tokenizer: Any) -> int | None:
@@ -79,6 +104,10 @@ def load_models(
         from distill.teachers.mixture import load_several
 
         return load_several(recipe, tokenizer, device, precision, sharing, choices)
+    if recipe.student.vocabulary == "cross":
+        from distill.teachers.cross import load_cross
+
+        return load_cross(recipe, tokenizer, device, precision, sharing, choices)
     if recipe.teacher.is_cached:
         from distill.teachers.cache_models import load_cached
 
@@ -128,6 +157,17 @@ def _sharded_teacher(recipe: Recipe, device: torch.device, precision: Precision,
     if report is not None and is_first():
         console.say(f"{'kernels':<12}teacher: {report}")
     return model
+
+
+def with_plugin(models: Models, plugin: Plugin) -> Models:
+    """The same models, compared by a plugin's functions too.
+
+    Raises:
+        ValueError: a kind of teacher whose logits the functions cannot be given.
+    """
+    if models.objective is not DistillationObjective:
+        raise ValueError("--plugin: its functions take one teacher's logits; this recipe's teacher is of another kind")
+    return models._replace(objective=functools.partial(PluginObjective, functions=plugin.terms))
 
 
 def check_length(recipe: Recipe, model: Any, field: str) -> None:

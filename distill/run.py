@@ -36,7 +36,7 @@ from distill.folders import RECIPE_FILE, run_folder
 from distill.generation.on_policy import on_policy_of
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
-from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
+from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size, with_plugin
 from distill.lock import LOCK_FILE, differences, lock_of, lock_text, read_lock, require_same
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.load import save_student
@@ -57,6 +57,7 @@ from distill.training.checkpoints import half_written
 from distill.training.failures import explained
 from distill.training.launch import is_first
 from distill.training.parallel import is_sharded, plan_sharing, whole_student
+from distill.training.plugin import allowed_plugin
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.soundness import resumable
 from distill.training.trainer import DistillationTrainer
@@ -89,6 +90,7 @@ def run(
     name: str | None = None,
     resume: bool = False,
     lock: Path | None = None,
+    plugin: Path | None = None,
 ) -> RunResult:
     """Run `recipe`.
 
@@ -98,6 +100,7 @@ def run(
         name: the run's folder under `runs/`; None for the recipe's name or the next free one.
         resume: continue the run in that folder from its last complete checkpoint.
         lock: a lock.yaml; where anything differs from it, nothing is run.
+        plugin: the file of loss functions that the recipe was resolved with; its code is run.
 
     Raises:
         ValueError: the user's input, one line a fault; nothing has been written then.
@@ -105,16 +108,18 @@ def run(
         SystemExit: with code 0, after SIGTERM and a checkpoint.
     """
     transformers.utils.logging.disable_progress_bar()
+    own_terms = allowed_plugin(recipe.loss, plugin)
     device = resolve_device(recipe.train)
     process = PartialState(cpu=device.type == "cpu")
     (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if is_first() else None])
     with explained(recipe, folder):
-        return _run(recipe, folder, device, process, resume, lock)
+        return _run(recipe, folder, device, process, resume, lock, own_terms)
 
 
 def _run(
-    recipe: Recipe, folder: Path, device: torch.device, process: PartialState, resume: bool, lock: Path | None
-) -> RunResult:
+    recipe: Recipe, folder: Path, device: torch.device, process: PartialState, resume: bool, lock: Path | None,
+    own_terms: Any,
+) -> RunResult:  # fmt: skip
     # --- what was asked for
     last = None
     if resume:
@@ -130,10 +135,12 @@ def _run(
 
     # --- data and models, nothing written yet
     tokenizer = read_tokenizer(recipe)
-    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=synthetic_size(recipe, tokenizer))
+    splits = read_data(recipe, tokenizer)
     models = load_models(recipe, tokenizer, device, precision, sharing, attention)
     if models.cache is not None:
         models.cache.require_data(recipe, splits)
+    if own_terms is not None:
+        models = with_plugin(models, own_terms)
     locked = None
     if is_first() or sharing.teacher_sharded:  # every process knows the hash of its own shards only
         locked = lock_of(
@@ -304,7 +311,10 @@ def _before(
 
 def _generate(recipe: Recipe, models: Models, model: Any) -> list[str]:
     # random numbers are not drawn, so that training begins the same with and without samples
-    return generate(model, models.tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
+    tokenizer = models.tokenizer
+    if model is models.teacher and models.teacher_tokenizer is not None:
+        tokenizer = models.teacher_tokenizer
+    return generate(model, tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
 
 
 def _save(

@@ -32,9 +32,9 @@ def fake_run(monkeypatch):
     module = types.ModuleType("distill.run")
     module.calls, module.error = [], None
 
-    def run(recipe, *, recipe_path, name, resume, lock):
+    def run(recipe, *, recipe_path, name, resume, lock, plugin):
         module.calls.append((recipe, recipe_path, name, resume))
-        module.lock = lock
+        module.lock, module.plugin = lock, plugin
         if module.error is not None:
             raise module.error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,21 @@ def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, R
         if spec.init == "random" and spec.config is not None:
             find_architecture(spec.config, field)
     return path, recipe
+
+
+def plugin_override(plugin: Path | None) -> list[str]:
+    """What `--plugin FILE` adds to a recipe: the file and its hash, so that a resolved recipe says which code it ran.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    if plugin is None:
+        return []
+    try:
+        code = plugin.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--plugin {plugin}: cannot be read: {error.strerror}") from None
+    return [f"loss.plugin={{file: {json.dumps(str(plugin))}, sha256: '{hashlib.sha256(code).hexdigest()}'}}"]
 
 
 def say_json(value: Any) -> None:

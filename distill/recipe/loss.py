@@ -13,12 +13,12 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
 from distill.faults import Section
-from distill.recipe.fields import NotNegative
+from distill.recipe.fields import NotNegative, Text
 
 
 class PlainTerm(Section):
@@ -44,7 +44,27 @@ class SkewTerm(Section):
     alpha: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
 
-Term = Annotated[PlainTerm | JSDTerm | SkewTerm, Field(discriminator="type")]
+class PluginTerm(Section):
+    """A function of the file that `--plugin` names; in a recipe its name is written as the type."""
+
+    type: Literal["plugin"]
+    function: Text
+    weight: NotNegative = 1.0
+
+
+class PluginFile(Section):
+    """The Python file that a recipe was resolved with (`distill run RECIPE --plugin FILE`), known by its hash."""
+
+    file: Text
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+Term = Annotated[PlainTerm | JSDTerm | SkewTerm | PluginTerm, Field(discriminator="type")]
+BUILT_IN = {
+    name
+    for kind in (PlainTerm, JSDTerm, SkewTerm, PluginTerm)
+    for name in get_args(kind.model_fields["type"].annotation)
+}
 
 
 def _forward_kl_alone() -> list[Term]:
@@ -60,6 +80,7 @@ class Loss(Section):
         label_smoothing: of the cross-entropy term.
         z_loss: weight of the squared log-partition that is added to the cross-entropy term.
         terms: divergences and cross-entropy with their weights.
+        plugin: the file that terms of other types come from; `--plugin` sets it, and without that nothing of it runs.
     """
 
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -67,6 +88,27 @@ class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: NotNegative = 0.0
     terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
+    plugin: PluginFile | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _other_types_are_the_plugins(cls, loss: Any) -> Any:
+        """With a plugin, `{type: mine}` is `{type: plugin, function: mine}`."""
+        if not isinstance(loss, dict) or not loss.get("plugin") or not isinstance(loss.get("terms"), list):
+            return loss
+
+        def named(term: Any) -> Any:
+            kind = term.get("type") if isinstance(term, dict) else None
+            own = isinstance(kind, str) and kind not in BUILT_IN and "function" not in term
+            return {**term, "type": "plugin", "function": kind} if own else term
+
+        return {**loss, "terms": [named(term) for term in loss["terms"]]}
+
+    @model_validator(mode="after")
+    def _functions_come_from_a_file(self) -> Self:
+        if self.plugin is None and any(term.type == "plugin" for term in self.terms):
+            raise ValueError("terms of type plugin need distill run RECIPE --plugin FILE.py")
+        return self
 
     @model_validator(mode="after")
     def _learns_something(self) -> Self:

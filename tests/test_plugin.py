@@ -1,0 +1,158 @@
+"""A loss term of one's own through --plugin: the same as ours where it computes the same, and never run unasked."""
+
+import json
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill import cli
+from distill.recipe import dump, parse
+from distill.recipe.loss import Loss
+from distill.training.objective import DistillationObjective
+from distill.training.plugin import PluginObjective, load_plugin
+
+PLUGIN = """
+def own_kl(student_logits, teacher_logits, labels):
+    p, q = teacher_logits.log_softmax(-1), student_logits.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+def own_cross_entropy(student_logits, teacher_logits, labels):
+    return -student_logits.log_softmax(-1).gather(1, labels.clamp_min(0)[:, None])[:, 0]
+
+TERMS = {"own_kl": own_kl, "own_cross_entropy": own_cross_entropy}
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN)
+    return path
+
+
+def loss(terms, plugin):
+    return Loss.model_validate({"terms": terms, "plugin": {"file": str(plugin), "sha256": "0" * 64}})
+
+
+def batch():
+    from distill.data.collator import Collator
+
+    ids = torch.randint(3, 259, (3, 9), generator=torch.Generator().manual_seed(5)).tolist()
+    rows = [{"input_ids": row, "labels": [-100, -100, *row[2:]], "position_ids": list(range(9))} for row in ids]
+    return Collator(2)(rows)
+
+
+def outcome(make, kind="llama"):
+    student, teacher = (
+        tiny_model(dtype=torch.float64, kind=kind),
+        tiny_model(dtype=torch.float64, seed=1, hidden=64, kind=kind, vocab_size=270),
+    )
+    objective = make(teacher, student)
+    output = student(**objective.compare(batch(), num_items=torch.tensor(11)))
+    (3 * output["loss"]).backward()
+    gradients = {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
+    return {"loss": output["loss"].detach(), **gradients}, output["statistics"], objective
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite"])  # the last two cap and scale their logits
+@pytest.mark.parametrize(
+    "own, ours",
+    [
+        ([{"type": "own_kl", "weight": 0.7}], [{"type": "forward_kl", "weight": 0.7}]),
+        (
+            [{"type": "own_kl", "weight": 0.3}, {"type": "reverse_kl"}, {"type": "own_cross_entropy", "weight": 0.5}],
+            [{"type": "forward_kl", "weight": 0.3}, {"type": "reverse_kl"}, {"type": "cross_entropy", "weight": 0.5}],
+        ),
+        (
+            [{"type": "cross_entropy", "weight": 0.5}, {"type": "own_kl"}],
+            [{"type": "cross_entropy", "weight": 0.5}, {"type": "forward_kl"}],
+        ),
+    ],
+)
+def test_a_term_of_ones_own_equals_ours(plugin, own, ours, kind):
+    functions = load_plugin(plugin).terms
+    mine, _, objective = outcome(lambda t, s: PluginObjective(t, s, loss(own, plugin), functions=functions), kind)
+    expected, _, _ = outcome(lambda t, s: DistillationObjective(t, s, {"terms": ours}), kind)
+    assert mine.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-12, msg=name)
+    assert {(term.type, term.weight) for term in objective.terms} == {
+        (term["type"], term.get("weight", 1.0)) for term in own
+    }
+
+
+def test_figures_are_there_without_any_fused_term(plugin):
+    functions = load_plugin(plugin).terms
+    _, found, objective = outcome(
+        lambda t, s: PluginObjective(t, s, loss([{"type": "own_cross_entropy"}], plugin), functions=functions)
+    )
+    _, expected, _ = outcome(lambda t, s: DistillationObjective(t, s, "forward_kl"))
+    torch.testing.assert_close(found, expected)
+    assert objective.divergence == ("kl", 1.0)
+
+
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
+loss: {terms: [{type: own_kl}]}
+train: {steps: 2, batch_size: 2, learning_rate: 3e-3, warmup: 0, log_every: 1, save_every: 1, device: cpu}
+generate: {prompts: []}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, plugin):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(60)))
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def test_a_run_with_a_plugin_equals_one_with_our_term(workplace, capsys):
+    assert cli.run_command(["run", "r.yaml", "--plugin", "mine.py", "--name", "own"]) == 0
+    assert "1 own_kl, temperature 1" in capsys.readouterr().out
+    assert cli.run_command(["run", "r.yaml", "loss.terms.0.type=forward_kl", "--name", "ours"]) == 0
+    found = [json.loads((workplace / "runs" / name / "result.json").read_text()) for name in ("own", "ours")]
+    assert found[0]["after"] == pytest.approx(found[1]["after"], rel=1e-5)
+    assert found[0]["after"] != found[0]["before"]
+    # the run's own recipe says what ran, and still does not run it unasked
+    resolved = (workplace / "runs/own/recipe.yaml").read_text()
+    assert "function: own_kl" in resolved and "sha256:" in resolved
+    assert dump(parse(resolved)) == resolved
+    capsys.readouterr()
+    assert cli.run_command(["run", "runs/own/recipe.yaml", "--name", "third"]) == 2
+    assert "this recipe runs code, from mine.py; allow it with --plugin mine.py" in capsys.readouterr().err
+    (workplace / "mine.py").write_text(PLUGIN + "\n# another file\n")
+    assert cli.run_command(["run", "r.yaml", "--plugin", "mine.py", "--name", "own", "--resume"]) == 2
+    assert "--resume: the recipe differs" in capsys.readouterr().err
+    assert not (workplace / "runs/third").exists()
+
+
+@pytest.mark.parametrize(
+    "text, overrides, message",
+    [
+        (PLUGIN, ["loss.terms.0.type=own_k"], "neither a type of ours nor in mine.py: 'own_k'; it defines own_cross_e"),
+        ("TERMS = {'own_kl': 3}", [], "expected TERMS, a dict of functions by name"),
+        ("TERMS = {", [], "SyntaxError"),
+        ("raise KeyError('x')", [], "KeyError"),
+        (None, [], "--plugin mine.py: cannot be read"),
+    ],
+)
+def test_faults_of_a_plugin_are_one_line(workplace, capsys, text, overrides, message):
+    (workplace / "mine.py").unlink() if text is None else (workplace / "mine.py").write_text(text)
+    assert cli.run_command(["run", "r.yaml", *overrides, "--plugin", "mine.py"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and len(error.splitlines()) == 1
+    assert not (workplace / "runs").exists()
+
+
+def test_without_a_plugin_a_strange_type_is_a_mistake(workplace, capsys):
+    assert cli.run_command(["validate", "r.yaml"]) == 2
+    assert "unknown type 'own_kl'" in capsys.readouterr().err
+    assert cli.run_command(["validate", "r.yaml", "loss.terms=[{type: plugin, function: own_kl}]"]) == 2
+    assert "need distill run RECIPE --plugin FILE.py" in capsys.readouterr().err
