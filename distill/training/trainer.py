@@ -28,6 +28,7 @@ from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_
 from distill.training.health import Health
 from distill.training.metrics import NO_WORK, Meter, named_means, work_of
 from distill.training.objective import STATISTICS, DistillationObjective, LossSpec
+from distill.training.parallel import is_sharded, use_fsdp2
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class DistillationTrainer(Trainer):
             callbacks=callbacks,
             **more,
         )
-        if teacher is not None:
+        if teacher is not None and not is_sharded(teacher):
             teacher.to(args.device)
         # FSDP places the student itself, later; the objective reads both models where they stand now
         device = next(model.parameters()).device
@@ -115,6 +116,13 @@ class DistillationTrainer(Trainer):
         if self.accelerator.scaler is not None:  # float16: its scale is found by steps that overflow
             self.health.limit *= 10
         self.add_callback(_Watch(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As `Trainer`; with FSDP2 where it was asked for, on CPUs too."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and self.accelerator.num_processes > 1:
+            use_fsdp2(self.accelerator, self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
 
     # ------------------------------------------------------------------ loss
 
