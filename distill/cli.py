@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__, console
-from distill.commands import cache, doctor, judge, plan, share
+from distill.commands import cache, doctor, judge, plan, sample, share
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
 from distill.faults import RunError
 from distill.folders import run_folder
@@ -58,6 +58,7 @@ cache.register(app)
 doctor.register(app)
 judge.register(app)
 share.register(app)
+sample.register(app)
 
 
 @app.callback()

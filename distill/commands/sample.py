@@ -1,0 +1,104 @@
+"""The command `sample`: a model's answers to a file of prompts, as data for a run."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from distill import console
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+
+
+class Who(StrEnum):
+    """Whose answers."""
+
+    teacher = "teacher"
+    student = "student"
+
+
+class EngineName(StrEnum):
+    """What generates."""
+
+    distill = "distill"
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file to `app`."""
+    app.command()(sample)
+
+
+def sample(
+    recipe: RecipeArgument,
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE", help="Prompts: .txt with one a line, or data with prompt or messages.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Answers go to this .jsonl; what is there is kept.")],
+    who: Annotated[Who, typer.Option("--from", help="Whose answers.")],
+    overrides: Overrides = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts answered at once.")] = 32,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
+    engine: Annotated[EngineName, typer.Option(help="What generates.")] = EngineName.distill,
+    as_json: AsJson = False,
+) -> None:
+    """Let a recipe's teacher or student answer a file of prompts: data to train on. Goes on where it broke off.
+
+    \b
+    distill sample chat-8b-to-1b.yaml --prompts questions.txt --out answers.jsonl --from teacher
+    distill sample my.yaml --prompts chats.jsonl --out own.jsonl --from student student.model=runs/my/student
+    distill run my.yaml data.source=answers.jsonl
+    """
+    _, resolved = load_recipe(recipe, overrides)
+    from distill.generation.sample import sample as run
+
+    with _progress() as progress:
+        result = run(
+            resolved, prompts, out, who=who.value, engine=engine.value, batch_size=batch_size,
+            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
+        )  # fmt: skip
+    if as_json:
+        say_json(result)
+        return
+    for reason, count in (result.dropped or {}).items():
+        console.say(f"dropped {count:,} prompts: {reason}")
+    if result.found:
+        console.say(f"{result.found:,} answers were there already")
+    if result.made:
+        speed = result.tokens / max(result.seconds, 1e-9)
+        console.say(
+            f"{result.made:,} answers, {result.tokens / result.made:,.0f} tokens each, {speed:,.0f} tokens/s, "
+            f"{result.truncated:,} cut off at {max_new_tokens:,} tokens"
+        )
+    console.say(f"wrote {out}; learn from it with data.source={out}")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, else a line at every tenth of the way, both on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        tenths = [-1]
+
+        def line(done: int, total: int) -> None:
+            if done * 10 // total > tenths[0]:
+                tenths[0] = done * 10 // total
+                print(f"{done:,} of {total:,} prompts", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen) as bar:
+        task = bar.add_task("prompts", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

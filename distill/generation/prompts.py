@@ -1,0 +1,158 @@
+"""Prompts from a file: what is asked, read as the data of a run are read, with or without answers beside it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distill.data.chat import ChatTemplate
+from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format
+from distill.data.sources import Row, RowFault, open_source
+from distill.data.tokenise import Encoder
+
+ANSWER = "an answer"  # a column that no file has
+
+
+@dataclass
+class Prompt:
+    """One prompt.
+
+    Attributes:
+        ids: its tokens, up to where the answer begins.
+        row: what a row of the output begins with: `prompt`, or `messages` (and `tools`).
+    """
+
+    ids: list[int]
+    row: dict[str, Any]
+
+    def answered(self, answer: str) -> dict[str, Any]:
+        """The row with its answer: what `data.source` takes."""
+        if "messages" not in self.row:
+            return self.row | {"completion": answer}
+        turns = [*self.row["messages"], {"role": "assistant", "content": answer}]
+        return self.row | {"messages": turns}
+
+    def is_asked_by(self, row: Any) -> bool:
+        """Whether `row`, of a file of answers, answers this prompt."""
+        if not isinstance(row, dict):
+            return False
+        if "messages" in self.row:
+            return isinstance(row.get("messages"), list) and row["messages"][:-1] == self.row["messages"]
+        return row.get("prompt") == self.row["prompt"]
+
+
+@dataclass
+class Prompts:
+    """The usable prompts of a file, in its order.
+
+    Attributes:
+        prompts: those.
+        dropped: reason to number of rows.
+        examples: reason to the first row it hit.
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def drop(self, number: int, fault: RowFault) -> None:
+        """Count a row that cannot be used."""
+        self.dropped[fault.reason] += 1
+        self.examples.setdefault(fault.reason, f"row {number}: {fault.detail}"[:300])
+
+
+def read_prompts(
+    path: str, tokenizer: Any, template: ChatTemplate | None, fields: FieldMap, *, longest: int
+) -> Prompts:
+    """Read prompts.
+
+    Args:
+        path: A text file with one prompt a line, or anything `data.source` takes whose rows hold `prompt` (or
+            `question`, `instruction`, `query`) or `messages`; answers beside them are not used, and of a chat the
+            assistant's last words are left out.
+        tokenizer: Of the model that answers.
+        template: Its chat template: a plain prompt becomes a user's turn; None to continue prompts as text.
+        fields: The recipe's `data.fields`.
+        longest: Prompts of more tokens are dropped and counted.
+
+    Raises:
+        ValueError: the file cannot be read, has no column of prompts, or no usable row.
+    """
+    found = Prompts()
+    reader: Format | None = None
+    beginning: list[int] = []
+    for number, row in enumerate(_rows(path)):
+        try:
+            if isinstance(row, RowFault):
+                raise row
+            if reader is None:
+                reader = _format(row, fields, path, template is not None)
+                beginning = Encoder(tokenizer, reader, template, max_length=2).beginning
+            prompt = _prompt(row, reader, tokenizer, template, beginning)
+            if not prompt.ids:
+                raise RowFault("empty")
+            if len(prompt.ids) > longest:
+                raise RowFault("too long", f"{len(prompt.ids):,} tokens, and {longest:,} leave room for an answer")
+            found.prompts.append(prompt)
+        except RowFault as fault:
+            found.drop(number, fault)
+    if not found.prompts:
+        reasons = "; ".join(f"{count:,} {why} ({found.examples[why]})" for why, count in found.dropped.most_common(3))
+        raise ValueError(f"--prompts: {path} holds no usable prompt" + (f": {reasons}" if reasons else ""))
+    return found
+
+
+def _rows(path: str) -> Iterator[Row | RowFault]:
+    file = Path(path).expanduser()
+    if file.suffix.lower() != ".txt" or not file.is_file():
+        yield from open_source(path, field="--prompts").rows()
+        return
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--prompts: {path} cannot be read: {error}") from error
+    yield from ({"prompt": line} for line in lines if line.strip())
+
+
+def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format:
+    """Which column holds the prompt: as mapped, else by the names in common use."""
+    chat = fields.messages or next((name for name in CHAT_COLUMNS if name in row), None)
+    prompt = fields.prompt if fields.prompt in row else next((name for name, _ in PAIR_COLUMNS if name in row), None)
+    if prompt is None and chat in row:
+        if not has_template:
+            raise ValueError(
+                "data.chat_template: the prompts are chats and the tokenizer has no chat template; give a .jinja file"
+            )
+        return Format("chat", {"messages": chat})
+    if prompt is None:
+        columns = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"--prompts: expected a column prompt or messages in {path}; its columns are {columns}")
+    return Format("prompt_completion", {"prompt": prompt, "completion": ANSWER}, pairs_as_chat=has_template)
+
+
+def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | None, beginning: list[int]) -> Prompt:
+    if reader.kind == "chat":
+        sample = reader.sample(row)
+        asked = list(sample.messages or [])
+    else:
+        as_messages = isinstance(row.get(reader.columns["prompt"]), list)
+        answer: Any = [{"role": "assistant", "content": "?"}] if as_messages else "?"
+        sample = reader.sample(row | {ANSWER: answer})
+        asked = list(sample.messages or [])[:-1]
+    while asked and asked[-1]["role"] == "assistant":
+        asked.pop()
+    if sample.messages is None:
+        text = sample.prompt or ""
+        return Prompt(beginning + tokenizer(text, add_special_tokens=False)["input_ids"], {"prompt": text})
+    if template is None:
+        raise RowFault("a chat without a chat template")
+    if not asked:
+        raise RowFault("no question", "nothing stands before the assistant's words")
+    text = template.render(asked, sample.tools, prompt=True).text
+    kept: dict[str, Any] = {"messages": asked} | ({"tools": sample.tools} if sample.tools else {})
+    if reader.pairs_as_chat and not as_messages:
+        kept = {"prompt": asked[0]["content"]}
+    return Prompt(tokenizer(text, add_special_tokens=False)["input_ids"], kept)
