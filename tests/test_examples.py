@@ -1,6 +1,8 @@
 """The examples run, and the kernels install without the trainer."""
 
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,13 +14,58 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_own_loop_learns():
-    path = ROOT / "scripts" / "examples" / "own_loop.py"
-    spec = importlib.util.spec_from_file_location("own_loop", path)
+EXAMPLES = ROOT / "scripts" / "examples"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    losses = module.main()
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny products gain nothing from a second thread and lose much where the machine is busy."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_own_loop_learns():
+    losses = load("own_loop").main()
     assert losses[-1] < 0.8 * losses[0], losses
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_examples_are_short(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 80
+
+
+def test_fsdp2_learns_the_same_on_one_and_two_processes():
+    said = []
+    for processes in (1, 2):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "kernels")}
+        run = subprocess.run(
+            [*launch, str(EXAMPLES / "fsdp2.py")], capture_output=True, text=True, env=environment, timeout=300
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        said.append([float(number) for number in re.findall(r"\d+\.\d+", run.stdout)])
+    one, two = said
+    assert one[2] < 0.8 * one[0] and len(one) == 4
+    assert two == pytest.approx(one, rel=1e-3)  # losses and gradient norms
+
+
+def test_inside_trl_learns_the_same_for_any_accumulation():
+    pytest.importorskip("trl", reason="needs pip install trl==1.16.0")
+    example = load("trl_trainer")
+    losses = example.main(steps=20)
+    assert losses[-1] < 0.95 * losses[0], losses
+    assert example.main(steps=3, accumulate=1) == pytest.approx(example.main(steps=3, accumulate=4), rel=1e-3)
 
 
 def test_kernels_are_a_package_of_their_own(tmp_path):
