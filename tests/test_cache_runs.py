@@ -1,0 +1,196 @@
+"""`distill cache` and runs without a loaded teacher: as online where nothing is lost, refused where anything differs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from distill.cli import run_command
+from distill.recipe import parse
+from distill.run import run
+from distill.training.progress import read_metrics
+
+TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 2}}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
+train: {steps: 4, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: [Hello], max_new_tokens: 5}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Models, data, and a cache of every token's probability with the student cut from the teacher."""
+    place = tmp_path_factory.mktemp("place")
+    tokenizer = tiny_tokenizer()
+    save_tiny(place / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
+    save_tiny(place / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_tiny(place / "other", tiny_model(tokenizer, layers=4, seed=3), tokenizer)
+    save_tiny(place / "small", tiny_model(vocab_size=258), tiny_tokenizer())
+    (place / "text.txt").write_text(TEXT)
+    (place / "more.txt").write_text(TEXT + "\nAnd one line more than there was.")
+    (place / "tiny.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        command = "cache tiny.yaml --top-k 259 --dtype float32 --out exact --json"
+        assert run_command(command.split()) == 0
+    return place
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def recipe(*overrides):
+    return parse(RECIPE, overrides, name="tiny")
+
+
+def cached(path, *overrides):
+    return recipe(f"teacher={{type: cache, path: {path}}}", *overrides)
+
+
+def figures(result):
+    names = ("step", "loss", "kl", "agreement", "teacher_entropy", "teacher_cross_entropy", "student_entropy")
+    return [[row[name] for name in names] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
+
+
+def test_a_run_from_a_cache_is_the_online_run(here, capsys):
+    online, ours = run(recipe(), name="online"), run(cached("exact"), name="cached")
+    out = capsys.readouterr().out.split("online")[-1]
+    for a, b in zip(figures(ours), figures(online), strict=True):
+        assert a == pytest.approx(b, rel=2e-4, abs=1e-5)
+    for before in (True, False):
+        a, b = (r.before if before else r.after for r in (ours, online))
+        assert list(a) == pytest.approx(list(b), rel=2e-4, abs=1e-5)
+    assert ours.after.forward_kl < ours.before.forward_kl
+    for expected in ("teacher     teacher (cached), ", "259 likeliest of 259 tokens", "layers 0, 3", "gap closed"):
+        assert expected in out, expected
+    a, b = (json.loads((r.folder / "result.json").read_text())["answers"] for r in (ours, online))
+    assert a["teacher"] == b["teacher"] and a["before"] == b["before"]
+    assert r"teacher \(cached\)" in (ours.folder / "student" / "README.md").read_text()
+    assert "cache_sha256" in (ours.folder / "lock.yaml").read_text()
+    assert AutoModelForCausalLM.from_pretrained(ours.folder / "student").config.num_hidden_layers == 2
+    assert run_command(["report", "cached"]) == 0
+
+
+def test_hidden_states_take_every_divergence(here, capsys):
+    assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "float32", "--out", "states"]) == 0
+    assert "128 bytes each" in capsys.readouterr().out
+    loss = "loss={temperature: 2.0, terms: [{type: jsd, beta: 0.3}, {type: cross_entropy, weight: 0.2}]}"
+    online, ours = run(recipe(loss), name="jsd-online"), run(cached("states", loss), name="jsd-cached")
+    assert list(ours.after) == pytest.approx(list(online.after), rel=2e-4, abs=1e-5)
+    losses = [
+        [row["loss"] for row in read_metrics(r.folder / "metrics.jsonl") if "loss" in row] for r in (ours, online)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-4)
+
+
+@pytest.mark.parametrize("tail, loss", [("sampled", "forward_kl"), ("renormalize", "reverse_kl")])
+def test_few_tokens_teach_another_student_with_lora(here, tail, loss):
+    assert run_command(["cache", "tiny.yaml", "--top-k", "12", "--tail", tail, "--out", tail]) == 0
+    student = "student={model: student, lora: {r: 4, alpha: 8, head: true}}"
+    result = run(cached(tail, student, "train.learning_rate=2e-2", f"loss.terms.0.type={loss}"), name=f"lora-{tail}")
+    assert result.after.forward_kl < result.before.forward_kl
+    assert (result.before.reverse_kl != result.before.reverse_kl) == (tail == "sampled")  # NaN: not known
+
+
+def test_random_tokens_need_no_tokenizer(here):
+    for name, layers in (("big", 3), ("little", 1)):
+        tiny_model(layers=layers).config.save_pretrained(here / name)
+    more = ["student={init: random, config: little}", "data.source=synthetic", "data.max_rows=16"]
+    command = ["cache", "tiny.yaml", "teacher={init: random, config: big}", *more, "--top-k", "8", "--out", "random"]
+    assert run_command(command) == 0
+    assert run(cached("random", *more), name="random").steps == 4
+
+
+def test_the_command_says_the_size_and_the_error(here, capsys):
+    before = sorted(here.iterdir())
+    assert run_command(["cache", "tiny.yaml", "--report"]) == 0
+    out = capsys.readouterr().out
+    assert "seen" in out and "renormalize" in out and "held-out positions" in out
+    assert sorted(here.iterdir()) == before, "--report writes nothing"
+    assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "sized", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["k"] for row in found["errors"]} == {8, 16, 20, 32, 64, 128, 256}
+    size = sum(path.stat().st_size for path in (here / "sized").glob("shard-*"))
+    assert found["cache"]["positions"] * (20 * 4 + 6) < size < found["cache"]["positions"] * (20 * 4 + 6) * 1.1 + 4096
+    assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "sized"]) == 0
+    assert "complete already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["data.source=more.txt"], r"lacks \d+ of the \d+ documents of the .* data\.source was 'text.txt' when"),
+        (["data.max_length=16"], r"data\.max_length was 32 when the cache was made and is 16 here"),
+        (["loss.temperature=2.0"], r"loss\.temperature: .* at temperature 1, the recipe's loss is at 2"),
+        (["loss.terms.0.type=tvd"], r"loss\.terms: expected forward_kl or reverse_kl, .* came 1 tvd"),
+        (["student={from_teacher: {layers: 3}}"], r"student\.from_teacher: .* holds the student of layers \[0, 3\]"),
+        (["student={model: small}"], "vocabular|token by token"),
+        (["teacher.model=other"], r"teacher\.model: the model's files differ: .* made by 'teacher', the recipe names"),
+        (["teacher.path=nowhere"], r"teacher\.path: no cache in nowhere"),
+        (["teacher.model=teacher", "teacher.adapter=x"], r"teacher\.adapter: the cache exact was made by None"),
+    ],
+)
+def test_whatever_differs_is_one_error_and_leaves_nothing(here, overrides, message):
+    before = sorted(here.iterdir())
+    with pytest.raises(ValueError, match=message) as error:
+        run(cached("exact", *overrides))
+    assert len(str(error.value).splitlines()) == 1
+    assert sorted(here.iterdir()) == before
+
+
+def test_another_template_or_tokenizer_is_refused(here):
+    rows = [
+        {"messages": [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n}!"}]}
+        for n in range(20)
+    ]
+    Path("chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    Path("other.jinja").write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}")
+    chats = "data={source: chats.jsonl, max_length: 64, cache: false, validation: {fraction: 0.2}}"
+    assert run_command(["cache", "tiny.yaml", chats, "--top-k", "8", "--out", "chats"]) == 0
+    with pytest.raises(ValueError, match=r"data\.chat_template: the template differs"):
+        run(cached("chats", chats, "data.chat_template=other.jinja"))
+    with pytest.raises(ValueError, match=r"lacks .* data\.train_on was 'all'"):
+        two = [{"messages": row["messages"] * 2} for row in rows]
+        Path("chats.jsonl").write_text("\n".join(map(json.dumps, two)))
+        run(cached("chats", chats, "data.train_on=last"))
+
+
+def test_what_needs_weights_says_so(here):
+    from distill.models.load import load_teacher
+    from distill.teachers.cache_make import load
+
+    with pytest.raises(ValueError, match=r"teacher\.type: cache holds what a teacher said and not its weights"):
+        load_teacher(cached("exact").teacher)
+    with pytest.raises(ValueError, match=r"teacher\.type: expected model"):
+        load(cached("exact"))
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
+    from distill.teachers.cache_objective import CachedObjective
+
+    whole = run(cached("exact", "train.save_every=2"), name="whole")
+    compare, calls = CachedObjective.compare, []
+
+    def dies(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) > 2 * 3 + 4:
+            raise KeyboardInterrupt
+        return compare(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CachedObjective, "compare", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run(cached("exact", "train.save_every=2"), name="parts")
+    parts = run(cached("exact", "train.save_every=2"), name="parts", resume=True)
+    assert parts.after == whole.after
+    a, b = (AutoModelForCausalLM.from_pretrained(r.folder / "student").state_dict() for r in (parts, whole))
+    assert all(torch.equal(a[name], b[name]) for name in a)
