@@ -14,6 +14,7 @@ from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import bare, find_head
 from distill.models.load import kept_layers, load_config, load_student, load_teacher, load_tokenizer
+from distill.models.patching import Role
 from distill.models.vocabulary import compare, extend_student
 from distill.recipe import Recipe
 from distill.teachers.cache_read import TeacherCache
@@ -159,6 +160,24 @@ def _sharded_teacher(recipe: Recipe, device: torch.device, precision: Precision,
     return model
 
 
+def _by_role(models: Models) -> list[tuple[Any, Role]]:
+    """Every model that is loaded: the teacher, or several, and the student."""
+    teachers = [teacher for teacher in getattr(models.teacher, "members", [models.teacher]) if teacher is not None]
+    return [*((teacher, "teacher") for teacher in teachers), (models.student, "student")]
+
+
+def compile_models(models: Models) -> None:
+    """Have the decoder layers of both models compiled when training first calls them."""
+    from distill.models.compiling import compile_layers
+
+    counts: dict[str, int] = {}
+    for model, role in _by_role(models):
+        counts[role] = counts.get(role, 0) + compile_layers(model)
+    if is_first():
+        told = ", ".join(f"{count} layers of the {role}" for role, count in counts.items())
+        console.say(f"{'compile':<12}{told}, when they are first called")
+
+
 def with_plugin(models: Models, plugin: Plugin) -> Models:
     """The same models, compared by a plugin's functions too.
 
@@ -184,10 +203,9 @@ def patch_models(models: Models, recipe: Recipe, choices: AttentionChoices | Non
     from distill.models.patching import patch
 
     choices = choices or AttentionChoices(recipe)
-    teachers = getattr(models.teacher, "members", [models.teacher])
-    for model, role in (*((teacher, "teacher") for teacher in teachers), (models.student, "student")):
-        if model is None or is_sharded(model):
+    for model, role in _by_role(models):
+        if is_sharded(model):
             continue
-        report = patch(model, role, attention=choices.of(model, role))  # type: ignore[arg-type]
+        report = patch(model, role, attention=choices.of(model, role))
         if is_first():
             console.say(f"{'kernels':<12}{role}: {report}")

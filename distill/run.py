@@ -30,15 +30,16 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from distill import console
-from distill.data.load import Splits, load_data
+from distill.data.load import Splits
 from distill.environment import environment
 from distill.folders import RECIPE_FILE, run_folder
 from distill.generation.on_policy import on_policy_of
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
-from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size, with_plugin
+from distill.loading import Models, compile_models, load_models, patch_models, read_data, read_tokenizer, with_plugin
 from distill.lock import LOCK_FILE, differences, lock_of, lock_text, read_lock, require_same
 from distill.models.attention_choice import AttentionChoices, read_choices
+from distill.models.compiling import uncompiled
 from distill.models.load import save_student
 from distill.preamble import Plan, model_name, preamble, result_table, show_samples, teacher_name
 from distill.recipe import Recipe, dump
@@ -176,6 +177,8 @@ def _run(
         patch_models(models, recipe, attention)
     if recipe.teacher.dtype == "fp8":
         _quantise(trainer, splits, arguments.per_device_train_batch_size)
+    if recipe.train.compile:
+        compile_models(models)
     trainer.on_policy = on_policy_of(
         recipe, models.student, tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
@@ -186,6 +189,8 @@ def _run(
         accumulation,
         world_size(),
     )
+
+    described = _described(trainer, splits, arguments.per_device_train_batch_size)
 
     # --- from here on the run exists
     if locked is not None:
@@ -199,7 +204,7 @@ def _run(
             data=splits.report, vocabulary=models.vocabulary, device=str(device.type), kept=models.kept,
             sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
-        console.say("\n".join([*lines, f"{'run':<12}{folder}"]))
+        console.say("\n".join([*lines, *described, f"{'run':<12}{folder}"]))
     process.wait_for_everyone()
     before, answers = _before(recipe, models, trainer, splits, precision, folder)
 
@@ -263,11 +268,23 @@ def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> 
     """Turn the teacher's linear layers to fp8 and say what that costs."""
     from distill.models.fp8_teacher import quantise_teacher
 
-    rows = [splits.validation[index] for index in range(min(batch_size, len(splits.validation)))]
-    batch = trainer._prepare_inputs(trainer.data_collator(rows))
-    report = quantise_teacher(trainer.objective, batch)
+    report = quantise_teacher(trainer.objective, _first_held_out(trainer, splits, batch_size))
     if is_first():
         console.say(f"{'fp8':<12}{report}")
+
+
+def _described(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> list[str]:
+    """What an objective that compares two tokenizers finds on held-out text, for the preamble."""
+    describe = getattr(trainer.objective, "describe", None)
+    if describe is None:
+        return []
+    return [f"{'matched':<12}{describe(_first_held_out(trainer, splits, batch_size))}"]
+
+
+def _first_held_out(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> Any:
+    """A batch of the first held-out rows, on the device."""
+    rows = [splits.validation[index] for index in range(min(batch_size, len(splits.validation)))]
+    return trainer._prepare_inputs(trainer.data_collator(rows))
 
 
 def _held_out(
@@ -314,7 +331,8 @@ def _generate(recipe: Recipe, models: Models, model: Any) -> list[str]:
     tokenizer = models.tokenizer
     if model is models.teacher and models.teacher_tokenizer is not None:
         tokenizer = models.teacher_tokenizer
-    return generate(model, tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
+    with uncompiled():
+        return generate(model, tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
 
 
 def _save(

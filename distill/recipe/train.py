@@ -26,6 +26,7 @@ OWNED_ARGUMENTS = {
     "fp16": "train.precision",
     "gradient_checkpointing": "train.gradient_checkpointing",
     "activation_checkpointing": "train.gradient_checkpointing",
+    "torch_compile": "train.compile",
     "seed": "train.seed",
     "save_steps": "train.save_every",
     "eval_steps": "train.eval_every",
@@ -58,6 +59,8 @@ class Train(Section):
         master_weights: fused_adamw keeps a float32 copy of bfloat16 weights; without it they are rounded at random.
         precision: what the student computes in, weights of another dtype through autocast.
         gradient_checkpointing: keep fewer activations and compute them again.
+        compile: each decoder layer of both models through torch.compile, beside our kernels; the first step takes
+            longer.
         seed: of initialisation, data order, split and dropout.
         save_every: steps between checkpoints; null for none but the final model.
         eval_every: steps between held-out evaluations; null for before and after only.
@@ -82,6 +85,7 @@ class Train(Section):
     master_weights: bool = False
     precision: DType = "auto"
     gradient_checkpointing: bool = False
+    compile: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     save_every: Count | None = None
     eval_every: Count | None = None

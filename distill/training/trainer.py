@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 
 from distill.data.collator import Collator
 from distill.generation.on_policy import OnPolicy
+from distill.models.compiling import uncompiled
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.training.health import Health
 from distill.training.metrics import NO_WORK, Meter, named_means, work_of
@@ -166,7 +167,8 @@ class DistillationTrainer(Trainer):
         """As `Trainer.get_batch_samples`; with `on_policy` some answers become the student's own."""
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.on_policy is not None and batches:
-            batches = self.on_policy.replace(batches, self.state.global_step, self.data_collator)
+            with uncompiled():
+                batches = self.on_policy.replace(batches, self.state.global_step, self.data_collator)
             count = self._get_num_items_in_batch(batches, device)
         return batches, count
 

@@ -1,0 +1,39 @@
+"""`torch.compile` for each decoder layer: on top of our kernels it fuses what they leave, between the products.
+
+A layer is the right unit: all layers share one compiled graph, so that compiling takes seconds and not minutes, and
+what sits between layers (gradient checkpointing, FSDP2's gathering) stays outside of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill.models.pruning import find_layers
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor", **options: Any) -> int:
+    """Have each decoder layer of `model` compiled when it is first called; parameters and names stay as they are.
+
+    Call it after `patch`, before the model is sharded.
+
+    Args:
+        model: A causal language model of transformers, bare or inside PEFT.
+        backend: As of `torch.compile`.
+        options: More of `torch.compile`.
+
+    Returns:
+        How many layers.
+    """
+    _, layers = find_layers(model)
+    for layer in layers:
+        layer.compile(backend=backend, **options)
+    return len(layers)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Within it compiled layers run as if they were not: for answers that grow by one token a call."""
+    return torch.compiler.set_stance("force_eager")
