@@ -1,5 +1,7 @@
 """Another tokenizer: tokens aligned by bytes, the loss against fp64, the trainer and a whole run."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,23 @@ from distill_kernels import FusedDistillationLoss, LossTerm
 from helpers import assert_as_good_as_torch, realistic_heads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import TRAINING_TEXT, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, TRAINING_TEXT, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from distill.data.chat import ChatTemplate
+from distill.data.collator import Collator
+from distill.data.formats import Format
+from distill.judging.evaluate import evaluate
+from distill.recipe import Data, RecipeError, parse
+from distill.run import run
 from distill.teachers import cross_loss
 from distill.teachers.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
+from distill.teachers.cross import CrossObjective, compare_by_bytes
+from distill.teachers.cross_data import NAMES, CrossCollator, load_cross_data
+from distill.teachers.cross_encode import PairEncoder, Reader, end_pairs
 from distill.teachers.cross_loss import CrossTokenizerLoss, Spans
+from distill.training.objective import DistillationObjective
 
 WORDS = TRAINING_TEXT + "Größe naïve café 日本語の文章 Привет мир 🤖👩‍💻 e\u0301 ﬁne ½ " * 4
 
@@ -35,10 +47,7 @@ def pieces_tokenizer(vocab_size=330, *, prefix=True):
     )  # fmt: skip
     backend.train_from_iterator([TRAINING_TEXT.replace("\n", " ")], trainer)
     # the trainer made the bytes special; a byte is an ordinary token that only the fallback uses
-    state = backend.to_str()
-    import json
-
-    tree = json.loads(state)
+    tree = json.loads(backend.to_str())
     tree["added_tokens"] = [token for token in tree["added_tokens"] if not token["content"].startswith("<0x")]
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(tree)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
@@ -320,3 +329,319 @@ def test_a_second_backward_raises():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already differentiated"):
         loss.backward()
+
+
+# ---------------------------------------------------------------- data
+
+CLOSED = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% else %}<bos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "How many tokens?"},
+    {"role": "assistant", "content": "Nobody has counted the tokens. Größe 🤖"},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "The teacher counted 259."},
+]
+
+
+def readers(student="bytes", teacher="merged", templates=(None, None)):
+    made = []
+    for name, template, field in zip((student, teacher), templates, ("student.model", "teacher.model"), strict=True):
+        chat = None if template is None else ChatTemplate(template, TOKENIZERS[name])
+        made.append(Reader(TOKENIZERS[name], chat, field))
+    return made
+
+
+def encode(rows, *, max_length=64, train_on="all", **more):
+    made = readers(**more)
+    columns = {name: name for name in rows[0] if name in ("text", "prompt", "completion", "messages")}
+    kind = "chat" if "messages" in columns else "prompt_completion" if "prompt" in columns else "text"
+    encoder = PairEncoder(*made, Format(kind, columns), max_length=max_length, train_on=train_on)
+    return *encoder(list(enumerate(rows))), made
+
+
+def covered(pair, made, number):
+    """The bytes of a span in both readings."""
+    a, b, c, d = pair.spans[number]
+    return [
+        b"".join(reader.spelled[token] for token in ids[start:stop])
+        for reader, ids, start, stop in ((made[0], pair.student, a, b), (made[1], pair.teacher, c, d))
+    ]
+
+
+@pytest.mark.parametrize("student, teacher", [("bytes", "merged"), ("pieces", "bytes"), ("plain pieces", "pieces")])
+def test_running_text_is_cut_where_both_end_a_token(student, teacher):
+    text = WORDS[:700]
+    pairs, tally, made = encode([{"text": text}], student=student, teacher=teacher)
+    assert tally.rows_read == 1 and not tally.dropped and len(pairs) > 3
+    assert all(max(len(pair.student), len(pair.teacher)) <= 64 for pair in pairs)
+    before = [len(reader.beginning) for reader in made]
+    for side, reader in enumerate(made):
+        said = b"".join(reader.spelled[token] for pair in pairs for token in pair[side][before[side] :])
+        assert said.removeprefix(b" ") == text.encode() + reader.spelled[reader.end]
+    for pair in pairs:
+        for number in range(len(pair.spans)):
+            one, other = covered(pair, made, number)
+            last = pair is pairs[-1] and number == len(pair.spans) - 1
+            assert (
+                one == other
+                or one.lstrip(b" ") == other.lstrip(b" ")
+                or (last and (one, other) == tuple(reader.spelled[reader.end] for reader in made))
+            )
+        # spans follow each other, and something stands before the first
+        assert (pair.spans[1:, 0] == pair.spans[:-1, 1]).all() and (pair.spans[1:, 2] == pair.spans[:-1, 3]).all()
+        assert pair.spans[0, 0] > 0 and pair.spans[0, 2] > 0
+
+
+def test_a_prompt_is_not_compared():
+    prompt, completion = "Question: how many tokens? Answer:", " nobody has counted"
+    (pair,), _, made = encode([{"prompt": prompt, "completion": completion}])
+    said = [b"".join(part) for part in zip(*(covered(pair, made, n) for n in range(len(pair.spans) - 1)), strict=True)]
+    assert said[0] == said[1] and completion.encode().endswith(said[0]) and len(said[0]) > 10
+    assert covered(pair, made, len(pair.spans) - 1) == [reader.spelled[reader.end] for reader in made]
+
+
+@pytest.mark.parametrize("train_on", ["all", "last"])
+def test_chats_go_through_both_templates(train_on):
+    """Other words around the turns, other tokens at their ends: what the assistant says is compared, and its end."""
+    (pair,), tally, made = encode(
+        [{"messages": CHAT}], max_length=400, train_on=train_on, templates=(CHAT_TEMPLATE, CLOSED)
+    )
+    assert not tally.dropped
+    found = [covered(pair, made, number) for number in range(len(pair.spans))]
+    closings = [made[0].spelled[made[0].closing()], b"<eos>"]
+    said = [turn["content"].encode() for turn in CHAT if turn["role"] == "assistant"][-1 if train_on == "last" else 0 :]
+    assert found.count(closings) == len(said)
+    assert all(one == other for one, other in found if [one, other] != closings)
+    parts = b"".join(b"\0" if both == closings else both[0] for both in found).split(b"\0")
+    assert parts.pop() == b"" and len(parts) == len(said)
+    # one template puts a space before the answer, which may be part of its first token: then that is not compared
+    assert all(whole.endswith(part) and len(part) >= len(whole) - 8 for part, whole in zip(parts, said, strict=True))
+    assert (made[0].closing(), made[1].closing()) in end_pairs(*made)
+
+
+def test_rows_that_cannot_be_compared_are_counted():
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"messages": [*CHAT[:1], {"role": "assistant", "content": "the same words"}]},
+    ]
+    shouting = CLOSED.replace("m['content'] | trim", "m['content'] | trim | upper")
+    pairs, tally, _ = encode(rows, templates=(CHAT_TEMPLATE, shouting))
+    assert not pairs and tally.dropped["no assistant turn"] == 1
+    assert tally.dropped["the two chat templates write what the assistant says differently"] == 1
+    pairs, tally, _ = encode([{"text": "a\u2581b and more"}, {"text": ""}], student="pieces")
+    assert not pairs and tally.dropped["tokens do not spell the text"] == 1 and tally.dropped["empty"] == 1
+
+
+def data_section(folder, **more):
+    validation = {"fraction": 0.25, **more.pop("validation", {})}
+    return Data(source=str(folder / "data.jsonl"), max_length=96, validation=validation, **more)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rows_hold_both_readings(folders, packing):
+    splits = load_cross_data(data_section(folders, packing=packing), PIECES, MERGED, seed=1)
+    assert set(splits.train.column_names) == set(NAMES)
+    count, several = 0, False
+    for row in splits.train:
+        for ids, positions in (("input_ids", "position_ids"), ("teacher_input_ids", "teacher_position_ids")):
+            assert len(row[ids]) == len(row[positions]) <= 96 and row[positions][0] == 0
+        spans = np.array(row["spans"]).reshape(-1, 4)
+        learned = np.flatnonzero(np.array(row["labels"]) != -100)
+        assert (learned == spans[:, 0]).all() and (
+            np.array(row["labels"])[learned] == np.array(row["input_ids"])[learned]
+        ).all()
+        # no span begins a document, nor lies in two
+        for side, name in ((0, "position_ids"), (2, "teacher_position_ids")):
+            positions = np.array(row[name])
+            assert (positions[spans[:, side]] > 0).all()
+            document = (positions == 0).cumsum()
+            assert (document[spans[:, side] - 1] == document[spans[:, side + 1] - 1]).all()
+        both = [(np.array(row[name]) == 0).cumsum() for name in ("position_ids", "teacher_position_ids")]
+        assert (both[0][spans[:, 0]] == both[1][spans[:, 2]]).all()
+        several |= both[0][-1] > 1
+        count += len(spans)
+    assert several == packing and count == splits.report.spans
+    assert "one token of each" in str(splits.report)
+    again = load_cross_data(data_section(folders, packing=packing), PIECES, MERGED, seed=1)
+    assert again.report.from_cache and again.train[0] == splits.train[0]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_batches_name_the_spans(folders, side):
+    rows = list(load_cross_data(data_section(folders), PIECES, MERGED, seed=1).train)[:3]
+    batch = CrossCollator(Collator(0, pad_to_multiple_of=32, padding_side=side), 0)(rows)
+    spans = batch["spans"].tolist()
+    expected = [
+        (row["input_ids"][a:b], row["teacher_input_ids"][c:d])
+        for row in rows for a, b, c, d in np.array(row["spans"]).reshape(-1, 4)
+    ]  # fmt: skip
+    own, others = batch["input_ids"].flatten().tolist(), batch["teacher_input_ids"].flatten().tolist()
+    assert [(own[a:b], others[c:d]) for a, b, c, d in spans] == expected
+    assert (batch["labels"] != -100).sum() == len(spans)
+    assert batch["valid_rows"].tolist() == [a - 1 for a, *_ in spans]
+
+
+# ---------------------------------------------------------------- the objective, the contract, a whole run
+
+RECIPE = """
+teacher: {{model: {teacher}}}
+student: {{model: {student}, vocabulary: cross}}
+data: {{source: {data}, max_length: 96, validation: {{fraction: 0.25}}}}
+loss: {{temperature: 2.0, terms: [{{type: forward_kl, weight: 1.0}}, {{type: cross_entropy, weight: 0.1}}]}}
+train: {{steps: 12, batch_size: 2, learning_rate: 0.01, device: cpu, log_every: 4, eval_every: 6}}
+generate: {{prompts: [The teacher], max_new_tokens: 4}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A teacher and a student with tokenizers of different kinds, and text."""
+    root = tmp_path_factory.mktemp("cross")
+    save_tiny(root / "teacher", tiny_model(MERGED, 2, 64, seed=1), MERGED)
+    save_tiny(root / "student", tiny_model(PIECES, 1, 32, seed=3), PIECES)
+    rows = [{"text": f"The teacher number {n} explains {n * n} and the student listens. Größe {n}"} for n in range(80)]
+    (root / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return root
+
+
+def pair_of_models(loss="forward_kl", **settings):
+    vocabularies = compare_by_bytes(*readers("pieces", "merged"))
+    teacher, student = tiny_model(MERGED, 2, 64, seed=1, kind="gemma2"), tiny_model(PIECES, 1, seed=3)
+    loss = {"terms": [{"type": loss}], **settings}
+    return CrossObjective(teacher, student, loss, shared=vocabularies.shared), student.requires_grad_(), teacher
+
+
+def rows_of(folders, count=8, **more):
+    return list(load_cross_data(data_section(folders, **more), PIECES, MERGED, seed=1).train)[:count]
+
+
+def test_objective_follows_the_definition(folders):
+    """Both models' own logits, a document at a time: packing and padding mix nothing."""
+    objective, student, teacher = pair_of_models(temperature=1.5)
+    rows = rows_of(folders, 3)
+    collate = objective.collator(Collator(0, pad_to_multiple_of=64))
+    output = student(**objective.compare(collate(rows)))
+    losses = []
+    for row in rows:
+        spans = torch.tensor(row["spans"]).view(-1, 4)
+        z_s, z_t = (
+            torch.cat([
+                model(input_ids=torch.tensor([row[ids][start:stop]]), use_cache=False).logits[0].detach().double()
+                for start, stop in documents(row[positions])
+            ])
+            for model, ids, positions in (
+                (student, "input_ids", "position_ids"), (teacher, "teacher_input_ids", "teacher_position_ids"),
+            )
+        )  # fmt: skip
+        losses.append(dense_spans(
+            z_s, z_t, row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]), objective.shared,
+            [LossTerm("forward_kl", 1.0)], 1.5,
+        ))  # fmt: skip
+    exact = torch.cat(losses).mean()
+    assert_as_good_as_torch(output["loss"], exact, exact, torch.float32)
+
+
+def documents(positions):
+    starts = [number for number, position in enumerate(positions) if position == 0]
+    return zip(starts, [*starts[1:], len(positions)], strict=True)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_padding_and_accumulation_change_nothing(folders, kind):
+    objective, student, _ = pair_of_models(kind)
+    rows = rows_of(folders)
+    items = sum(len(row["spans"]) // 4 for row in rows)
+
+    def gradients(size, plain):
+        student.zero_grad()
+        collate = objective.collator(plain)
+        total = 0.0
+        for start in range(0, len(rows), size):
+            loss = student(**objective.compare(collate(rows[start : start + size]), num_items=items))["loss"]
+            loss.backward()
+            total += loss.detach()
+        return [total, *(p.grad.clone() for p in student.parameters())]
+
+    whole = gradients(8, Collator(0))
+    for other in (gradients(1, Collator(0)), gradients(8, Collator(0, pad_to_multiple_of=128, padding_side="left"))):
+        for one, right in zip(other, whole, strict=True):
+            assert_as_good_as_torch(one, right, right, torch.float32)
+
+
+def test_equal_models_have_nothing_to_learn(folders):
+    student = tiny_model(PIECES, 1, seed=3)
+    same = compare_by_bytes(*readers("pieces", "pieces"))
+    objective = CrossObjective(student, student, "forward_kl", shared=same.shared)
+    student.requires_grad_()
+    rows = list(load_cross_data(data_section(folders), PIECES, PIECES, seed=1).train)[:3]
+    batch = objective.collator(Collator(0))(rows)
+    output = student(**objective.compare(batch))
+    output["loss"].backward()
+    assert output["loss"] < 1e-6 and max(p.grad.abs().max() for p in student.parameters()) < 1e-6
+    assert objective.describe(batch).startswith("100.0% of the teacher's probability")
+    # and it is the plain objective of one tokenizer
+    objective.detach()
+    teacher = tiny_model(PIECES, 2, seed=5)
+    figures = []
+    for made in (CrossObjective(teacher, student, "reverse_kl", shared=same.shared), None):
+        made = made or DistillationObjective(teacher, student, "reverse_kl")
+        student.zero_grad()
+        inputs = (
+            batch
+            if isinstance(made, CrossObjective)
+            else {k: batch[k] for k in ("input_ids", "labels", "position_ids")}
+        )
+        loss = student(**made.compare(inputs))["loss"]
+        loss.backward()
+        figures.append([loss.detach(), *(p.grad.clone() for p in student.parameters())])
+        made.detach()
+    for one, other in zip(*figures, strict=True):
+        assert_as_good_as_torch(one, other, other, torch.float32)
+
+
+def test_a_run_learns_across_tokenizers(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe = parse(RECIPE.format(**{path.stem: path for path in folders.iterdir()}))
+    result = run(recipe)
+    assert result.after.forward_kl < 0.9 * result.before.forward_kl
+    said = capsys.readouterr().out
+    assert "tokens are the same" in said and "of the teacher's probability is on shared tokens" in said
+    assert "one token of each" in said
+    # the student keeps its tokenizer
+    kept = AutoTokenizer.from_pretrained(result.folder / "student")
+    assert kept.get_vocab() == PIECES.get_vocab()
+    # the held-out figure, from the saved student by the definition
+    splits = load_cross_data(recipe.data, PIECES, MERGED, seed=recipe.train.seed)
+    student = AutoModelForCausalLM.from_pretrained(result.folder / "student")
+    teacher = AutoModelForCausalLM.from_pretrained(folders / "teacher")
+    objective = CrossObjective(teacher, student, shared=compare_by_bytes(*readers("pieces", "merged")).shared)
+    again = evaluate(student, teacher, splits.validation, batch_size=3, objective=objective)
+    for name in ("forward_kl", "reverse_kl", "student_cross_entropy", "teacher_cross_entropy"):
+        one, other = torch.tensor(getattr(again, name)), torch.tensor(getattr(result.after, name))
+        assert_as_good_as_torch(one, other, other, torch.float32, name)
+    assert again.tokens == result.after.tokens
+
+
+def test_recipes_that_cannot_cross():
+    base = "data: {source: x.jsonl}\ntrain: {steps: 3}\nteacher: {model: t}\n"
+    for text, told in (
+        ("student: {from_teacher: {layers: 2}, vocabulary: cross}", "vocabulary: cross needs a student.model"),
+        ("student: {init: random, config: c, vocabulary: cross}", "vocabulary: cross needs a student.model"),
+    ):
+        with pytest.raises(RecipeError, match=told):
+            parse(text + "\n" + base)
+    several = base.replace("teacher: {model: t}", "teachers: [{model: t}]") + "student: {model: s, vocabulary: cross}"
+    with pytest.raises(RecipeError, match="cross compares with one teacher"):
+        parse(several)
+
+
+def test_random_tokens_and_smoothing_are_refused(folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})
+    with pytest.raises(ValueError, match=r"data\.source: synthetic has no text"):
+        run(parse(text, ["data.source=synthetic"]))
+    with pytest.raises(ValueError, match=r"loss\.z_loss: expected 0 with student\.vocabulary: cross"):
+        run(parse(text, ["loss.z_loss=0.1"]))
