@@ -24,6 +24,28 @@ ours.FusedKLLoss(skip_ignored_rows=False)(x.float(), w.float(), x_t.float(), w_t
 """,
         {"_project_kernel", "_row_kernel", "_fold_kernel", "_scale_kernel"},
     ),
+    "losses of a cut vocabulary": (
+        """
+from distill_kernels.losses import linear, terms
+from distill_kernels.losses.shards import VocabShard
+class One:  # of two ranks, whose collectives do nothing
+    index, size = 1, 2
+    def gather(self, tensor): return torch.stack([tensor, tensor])
+    def add_(self, tensor): return tensor
+    def add_later(self, tensor): return lambda: None
+shard = VocabShard(One(), ((0, 1000), (1000, 2000)))
+for kinds, temperature in (["forward_kl"], 1.0), (["jsd", "cross_entropy"], 2.0):
+    objective = terms.make_objective([ours.LossTerm(kind, 1.0) for kind in kinds], temperature=temperature)
+    wanted = linear.Wanted(True, True, stats=True)
+    batch = linear.Batch(y, torch.ones(130), None)
+    with torch.no_grad():
+        linear.linear_divergence(
+            linear.Head(x, w), linear.Head(x_t, w_t), batch, objective, wanted,
+            vocab=1000, dtype=torch.bfloat16, shard=shard,
+        )
+""",
+        {"_fold_rows_kernel", "_row_kernel"},
+    ),
     "top-k losses": (
         """
 ids, given = torch.ones(130, 64, dtype=torch.int32), t(130, 64, dtype=torch.float32, grad=False)

@@ -118,6 +118,19 @@ def test_rows_may_be_given_found_or_not_skipped(where):
         assert relative_error(loss, losses[0]) < 1e-6
 
 
+def test_rows_that_are_all_named_are_not_gathered(where, monkeypatch):
+    from distill_kernels.losses import operator
+
+    seen = []
+    inner = operator.linear_divergence
+    monkeypatch.setattr(operator, "linear_divergence", lambda *a, **k: seen.append(a[2].rows) or inner(*a, **k))
+    tensors = draw(where)[:4]
+    losses = [FusedKLLoss()(*tensors, valid_rows=rows) for rows in (torch.randperm(N, device=where), None)]
+    assert torch.equal(*losses) and seen == [None, None]
+    FusedKLLoss()(*tensors, valid_rows=torch.arange(N - 1, device=where))
+    assert seen[2].numel() == N - 1
+
+
 def test_all_rows_ignored(where):
     tensors = draw(where)
     tensors[4].fill_(-100)

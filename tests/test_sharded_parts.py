@@ -184,12 +184,17 @@ def test_parts_of_a_lora_head(kernel_device, path):
     assert outcomes[2][0].weight is None
 
 
-def test_parts_without_gradient_and_of_equal_models(kernel_device):
+@pytest.mark.parametrize("path", ["kernel", "reference"])
+def test_parts_of_equal_models_without_gradient(kernel_device, path):
     def same(student, teacher):
-        return student, Head(student.hidden, student.weight)
+        weight = torch.cat([student.weight[:150]] * 2 + [student.weight[:6] * 0])  # every top token on both ranks
+        return student._replace(weight=weight), Head(student.hidden, weight)
 
-    _, _, parts = whole_and_cut(kernel_device, torch.float32, MIXED[:2], SPANS["two"], change=same, wanted=Wanted())
-    assert all((part.loss == 0).all() and part.hidden is None and part.stats is None for part in parts)
+    spans, wanted = ((0, 150), (150, 300)), Wanted(stats=True)
+    _, _, parts = whole_and_cut(kernel_device, torch.float32, MIXED[:2], spans, path=path, change=same, wanted=wanted)
+    for part in parts:
+        assert (part.loss == 0).all() and part.hidden is None
+        assert part.stats.agreement.tolist() == [float(row != 2) for row in range(11)]
 
 
 @pytest.mark.parametrize("path", ["kernel", "reference"])

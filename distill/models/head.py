@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from distill_kernels import call_inside
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -157,19 +158,7 @@ def call_head(head: Head, hidden: torch.Tensor, compute: Callable[[torch.Tensor,
         hidden: [..., hidden]; goes through the head's hooks as in an ordinary call.
         compute: What to do in place of the matrix product; receives the weights as they are inside the call.
     """
-    replaced = head.owner.__dict__.get("forward")
-
-    def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
-        return compute(hidden, read_head(head))
-
-    head.owner.forward = forward
-    try:
-        return head.module(hidden)
-    finally:
-        if replaced is None:
-            del head.owner.forward
-        else:
-            head.owner.forward = replaced
+    return call_inside(head.module, lambda inside: compute(inside, read_head(head)), hidden, owner=head.owner)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from distill_kernels.losses.functional import (
     fused_top_k_kl_loss,
     fused_tvd_loss,
 )
-from distill_kernels.losses.head import head_loss
+from distill_kernels.losses.head import call_inside, head_loss
 from distill_kernels.losses.logits import cross_entropy, distillation_loss, jsd, kl_div, skew_kl, tvd
 from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.modules import (
@@ -63,6 +63,7 @@ __all__ = [
     "TokenStats",
     "add_rms_norm",
     "bias_gelu",
+    "call_inside",
     "cross_entropy",
     "cu_seqlens_from_position_ids",
     "decode_attention",
