@@ -76,6 +76,25 @@ def test_equals_the_last_rows_of_full_attention(kernel_device):
     assert relative_error(decode_attention(q[:, :, -3:], k, v, lengths, window=40), full[:, :, -3:]) < 1e-6
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 50}, {"softcap": 3.0}], ids=str)
+def test_padding_on_the_left_is_not_seen(kernel_device, options):
+    q, k, v = draw((4, 4, 2, 1, 150, 32), torch.float32, kernel_device)
+    lengths = torch.tensor([150, 140, 77, 9], device=kernel_device)
+    starts = torch.tensor([0, 131, 64, 9], device=kernel_device)
+    for i, start in enumerate(starts.tolist()):
+        k[i, :, :start] = v[i, :, :start] = float("nan")
+    ours = decode_attention(q, k, v, lengths, starts=starts, **options)
+    for i, (start, end) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        if start == end:
+            assert not ours[i].any()
+            continue
+        alone = [x[i : i + 1, :, start:end] for x in (k, v)]
+        expected = decode_attention(q[i : i + 1], *alone, lengths[i : i + 1] - start, **options)
+        assert relative_error(ours[i : i + 1], expected) < 1e-6
+    with pytest.raises(ValueError, match="starts"):
+        decode_attention(q, k, v, lengths, starts=starts[:2])
+
+
 def test_an_empty_sequence_gives_zeros(kernel_device):
     q, k, v = draw((2, 2, 1, 1, 70, 16), torch.float32, kernel_device)
     out = decode_attention(q, k, v, torch.tensor([0, 70], device=kernel_device))

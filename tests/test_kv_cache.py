@@ -102,6 +102,54 @@ def test_generate_gives_the_same_tokens(model_and_inputs, options):
     assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), default)
 
 
+KINDS = {"llama": {}, "mistral": {"kind": "mistral", "sliding_window": 6}, "gemma2": {"kind": "gemma2"}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_decodes_on_our_kernel(kernel_device, kind, monkeypatch):
+    from distill.models import attention
+    from distill.models.head import decoder_of
+    from distill.models.kv_cache import PreallocatedCache
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(["a longer prompt than", "short", "middle one"], return_tensors="pt", padding=True)
+    inputs = {name: inputs[name].to(kernel_device) for name in ("input_ids", "attention_mask")}
+    model = tiny_model(tokenizer, **KINDS[kind]).to(kernel_device)
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    attention.use_fused_attention(model, decoder_of(model))
+    seen, decode = [], attention.decode_attention
+
+    def counted(q, k, v, lengths, **more):
+        seen.append((lengths.tolist(), more["starts"].tolist(), more["window"]))
+        return decode(q, k, v, lengths, **more)
+
+    monkeypatch.setattr(attention, "decode_attention", counted)
+    width = inputs["input_ids"].shape[1]
+    cache = PreallocatedCache(model.config, width + 5)
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), expected)
+    starts = (inputs["attention_mask"] == 0).sum(1).tolist()
+    assert [(lengths, at) for lengths, at, _ in seen[::2]] == [([width + n] * 3, starts) for n in range(1, 5)]
+    assert kind != "mistral" or seen[0][2] == 6
+
+
+def test_other_padding_keeps_pytorchs_attention(kernel_device, caplog):
+    from distill.models.attention import use_fused_attention
+    from distill.models.head import decoder_of
+    from distill.models.kv_cache import PreallocatedCache
+
+    model = tiny_model().to(kernel_device)
+    ids = torch.tensor([[5, 6, 7, 8], [9, 10, 2, 11]], device=kernel_device)
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1]], device=kernel_device)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(input_ids=ids, attention_mask=mask, **options)
+    use_fused_attention(model, decoder_of(model))
+    cache = PreallocatedCache(model.config, 8)
+    assert torch.equal(model.generate(input_ids=ids, attention_mask=mask, **options, past_key_values=cache), expected)
+    assert caplog.text.count("not padded on the left") == 1
+
+
 def test_cached_logits_equal_uncached(model_and_inputs):
     from distill.models.kv_cache import PreallocatedCache
 

@@ -1,5 +1,10 @@
 """Drawing tokens: the right distribution, the same draws on CPU and in the kernel, nothing shared between rows."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -105,6 +110,34 @@ def test_mistakes_are_named():
     ):
         with pytest.raises(ValueError, match=f"^{name}"):
             sample_tokens(*arguments)
+
+
+def test_the_step_of_decoding_compiles_for_sm_90():
+    """Sampling, the cache's write and attention over it, with types and registers that the interpreter cannot see."""
+    pytest.importorskip("triton")
+    root = Path(__file__).resolve().parents[1]
+    code = """
+import torch
+from distill_kernels.attention.decode import decode_attention
+from distill_kernels.attention.kv_cache import put_newest
+from distill_kernels.sampling import sample_tokens
+z, n = torch.ones(4, 49152, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)
+sample_tokens(z, n, n, 0.0), sample_tokens(z, n, n, 0.7)
+c, k = torch.ones(4, 128, 8, 64, dtype=torch.bfloat16), torch.ones(4, 8, 1, 64, dtype=torch.bfloat16)
+put_newest(c, c.clone(), k, k, n)
+for starts in (None, n):
+    q = torch.ones(4, 32, 1, 64, dtype=torch.bfloat16)
+    decode_attention(q, c.transpose(1, 2), c.transpose(1, 2), n, starts=starts)
+"""
+    environment = {"PYTHONPATH": str(root / "kernels"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(root / "tests" / "compile_for_gpu.py"), code]
+    made = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert made.returncode == 0, made.stderr[-3000:]
+    found = re.findall(r"\.(\w+): \d+ registers, (\d+) bytes spilled", made.stdout)
+    names = [name for name, _ in found]
+    assert set(names) == {"_sample_kernel", "_put_kernel", "_chunk_kernel", "_combine_kernel"}, made.stdout
+    assert names.count("_chunk_kernel") == 2 == names.count("_sample_kernel")
+    assert all(int(spilled) == 0 for _, spilled in found), made.stdout
 
 
 @pytest.mark.gpu

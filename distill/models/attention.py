@@ -2,8 +2,9 @@
 
 `use_fused_attention(model)` gives the model the attention implementation `distill`. Packed batches need no mask: the
 decoder's forward turns `position_ids` that restart into cumulative lengths on the device (transformers asks the
-device whether a batch is packed, which stalls the host, and then builds a dense mask). Calls with a padding mask or
-a key-value cache, as `generate` makes them, run on the attention that the model had before.
+device whether a batch is packed, which stalls the host, and then builds a dense mask). `generate` with a
+`PreallocatedCache` decodes on our kernel, prompts padded on the left included; other calls with a padding mask or a
+key-value cache run on the attention that the model had before.
 
 `fastest_attention` times the back ends on the shapes of a run.
 """
@@ -18,8 +19,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from distill_kernels.attention.decode import decode_attention
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.ranges import cu_seqlens_from_position_ids
+from distill_kernels.launch import runs_on_triton
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -27,10 +30,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from distill.models.head import bare
+from distill.models.kv_cache import PreallocatedCache
 
 log = logging.getLogger(__name__)
 
 NAME = "distill"
+DECODE = "distill_decode"
 RAGGED = "distill_ragged"  # of distill.models.ragged_cache, which builds on this module
 BACKENDS = ("triton", "cudnn", "flash")
 MAX_HEAD_DIM = 256
@@ -96,6 +101,32 @@ def fused_attention(
     return out.transpose(1, 2), None
 
 
+def newest_over_cache(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cache_lengths: torch.Tensor | None = None,
+    cache_starts: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one newest token a sequence to a PreallocatedCache; see `fused_attention` for the arguments.
+
+    Args:
+        cache_lengths, cache_starts: int [B], the slots of each sequence end and begin there.
+    """
+    refuse_sinks(kwargs)
+    assert cache_lengths is not None, "the model's layers do not hand keyword arguments to their attention"
+    out = decode_attention(
+        query, key, value, cache_lengths, scale=scaling, window=sliding_window, softcap=softcap, starts=cache_starts
+    )
+    return out.transpose(1, 2), None
+
+
 def refuse_sinks(kwargs: dict[str, Any]) -> None:
     """Attention sinks (gpt-oss) are part of the softmax: an attention that ignores them is silently wrong."""
     if kwargs.get("s_aux") is not None:
@@ -112,6 +143,7 @@ def _torch_attention(
 
 
 AttentionInterface.register(NAME, fused_attention)
+AttentionInterface.register(DECODE, newest_over_cache)
 
 
 def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "triton") -> None:
@@ -147,6 +179,10 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         cached = use_cache or kwargs.get("past_key_values") is not None
         if self.config._attn_implementation == RAGGED:
             return inner(*args, **kwargs)
+        newest = _newest_token(kwargs)
+        if newest is not None and self.config._attn_implementation == NAME:
+            with _implementations(configs, [DECODE] * len(configs)):
+                return inner(*args, **kwargs, **newest)
         if masked or cached or self.config._attn_implementation != NAME:
             with _implementations(configs, before):
                 return inner(*args, **kwargs)
@@ -162,6 +198,14 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         return inner(*args, **kwargs)
 
     decoder.forward = types.MethodType(forward, decoder)
+
+
+def _newest_token(kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """What our decode kernel needs for this call of a decoder; None for a call that it does not serve."""
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    if not isinstance(cache, PreallocatedCache) or ids is None or ids.shape[1] != 1 or not runs_on_triton(ids):
+        return None
+    return cache.newest_token(kwargs.get("attention_mask"))
 
 
 def stop_fused_attention(model: nn.Module, decoder: nn.Module) -> None:

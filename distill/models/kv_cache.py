@@ -8,12 +8,15 @@ row into its place and hands attention a view of the filled part.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from distill_kernels.attention.kv_cache import KVCache
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
+
+log = logging.getLogger(__name__)
 
 _SUPPORTED = ("full_attention", "sliding_attention")
 
@@ -103,3 +106,35 @@ class PreallocatedCache(Cache):
         if foreign := unsupported_layers(config):
             raise ValueError(f"config: PreallocatedCache supports {', '.join(_SUPPORTED)} layers, got {foreign}")
         super().__init__(layers=[PreallocatedLayer(max_length) for _ in range(text.num_hidden_layers)])
+        self.padded_left: bool | None = None  # whether the prompts' padding mask is zeros, then ones; not known yet
+
+    def newest_token(self, attention_mask: torch.Tensor | None) -> dict[str, torch.Tensor | None] | None:
+        """What `decode_attention` needs to attend from the token that comes next; None where it cannot.
+
+        Args:
+            attention_mask: As `generate` gives it: [B, cached tokens + 1], zeros where a prompt is padded on the left.
+
+        Returns:
+            `cache_lengths` int [B], the token to come included, and `cache_starts` int [B] or None, as keyword
+            arguments for the model; None before prompts are in, or for a mask of another kind.
+        """
+        layer = self.layers[0]
+        assert isinstance(layer, PreallocatedLayer)
+        if layer.cache is None or layer.cache.longest == 0:
+            return None
+        if attention_mask is None:
+            return {"cache_lengths": layer.cache.lengths + 1, "cache_starts": None}
+        if attention_mask.dim() != 2:
+            return None
+        if self.padded_left is None:  # once a prompt: this waits for the device
+            self.padded_left = bool((attention_mask.bool().int().diff(dim=1) >= 0).all())
+            if not self.padded_left:
+                log.warning("generation keeps PyTorch's attention, which is slower: prompts are not padded on the left")
+        if not self.padded_left:
+            return None
+        return {"cache_lengths": layer.cache.lengths + 1, "cache_starts": attention_mask.bool().int().argmax(dim=1)}
+
+    def reset(self) -> None:
+        """Empty the cache; nothing is freed."""
+        super().reset()
+        self.padded_left = None

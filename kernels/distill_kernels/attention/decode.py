@@ -27,9 +27,14 @@ PROGRAMS = 2  # a multiprocessor, which is as many as their tiles leave shared m
 
 
 def reference_decode_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, masking: Masking
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    masking: Masking,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The definition: new token s of S sees keys below length - S + 1 + s, the last `window` of them."""
+    """The definition: new token s of S sees keys from start and below length - S + 1 + s, the last `window` of them."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group, new = q.shape[1] // k.shape[1], q.shape[2]
     end = lengths[:, None].long() - new + 1 + torch.arange(new, device=q.device)  # [B, S]
@@ -37,6 +42,8 @@ def reference_decode_attention(
     kept = column < end[..., None]
     if masking.window is not None:
         kept &= column >= end[..., None] - masking.window
+    if starts is not None:
+        kept &= column >= starts[:, None, None]
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     scores = q.to(dtype) @ k.transpose(-1, -2) * masking.scale
     if masking.softcap is not None:
@@ -44,17 +51,17 @@ def reference_decode_attention(
     scores = scores.masked_fill(~kept[:, None], float("-inf"))
     weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp(min=-1e30))
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
-    # slots behind the length hold anything, NaN included
-    v = v.masked_fill(~(column < lengths[:, None])[:, None, :, None], 0)
+    # slots that nobody sees hold anything, NaN included
+    v = v.masked_fill(~kept.any(1)[:, None, :, None], 0)
     return (weights @ v).to(q.dtype)
 
 
 @triton.jit
 def _chunk_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qs, stride_kb, stride_kh,
-    stride_kt, stride_vb, stride_vh, stride_vt, kv_heads, new, slots, window, score_scale, cap, cap_rate,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, starts_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qs, stride_kb,
+    stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, kv_heads, new, slots, window, score_scale, cap, cap_rate,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head."""
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
@@ -71,7 +78,11 @@ def _chunk_kernel(
     high = length - new + 1 + token
     low = high - window
 
-    first = tl.maximum(length - new + 1 - window, 0) // BLOCK_N
+    begin = 0
+    if STARTS:
+        begin = tl.maximum(tl.load(starts_ptr + batch).to(tl.int32), 0)
+        low = tl.maximum(low, begin)
+    first = tl.minimum(tl.maximum(length - new + 1 - window, begin), length) // BLOCK_N
     tiles = tl.cdiv(length, BLOCK_N) - first
     start = (first + tiles * chunk // chunks) * BLOCK_N
     end = (first + tiles * (chunk + 1) // chunks) * BLOCK_N
@@ -82,7 +93,7 @@ def _chunk_kernel(
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
     for n in tl.range(start, end, BLOCK_N):
         slot = n + tl.arange(0, BLOCK_N)
-        held = (slot < length)[:, None] & in_column[None, :]
+        held = ((slot < length) & (slot >= begin))[:, None] & in_column[None, :]
         slot_64 = slot[:, None].to(tl.int64)
         k = tl.load(k_base + slot_64 * stride_kt + column[None, :], mask=held, other=0.0)
         v = tl.load(v_base + slot_64 * stride_vt + column[None, :], mask=held, other=0.0)
@@ -135,6 +146,7 @@ def decode_on_triton(
     lengths: torch.Tensor,
     masking: Masking,
     out: torch.Tensor,
+    starts: torch.Tensor | None = None,
     keys_at_a_time: int | None = None,
     programs: int = PROGRAMS,
     warps: int = 4,
@@ -151,11 +163,13 @@ def decode_on_triton(
     lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     block_d = head_block(size)
     _chunk_kernel[(chunks, batches * kv_heads)](
-        q, k, v, lengths, parts, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], kv_heads, new, slots,
-        UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, GROUP=group,
+        q, k, v, lengths, lengths if starts is None else starts, parts, lse, *q.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], kv_heads, new, slots, UNBOUNDED if masking.window is None else masking.window,
+        *masking.score_factors, GROUP=group,
         HEAD_DIM=size, BLOCK_D=block_d, ROWS=max(16, next_power_of_2(group * new)),
         BLOCK_N=keys_at_a_time or min(128, 8192 // block_d),
-        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), num_warps=warps,
+        STARTS=starts is not None, SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
+        num_warps=warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip
     _combine_kernel[(new * group, batches * kv_heads)](
@@ -174,16 +188,17 @@ def _decode_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     masking = Masking(True, scale, window, softcap)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     if not runs_on_triton(q):
-        return out.copy_(reference_decode_attention(q, k, v, lengths, masking))
-    return out if q.numel() == 0 else decode_on_triton(q, k, v, lengths, masking, out)
+        return out.copy_(reference_decode_attention(q, k, v, lengths, masking, starts))
+    return out if q.numel() == 0 else decode_on_triton(q, k, v, lengths, masking, out, starts)
 
 
 @_decode_attention.register_fake
-def _(q, k, v, lengths, scale, window, softcap):
+def _(q, k, v, lengths, scale, window, softcap, starts=None):
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
 
 
@@ -196,6 +211,7 @@ def decode_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a few new tokens a sequence to its cached keys and values, inference only.
 
@@ -208,9 +224,10 @@ def decode_attention(
         scale: factor of q.k, > 0; 1/sqrt(D) by default.
         window: a token sees the last `window` keys up to its own.
         softcap: scores become softcap * tanh(score / softcap).
+        starts: int [B] on the device, the first slot of each sequence that is seen: those before are padding.
 
     Returns:
-        [B, H, S, D] in q's dtype, [B, S, H, D] in memory. A sequence of length 0 gives zeros.
+        [B, H, S, D] in q's dtype, [B, S, H, D] in memory. A sequence that sees nothing gives zeros.
 
     Raises:
         ValueError: shapes, dtypes or arguments that do not fit.
@@ -221,9 +238,12 @@ def decode_attention(
         raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")
     if q.shape[2] * q.shape[1] // k.shape[1] > 256:
         raise ValueError(f"q: new tokens x query heads per key head up to 256, got {tuple(q.shape)}, {tuple(k.shape)}")
-    if lengths.shape != q.shape[:1] or lengths.dtype not in (torch.int32, torch.int64) or lengths.device != q.device:
-        raise ValueError(
-            f"lengths: expected int [{q.shape[0]}] on {q.device}, got {lengths.dtype} {tuple(lengths.shape)} on "
-            f"{lengths.device}"
-        )
-    return _decode_attention(q, k, v, lengths, masking.scale, window, softcap)
+    for name, slots in (("lengths", lengths), ("starts", starts)):
+        if slots is None:
+            continue
+        if slots.shape != q.shape[:1] or slots.dtype not in (torch.int32, torch.int64) or slots.device != q.device:
+            raise ValueError(
+                f"{name}: expected int [{q.shape[0]}] on {q.device}, got {slots.dtype} {tuple(slots.shape)} on "
+                f"{slots.device}"
+            )
+    return _decode_attention(q, k, v, lengths, masking.scale, window, softcap, starts)

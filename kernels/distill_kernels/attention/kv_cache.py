@@ -72,6 +72,11 @@ class KVCache:
             )
         if self._longest + new > slots:
             raise ValueError(f"keys: {self._longest} + {new} positions exceed the cache's max_length of {slots}")
+        if new == 1 and counts is None:
+            self.lengths += 1
+            self._longest += 1
+            put_newest(self.keys, self.values, keys, values, self.lengths)
+            return
         # a discarded position is written too, and overwritten by the next; it lies behind the length
         at = self.lengths[:, None] + torch.arange(new, device=self.keys.device)
         sequence = torch.arange(batch, device=self.keys.device)[:, None]
