@@ -249,7 +249,6 @@ def _rms_norm_form(module: Any) -> str | None:
     return None
 
 
-@functools.cache  # the same function in all layers, so that torch.compile compiles one of them for all
 def _rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if residual is None:
@@ -290,7 +289,6 @@ def _gated_activation(module: nn.Module, names: tuple[str, str | None, str]) -> 
     return None
 
 
-@functools.cache
 def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Callable[..., Any]:
     gate_name, up_name, down_name = names
     gated = ACTIVATIONS[activation]
@@ -312,7 +310,6 @@ def _rotary_function(module: nn.Module) -> Any:
     return forward if code is not None and ROTARY in code.co_names and ROTARY in forward.__globals__ else None
 
 
-@functools.cache
 def _with_our_rotary(forward: Any) -> Callable[..., Any]:
     """The same code with `apply_rotary_pos_emb` bound to our kernel; other users of that file are not touched."""
     namespace = dict(forward.__globals__)
