@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from distill.cli import run_command
 from distill.models.adapters import add_lora
-from distill.planning.memory import GIB, layer_activations, shape_of
+from distill.planning.memory import GIB, LOADING, layer_activations, shape_of
 from distill.planning.preflight import check, find_device, meta_models, planned_precision
 from distill.recipe import Lora, load, parse
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
 from distill.training.metrics import parameters_of
+from distill.training.parallel import SHARDED_FP8
 
 # as published on the models' cards or counted from their released weights
 PUBLISHED = {
@@ -26,6 +27,7 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "smollm2-135m": 134_515_008,
 }
+HARDWARE = {"llama3-8b-to-1b-lora": ("RTX 4090", 1), "llama3-70b-to-8b-lora": ("H100", 4)}
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -165,9 +167,10 @@ def test_what_does_not_fit_is_said_with_what_helps():
 @pytest.mark.parametrize("gpu", ["H100", "24GB"])
 def test_advice_saves_what_it_says(gpu):
     before = of(gpu=gpu, gpus=2)
-    assert {label.split("=")[0] for label, _, _ in before.advice} >= {
-        "train.gradient_checkpointing", "train.batch_size", "parallel.strategy"
-    }  # fmt: skip
+    offered = {label.split("=")[0] for label, _, _ in before.advice}
+    assert offered >= {"train.gradient_checkpointing", "train.batch_size"}
+    # where nothing fits whole, the run shards by itself, and there is nothing left to gain by asking
+    assert ("parallel.strategy" in offered) is (gpu == "H100")
     for label, saved, fits in before.advice:
         settings = label.split(" (")[0].split()
         after = of(*settings, gpu=gpu, gpus=2)
@@ -192,9 +195,38 @@ def test_time_and_disk_follow_the_sizes():
 
 @pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
 def test_every_shipped_recipe_fits_its_hardware(shipped):
-    gpu = "RTX 4090" if shipped.name.endswith("lora") else "H100"
-    report = check(load(shipped.path), find_device(gpu), look_at_data=False)
+    gpu, gpus = HARDWARE.get(shipped.name, ("H100", 1))
+    report = check(load(shipped.path), find_device(gpu), gpus=gpus, look_at_data=False)
     assert report.fits, report.problems
+
+
+def of_70b(*overrides, gpu="H100", gpus=4):
+    path = ROOT / "recipes" / "llama3-70b-to-8b-lora.yaml"
+    return check(load(path, overrides), find_device(gpu), gpus=gpus, look_at_data=False)
+
+
+def test_a_teacher_of_70b_is_shared_by_four_gpus():
+    """A quarter of it on each, two layers or the head gathered; the student in shards too, as the run decides."""
+    report = of_70b()
+    assert report.strategy == "fsdp, teacher sharded" and report.fits
+    whole = 2 * PUBLISHED["llama-3.1-70b"]
+    gathered = max(2 * report.teacher.linear / 80, 128_256 * 8192) * 2
+    assert report.memory.parts["teacher"] == pytest.approx(whole / 4 + gathered)
+    assert report.memory.parts["student"] < 2 * PUBLISHED["llama-3.1-8b"] / 3.5
+    assert f"teacher.dtype: {SHARDED_FP8}; use bfloat16" in of_70b("teacher.dtype=fp8").problems
+    assert not of_70b("parallel.teacher=copied").fits
+    assert of_70b(gpus=8).memory.parts["teacher"] == pytest.approx(whole / 8 + gathered)
+
+
+def test_an_fp8_teacher_is_loaded_before_it_is_small():
+    report = of_70b("teacher.dtype=fp8", gpu="H200", gpus=1)
+    assert report.memory.parts["teacher"] < 0.52 * 2 * PUBLISHED["llama-3.1-70b"]
+    (problem,) = report.problems
+    assert not report.fits and "loaded in bfloat16 first" in problem and "distill cache" in problem
+    step = max(size for name, size in report.memory.moments.items() if name != LOADING)
+    assert step < 0.95 * report.device.memory_bytes, "a step itself would fit"
+    small = of("teacher.dtype=fp8")
+    assert small.fits and small.memory.moments[LOADING] == 2 * PUBLISHED["llama-3.1-8b"] + 4 * PUBLISHED["llama-3.2-1b"]
 
 
 def test_precision_is_that_of_the_planned_device():

@@ -13,7 +13,8 @@ MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps 
     loss            the workspace that `distill_kernels` plans, the head's copy, and dW
     optimizer       torch's AdamW keeps one temporary the size of the trained weights; fused ones none
 
-The peak is the largest of three moments: inside the loss, in the backward, in the optimizer. What the CUDA context and
+The peak is the largest of three moments: inside the loss, in the backward, in the optimizer; with an fp8 teacher also
+while it is loaded, since it comes in bfloat16 and is quantised on the device. What the CUDA context and
 the allocator's fragments take comes on top, and is why a device counts as full at 95 %.
 """
 
@@ -31,6 +32,7 @@ from distill.recipe import Recipe
 from distill.training.arguments import FUSED, Precision
 
 GIB = 2**30
+LOADING = "loading of the teacher"
 # bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
 STATES = {"8bit": 0.5, "4bit": 0.25, "adafactor": 0.01, "sgd": 0.0, "lion": 1.0}
 
@@ -134,6 +136,11 @@ def layer_activations(shape: Shape, *, compute: int, residual: int, autocast: bo
     )
 
 
+def gathered_teacher(teacher: Shape, precision: Precision) -> float:
+    """Bytes of a sharded teacher that are whole at once: a layer and the next one, or the head."""
+    return max(2 * teacher.linear / teacher.layers, teacher.head) * precision.teacher.itemsize
+
+
 def step_memory(
     recipe: Recipe,
     teacher: Shape,
@@ -144,6 +151,7 @@ def step_memory(
     accumulation: int,
     world: int = 1,
     sharded: bool = False,
+    teacher_sharded: bool = False,
 ) -> Memory:
     """Memory of each GPU in a training step with our kernels.
 
@@ -155,6 +163,7 @@ def step_memory(
         accumulation: Micro-batches a step on a device.
         world: Devices.
         sharded: FSDP: weights, gradients and states of the student are divided by the devices.
+        teacher_sharded: The teacher's weights are too, and gathered a layer at a time.
     """
     tokens = recipe.train.batch_size * recipe.data.max_length
     compute, weight = precision.compute.itemsize, precision.student.itemsize
@@ -194,9 +203,13 @@ def step_memory(
     workspace = _workspace(tokens, columns, precision, int(head_gradient), memory_bytes, 2 if soft else 1)
     if autocast:
         workspace += student.head * compute
-    teacher_weights = teacher.parameters * precision.teacher.itemsize
+    teacher_weights = 0.0 if recipe.teacher.is_cached else float(teacher.parameters * precision.teacher.itemsize)
+    loading = 0.0
     if recipe.teacher.dtype == "fp8":  # one byte for what is in linear layers, whose head stays as it was
+        loading = teacher_weights + weights  # it is loaded whole, and quantised when both models are there
         teacher_weights -= teacher.linear * (precision.teacher.itemsize - 1)
+    if teacher_sharded:
+        teacher_weights = min(teacher_weights, teacher_weights / world + gathered_teacher(teacher, precision))
     held = teacher_weights + weights + states + buckets
     kept = gradients if accumulation > 1 else 0.0
     forward = held + kept + copies + activations
@@ -219,9 +232,12 @@ def step_memory(
         parts["gradient buckets"] = buckets
     if gathered:
         parts["gathered weights"] = gathered
+    moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
+    if loading:
+        moments[LOADING] = loading
     return Memory(
         parts,
-        {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary},
+        moments,
         logits_avoided=(2.0 if soft else 1.0) * tokens * columns * 4,
     )
 

@@ -24,10 +24,11 @@ from distill.faults import RecipeError, did_you_mean
 from distill.models.adapters import add_lora
 from distill.models.load import load_config, load_tokenizer
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
-from distill.planning.memory import GIB, Memory, Shape, shape_of, step_memory
+from distill.planning.memory import GIB, LOADING, Memory, Shape, shape_of, step_memory
 from distill.recipe import Lora, ModelSection, Recipe
 from distill.training.arguments import FUSED, Precision, accumulation_steps, resolve_precision, total_steps
 from distill.training.metrics import PEAK_FLOPS, Work, work_of
+from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
 log = logging.getLogger(__name__)
 
@@ -184,16 +185,16 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     teacher, student = meta_models(recipe)
     shapes = shape_of(teacher), shape_of(student)
     accumulation = accumulation_steps(recipe.train, recipe.data, gpus)
+    sharing = _sharing(recipe, *shapes, device, gpus)
     memory = _memory(recipe, *shapes, device, gpus)
     report = Preflight(
-        device, gpus, _strategy(recipe, gpus), *shapes, memory, _fits(memory, device), accumulation,
+        device, gpus, sharing.short, *shapes, memory, _fits(memory, device), accumulation,
         recipe.train.batch_size * recipe.data.max_length * accumulation * gpus, recipe.train.steps,
     )  # fmt: skip
     if not report.fits:
-        report.problems.append(
-            f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
-            f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
-        )
+        report.problems.append(_too_much(memory, device))
+    if sharing.teacher_sharded and recipe.teacher.dtype == "fp8":
+        report.problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
     report.advice = advise(recipe, *shapes, device, gpus)
     _check_lengths(recipe, teacher, student, report)
     tokenizer = _check_vocabulary(recipe, report)
@@ -203,20 +204,43 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     return report
 
 
-def _strategy(recipe: Recipe, gpus: int) -> str:
-    return "one device" if gpus == 1 else "fsdp" if recipe.parallel.strategy == "fsdp" else "ddp"
+def _sharing(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> Sharing:
+    """How the devices share the two models, as the run will choose it."""
+    asked = recipe.parallel.strategy
+    if gpus == 1:
+        return ALONE
+    if recipe.teacher.is_cached or not device.cuda:
+        return Sharing("fsdp" if asked == "fsdp" else "ddp", recipe.parallel.teacher == "sharded", True)
+    return sharing_of(
+        recipe, teacher, student, planned_precision(recipe, device), memory_bytes=device.memory_bytes,
+        usable=USABLE * device.memory_bytes, world=gpus,
+    )  # fmt: skip
 
 
 def _memory(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> Memory:
+    sharing = _sharing(recipe, teacher, student, device, gpus)
     return step_memory(
         recipe, teacher, student, planned_precision(recipe, device), memory_bytes=device.memory_bytes,
         accumulation=accumulation_steps(recipe.train, recipe.data, gpus), world=gpus,
-        sharded=_strategy(recipe, gpus) == "fsdp",
+        sharded=sharing.student_sharded, teacher_sharded=sharing.teacher_sharded,
     )  # fmt: skip
 
 
 def _fits(memory: Memory, device: Device) -> bool:
     return memory.peak <= USABLE * device.memory_bytes
+
+
+def _too_much(memory: Memory, device: Device) -> str:
+    problem = (
+        f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
+        f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
+    )
+    if memory.peak == memory.moments.get(LOADING):
+        problem += (
+            "; an fp8 teacher is loaded in bfloat16 first: share a bfloat16 one over several GPUs, or have several "
+            "GPUs write what it says (distill cache) and train from that"
+        )
+    return problem
 
 
 def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
@@ -253,6 +277,9 @@ def _changes(recipe: Recipe, device: Device, gpus: int) -> list[tuple[str, Recip
             changes.append((label, _with(recipe, "student", dtype="bfloat16")))
     if gpus > 1 and recipe.parallel.strategy != "fsdp":
         changes.append(("parallel.strategy=fsdp", _with(recipe, "parallel", strategy="fsdp")))
+    if gpus > 1 and recipe.parallel.teacher != "sharded" and not recipe.teacher.is_cached:
+        label = "parallel.strategy=fsdp parallel.teacher=sharded"
+        changes.append((label, _with(recipe, "parallel", strategy="fsdp", teacher="sharded")))
     return changes
 
 

@@ -12,15 +12,20 @@ device, T of the teacher, S(w) of everything else in a step with the student ove
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from distill.recipe import Recipe
 
+if TYPE_CHECKING:
+    from distill.planning.memory import Shape
+    from distill.training.arguments import Precision
+
 Strategy = Literal["ddp", "fsdp"]
 GIB = 2**30
+SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"
 
 
 class Sharing(NamedTuple):
@@ -43,6 +48,13 @@ class Sharing(NamedTuple):
         """Whether the student goes through FSDP2."""
         return self.student == "fsdp"
 
+    @property
+    def short(self) -> str:
+        """In a word or two."""
+        if self is ALONE:
+            return "one device"
+        return self.student + (", teacher sharded" if self.teacher_sharded else "")
+
     def __str__(self) -> str:
         student = "sharded (FSDP2)" if self.student_sharded else "copied (DDP)"
         return f"student {student}, teacher {'sharded (FSDP2)' if self.teacher_sharded else 'copied'}: {self.why}"
@@ -60,9 +72,9 @@ def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
     Raises:
         ValueError: an fp8 teacher that would have to be sharded.
     """
-    from distill.planning.memory import shape_of, step_memory
+    from distill.planning.memory import shape_of
     from distill.planning.preflight import USABLE, meta_models
-    from distill.training.arguments import accumulation_steps, resolve_precision
+    from distill.training.arguments import resolve_precision
 
     asked = recipe.parallel
     if world == 1:
@@ -73,27 +85,48 @@ def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
         return Sharing("fsdp" if asked.strategy == "fsdp" else "ddp", asked.teacher == "sharded", True, "as asked for")
     teacher, student = (shape_of(model) for model in meta_models(recipe))
     precision, total = resolve_precision(recipe, device), torch.cuda.get_device_properties(device).total_memory
+    chosen = sharing_of(recipe, teacher, student, precision, memory_bytes=total, usable=USABLE * total, world=world)
+    if chosen.teacher_sharded and recipe.teacher.dtype == "fp8":
+        raise ValueError(f"teacher.dtype: {SHARDED_FP8} ({chosen.why}); use bfloat16")
+    return chosen
+
+
+def sharing_of(
+    recipe: Recipe,
+    teacher: Shape,
+    student: Shape,
+    precision: Precision,
+    *,
+    memory_bytes: int,
+    usable: float,
+    world: int,
+) -> Sharing:
+    """What `parallel` comes to on `world` devices, by arithmetic alone.
+
+    Args:
+        recipe: What is asked for.
+        teacher, student: Sizes, from `distill.planning.memory.shape_of`.
+        precision: From `resolve_precision`.
+        memory_bytes: Of one device.
+        usable: Bytes of these that a run may take.
+        world: Devices, more than one.
+    """
+    from distill.planning.memory import gathered_teacher, step_memory
+    from distill.training.arguments import accumulation_steps
+
     ways = [
         step_memory(
-            recipe, teacher, student, precision, memory_bytes=total, world=world, sharded=sharded,
+            recipe, teacher, student, precision, memory_bytes=memory_bytes, world=world, sharded=sharded,
             accumulation=accumulation_steps(recipe.train, recipe.data, world),
         )
         for sharded in (False, True)
     ]  # fmt: skip
-    held = ways[0].parts["teacher"]
-    # what of a sharded teacher is whole at once: a layer and the next one, or the head
-    gathered = max(2 * teacher.linear / teacher.layers, teacher.head) * precision.teacher.itemsize
+    held, gathered = ways[0].parts["teacher"], gathered_teacher(teacher, precision)
     copied, sharded = (way.peak - way.parts["teacher"] for way in ways)
-    usable = USABLE * total
     chosen = choose_sharing(
-        asked.strategy, teacher=held, gathered=gathered, copied=copied, sharded=sharded, usable=usable, world=world,
-        teachers=asked.teacher,
+        recipe.parallel.strategy, teacher=held, gathered=gathered, copied=copied, sharded=sharded, usable=usable,
+        world=world, teachers=recipe.parallel.teacher,
     )  # fmt: skip
-    if chosen.teacher_sharded and recipe.teacher.dtype == "fp8":
-        raise ValueError(
-            f"teacher.dtype: an fp8 teacher cannot be sharded, and its {held / GIB:.1f} GiB do not fit beside "
-            f"{(sharded if chosen.student_sharded else copied) / GIB:.1f} GiB of the student's step; use bfloat16"
-        )
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {held / GIB:.1f} "
         f"({min(held, held / world + gathered) / GIB:.1f} in shards), the student's step {copied / GIB:.1f} "
