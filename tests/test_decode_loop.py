@@ -176,6 +176,21 @@ def test_mistakes_are_named():
         ours(model, [[1], [2]], [3])
 
 
+def test_the_benchmarks_candidates_agree():
+    from scripts.bench.generate import candidates, ragged_prompts, regret
+
+    model = tiny_model(dtype=torch.float64)
+    model.generation_config.eos_token_id = None
+    prompts = ragged_prompts(3, 8, 259)
+    found = {name: way(prompts) for name, way in candidates(model, 5, compiled=False).items()}
+    expected = found["generate, default cache"]
+    assert all(len(answer) == 5 for answer in expected)
+    for name, answers in found.items():
+        assert (answers == expected) == ("drawn" not in name), name
+    assert regret(model, prompts, expected) < 1e-6
+    assert regret(model, prompts, found["ours, drawn at T = 1"]) > 0.2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
 def test_the_captured_step_on_the_gpu(kind):
