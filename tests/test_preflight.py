@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from distill.cli import run_command
 from distill.models.adapters import add_lora
+from distill.planning.devices import find_device
 from distill.planning.memory import GIB, LOADING, layer_activations, shape_of
-from distill.planning.preflight import check, find_device, meta_models, planned_precision
+from distill.planning.preflight import check, meta_models, planned_precision
 from distill.recipe import Lora, load, parse
+from distill.recipe.models import WeightedTeacher
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
 from distill.training.metrics import parameters_of
 from distill.training.parallel import SHARDED_FP8
@@ -216,6 +218,15 @@ def test_a_teacher_of_70b_is_shared_by_four_gpus():
     assert f"teacher.dtype: {SHARDED_FP8}; use bfloat16" in of_70b("teacher.dtype=fp8").problems
     assert not of_70b("parallel.teacher=copied").fits
     assert of_70b(gpus=8).memory.parts["teacher"] == pytest.approx(whole / 8 + gathered)
+
+
+def test_several_teachers_are_all_held_and_all_run():
+    one, section = of(), WeightedTeacher(init="random", config="llama-3.1-8b", dtype="bfloat16")
+    both = recipe().model_copy(update={"teachers": [section, section]})
+    two = check(both, find_device("H200"), look_at_data=False)
+    assert two.memory.parts["teacher"] == 2 * one.memory.parts["teacher"]
+    more = two.flops_per_step - one.flops_per_step
+    assert more == pytest.approx(65_536 * 2 * 8.03e9, rel=0.1)
 
 
 def test_an_fp8_teacher_is_loaded_before_it_is_small():

@@ -42,8 +42,8 @@ def check(
     distill check llama3-8b-to-1b --probe teacher.init=random student.init=random
     """
     _, resolved = load_recipe(recipe, overrides)
+    from distill.planning.devices import find_device
     from distill.planning.preflight import check as look
-    from distill.planning.preflight import find_device
 
     device = find_device(gpu)
     with console.working("looking at models and data"):

@@ -11,73 +11,29 @@ fetched). Data and tokenizers are looked at where they lie on this machine or in
 from __future__ import annotations
 
 import logging
-import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from distill.faults import RecipeError, did_you_mean
 from distill.models.adapters import add_lora
 from distill.models.load import load_config, load_tokenizer
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
+from distill.planning.devices import Device
 from distill.planning.memory import GIB, LOADING, Memory, Shape, shape_of, step_memory
 from distill.recipe import Lora, ModelSection, Recipe
 from distill.training.arguments import FUSED, Precision, accumulation_steps, resolve_precision, total_steps
-from distill.training.metrics import PEAK_FLOPS, Work, work_of
+from distill.training.metrics import Work, work_of
 from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
 log = logging.getLogger(__name__)
 
-# what torch reports as total memory, GiB
-GPU_MEMORY = {
-    "A10G": 22.1, "A100": 79.2, "L4": 22.0, "L40": 44.4, "L40S": 44.4, "H100": 79.1, "H100 PCIe": 79.1,
-    "H100 NVL": 93.1, "H200": 139.8, "B200": 178.0, "RTX 3090": 23.6, "RTX 4090": 23.5,
-}  # fmt: skip
 USABLE = 0.95  # of the memory; the rest goes to the CUDA context and to fragmentation
 SUSTAINED = 0.5  # of the bf16 peak that a step is assumed to reach; measured on an H200: 0.58
-
-
-class Device(NamedTuple):
-    """What a run is planned for.
-
-    Attributes:
-        name: for people.
-        memory_bytes: of one device (of the machine, for a CPU).
-        flops: dense bf16 peak; None where unknown.
-        cuda: False for a CPU.
-    """
-
-    name: str
-    memory_bytes: int
-    flops: float | None
-    cuda: bool = True
-
-
-def find_device(name: str | None) -> Device:
-    """The device called `name`: a GPU's name, a size such as 24GB, `cpu`; None for what this machine has.
-
-    Raises:
-        RecipeError: unknown.
-    """
-    if name is None and torch.cuda.is_available():
-        facts = torch.cuda.get_device_properties(0)
-        known = [part for part in PEAK_FLOPS if part in facts.name]
-        return Device(facts.name, facts.total_memory, PEAK_FLOPS[max(known, key=len)] if known else None)
-    if name is None or name.lower() == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-        return Device("this machine's CPU", pages, None, cuda=False)
-    for known_name, gib in GPU_MEMORY.items():
-        if name.lower() == known_name.lower():
-            return Device(known_name, int(gib * GIB), PEAK_FLOPS[known_name])
-    digits = name.upper().removesuffix("GB").removesuffix("G").strip()
-    if digits.replace(".", "", 1).isdigit() and float(digits) > 0:
-        return Device(f"a GPU of {digits} GB", int(float(digits) * 1e9), None)
-    hint = did_you_mean(name, map(str.lower, GPU_MEMORY))
-    raise RecipeError([f"--gpu: expected a GPU's name, a size such as 24GB, or cpu; came {name!r}; {hint}"])
 
 
 @dataclass
@@ -150,6 +106,14 @@ def meta_models(recipe: Recipe) -> tuple[Any, Any]:
     return teacher, student if section.lora is None else add_lora(student, section.lora)
 
 
+def _together(teachers: Sequence[Shape]) -> Shape:
+    """Several teachers as one: they are all held, and run one after another."""
+    first = teachers[0]
+    return first._replace(
+        parameters=sum(shape.parameters for shape in teachers), linear=sum(shape.linear for shape in teachers)
+    )
+
+
 def _config(section: ModelSection, field: str) -> Any:
     """Of `config` where it is named, which costs no download, else of `model`."""
     return load_config(section.model_copy(update={"init": "random"}) if section.config else section, field)
@@ -183,7 +147,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
         ValueError: a setting that no run can have.
     """
     teacher, student = meta_models(recipe)
-    shapes = shape_of(teacher), shape_of(student)
+    others = [_meta(_config(section, "teachers"), "teachers") for section in recipe.teachers[1:]]
+    shapes = _together([shape_of(model) for model in (teacher, *others)]), shape_of(student)
     accumulation = accumulation_steps(recipe.train, recipe.data, gpus)
     sharing = _sharing(recipe, *shapes, device, gpus)
     memory = _memory(recipe, *shapes, device, gpus)
@@ -199,7 +164,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     _check_lengths(recipe, teacher, student, report)
     tokenizer = _check_vocabulary(recipe, report)
     pairs = _check_data(recipe, tokenizer, shapes, report, gpus) if look_at_data else None
-    _time(recipe, work_of(teacher, trains=False), work_of(student, trains=True), pairs, report)
+    works = [work_of(model, trains=False) for model in (teacher, *others)]
+    _time(recipe, works, work_of(student, trains=True), pairs, report)
     _disk(recipe, shapes[1], planned_precision(recipe, device), report)
     return report
 
@@ -381,14 +347,18 @@ def _check_data(
     return (found.tokens / max(found.documents, 1) + 1) / 2
 
 
-def _time(recipe: Recipe, teacher: Work | None, student: Work | None, pairs: float | None, report: Preflight) -> None:
-    if teacher is None or student is None:
+def _time(
+    recipe: Recipe, teachers: Sequence[Work | None], student: Work | None, pairs: float | None, report: Preflight
+) -> None:
+    if student is None or None in teachers:
         return
     tokens = report.tokens_per_step
     learned = tokens * (report.trained_share if report.trained_share is not None else 1.0)
     pairs = tokens * (pairs or (recipe.data.max_length + 1) / 2)
     soft = any(term.weight > 0 and term.type != "cross_entropy" for term in recipe.loss.terms)
-    report.flops_per_step = student.of(tokens, learned, pairs) + (teacher.of(tokens, learned, pairs) if soft else 0.0)
+    report.flops_per_step = student.of(tokens, learned, pairs)
+    if soft and not recipe.teacher.is_cached:
+        report.flops_per_step += sum(work.of(tokens, learned, pairs) for work in teachers if work is not None)
     bf16 = planned_precision(recipe, report.device).compute != torch.float32
     if report.device.flops and bf16:
         again = student.of(tokens, 0, pairs) / 3 if recipe.train.gradient_checkpointing else 0.0

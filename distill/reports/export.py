@@ -99,7 +99,9 @@ def push(folder: Path, repository: str, *, private: bool = True) -> str:
 
     again = f"; {folder} is written; push it again with: hf upload {repository} {folder}"
     # what the hub's own HTTP library raises, whichever that is: its errors are a base of the hub's
-    unreachable = tuple(kind for kind in HfHubHTTPError.__mro__[1:] if kind not in (Exception, BaseException, object))
+    unreachable: tuple[type[BaseException], ...] = tuple(
+        kind for kind in HfHubHTTPError.__mro__[1:] if kind not in (Exception, BaseException, object)
+    )
     try:
         api = HfApi()
         api.create_repo(repository, private=private, exist_ok=True)

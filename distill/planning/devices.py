@@ -1,0 +1,57 @@
+"""What a run is planned for: this machine's GPU, one named, a size, or a CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from distill.faults import RecipeError, did_you_mean
+from distill.planning.memory import GIB
+from distill.training.metrics import PEAK_FLOPS
+
+# what torch reports as total memory, GiB
+GPU_MEMORY = {
+    "A10G": 22.1, "A100": 79.2, "L4": 22.0, "L40": 44.4, "L40S": 44.4, "H100": 79.1, "H100 PCIe": 79.1,
+    "H100 NVL": 93.1, "H200": 139.8, "B200": 178.0, "RTX 3090": 23.6, "RTX 4090": 23.5,
+}  # fmt: skip
+
+
+class Device(NamedTuple):
+    """What a run is planned for.
+
+    Attributes:
+        name: for people.
+        memory_bytes: of one device (of the machine, for a CPU).
+        flops: dense bf16 peak; None where unknown.
+        cuda: False for a CPU.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: float | None
+    cuda: bool = True
+
+
+def find_device(name: str | None) -> Device:
+    """The device called `name`: a GPU's name, a size such as 24GB, `cpu`; None for what this machine has.
+
+    Raises:
+        RecipeError: unknown.
+    """
+    if name is None and torch.cuda.is_available():
+        facts = torch.cuda.get_device_properties(0)
+        known = [part for part in PEAK_FLOPS if part in facts.name]
+        return Device(facts.name, facts.total_memory, PEAK_FLOPS[max(known, key=len)] if known else None)
+    if name is None or name.lower() == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        return Device("this machine's CPU", pages, None, cuda=False)
+    for known_name, gib in GPU_MEMORY.items():
+        if name.lower() == known_name.lower():
+            return Device(known_name, int(gib * GIB), PEAK_FLOPS[known_name])
+    digits = name.upper().removesuffix("GB").removesuffix("G").strip()
+    if digits.replace(".", "", 1).isdigit() and float(digits) > 0:
+        return Device(f"a GPU of {digits} GB", int(float(digits) * 1e9), None)
+    hint = did_you_mean(name, map(str.lower, GPU_MEMORY))
+    raise RecipeError([f"--gpu: expected a GPU's name, a size such as 24GB, or cpu; came {name!r}; {hint}"])
