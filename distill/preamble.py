@@ -87,6 +87,8 @@ def preamble(
     }
     if sharing is not None:
         lines["devices"] = sharing
+    if objective.caveat is not None:
+        lines["divergences"] = objective.caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
 
 

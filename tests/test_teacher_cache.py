@@ -264,6 +264,22 @@ def test_order_packing_and_padding_change_nothing(loaded, bucket):
         torch.testing.assert_close(again_figures, figures, rtol=1e-5, atol=1e-3)
 
 
+def test_what_is_not_learned_needs_no_teacher(loaded, bucket):
+    rows = some(loaded, 2)
+    unknown = {"input_ids": [5] * 9, "labels": [-100] * 9, "position_ids": list(range(9))}
+    assert not list(layout.documents_of(unknown))
+    whole, _ = differentiate(cached(loaded, bucket, MIXED), rows)
+    packed = {name: [*rows[0][name], *unknown[name]] for name in unknown}
+    for arranged in ([*rows, unknown], [packed, rows[1]]):
+        again, _ = differentiate(cached(loaded, bucket, MIXED), arranged)
+        for a, b in zip(again, whole, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6
+    objective = cached(loaded, bucket, MIXED)
+    with torch.no_grad():
+        batch = objective.collator(Collator(0))([unknown])
+        assert objective.student(**objective.compare(batch, num_items=1))["loss"] == 0
+
+
 def test_accumulation_adds_up(loaded, bucket):
     rows = some(loaded, 8)
     whole, _ = differentiate(cached(loaded, bucket, MIXED), rows)

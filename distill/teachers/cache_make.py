@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 
 from distill.data.load import Splits, load_data
 from distill.environment import environment
@@ -89,6 +90,7 @@ def load(recipe: Recipe) -> Loaded:
         raise ValueError(
             "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; came cross"
         )
+    transformers.utils.logging.disable_progress_bar()
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
     tokenizer = read_tokenizer(recipe)

@@ -90,6 +90,16 @@ class TopKObjective(CachedObjective):
         manifest = self.cache.manifest
         self.loss = top_k_loss(self.loss, manifest["tail"], float(manifest["temperature"]))
 
+    @property
+    def caveat(self) -> str | None:
+        """K tokens are not the whole distribution."""
+        at = f"at temperature {self.cache.manifest['temperature']:g}"
+        return {
+            "bucket": f"over the stored tokens and all others as one, {at}: at most the full divergence",
+            "renormalize": f"over the stored tokens alone, {at}: blind to what the student does elsewhere",
+            "sampled": f"from sampled tokens, {at}: on average above the full divergence; no reverse KL",
+        }[self.cache.manifest["tail"]]
+
     def _columns(self, rows: int) -> int:
         if rows < self.cache.columns:
             raise ValueError(

@@ -230,6 +230,11 @@ class DistillationObjective:
         return self.loss.terms
 
     @property
+    def caveat(self) -> str | None:
+        """What must be known of the divergences reported; None where they are those of two whole distributions."""
+        return None
+
+    @property
     def columns(self) -> int:
         """Columns of the vocabulary that the loss is over."""
         return self.reading.vocab_size or len(find_head(self.teacher).linear.weight)  # type: ignore[arg-type]

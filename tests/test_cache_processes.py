@@ -1,0 +1,94 @@
+"""A teacher on disk with real processes: two that share the work, and one that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.training import launch
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 2}}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.2}}
+train: {steps: 3, batch_size: 2, tokens_per_step: 256, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: []}
+"""
+ALONE = ["-m", "distill"]
+TWO = ["-c", "import sys; from distill.training.launch import start; sys.exit(start(2, sys.argv[1:]))"]
+# shards so small that there are many
+SMALL = (
+    "from distill.teachers import cache_make as m; plan = m.plan_work; "
+    "m.plan_work = lambda *given, **named: plan(*given, **(named | {'shard_bytes': 4096})); "
+)
+MANY_SHARDS = ["-c", SMALL + "from distill.cli import main; main()"]
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+def start(workplace, code, *arguments):
+    environment = {name: value for name, value in os.environ.items() if name not in launch.LAUNCHED}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    return subprocess.Popen(
+        [sys.executable, *code, *arguments], cwd=workplace, env=environment, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def program(workplace, code, *arguments):
+    process = start(workplace, code, *arguments)
+    out, error = process.communicate(timeout=400)
+    assert process.returncode == 0, error
+    return out
+
+
+def shards(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
+
+
+def test_two_processes_cache_and_train_as_one(workplace):
+    out = program(workplace, TWO, "cache", "tiny.yaml", "--top-k", "16", "--out", "two", "--json")
+    assert json.loads(out[out.index("{") :])["cache"]["positions"] > 500
+    program(workplace, ALONE, "cache", "tiny.yaml", "--top-k", "16", "--out", "one", "--json")
+    assert shards(workplace / "one") == shards(workplace / "two")
+    for name, code, folder in (("one", ALONE, "two"), ("two", TWO, "one")):
+        program(workplace, code, "run", "tiny.yaml", f"teacher={{type: cache, path: {folder}}}", "--name", name)
+    results = [json.loads((workplace / "runs" / name / "result.json").read_text()) for name in ("one", "two")]
+    assert results[1]["after"] == pytest.approx(results[0]["after"], rel=1e-5)
+    assert results[0]["gap_closed"] > 0
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_and_finished(workplace):
+    command = ("cache", "tiny.yaml", "--top-k", "16", "--json")
+    program(workplace, MANY_SHARDS, *command, "--out", "whole")
+    whole = shards(workplace / "whole")
+    assert len(whole) > 5
+    for wanted in (1, 3, len(whole) - 1):
+        folder = workplace / f"killed-{wanted}"
+        process = start(workplace, MANY_SHARDS, *command, "--out", folder.name)
+        while len(list(folder.glob("shard-*.safetensors"))) < wanted and process.poll() is None:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        kept = shards(folder)
+        assert all(whole[name] == content for name, content in kept.items() if name.endswith(".safetensors"))
+        assert not (folder / "manifest.json").exists()
+        program(workplace, MANY_SHARDS, *command, "--out", folder.name)
+        assert {n: c for n, c in shards(folder).items() if n.endswith(".safetensors")} == whole
