@@ -11,7 +11,7 @@ from distill.data.chat import load_template
 from distill.data.token_cache import tokenizer_hash
 from distill.models.source import resolve_model_source
 from distill.recipe import Recipe, Teacher
-from distill.teachers.cache_format import MANIFEST, read_json
+from distill.teachers.cache_format import MANIFEST, no_cache, read_json
 
 WEIGHTS = ("*.safetensors", "config.json")
 
@@ -94,3 +94,17 @@ def description(manifest: Mapping[str, Any]) -> str:
         }[manifest["tail"]]
         held = f"{read}, temperature {manifest['temperature']:g}"
     return f"{manifest['positions']:,} positions of {manifest['documents']:,} documents: {held}"
+
+
+def on_disk(path: str) -> str:
+    """What a cache holds and takes on disk, in words; of a teacher whose weights are not loaded.
+
+    Raises:
+        ValueError: there is no complete cache.
+    """
+    folder = Path(path).expanduser()
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        raise ValueError(no_cache(folder))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return f"not loaded: {folder}, {size / 2**30:,.2f} GiB on disk; {description(manifest)}"
