@@ -75,7 +75,7 @@ def _print(report: Preflight, measured: Any) -> None:
     device, memory = report.device, report.memory
     where = f"{report.gpus} x {device.name}" if report.gpus > 1 else device.name
     lines = [
-        f"teacher     {report.teacher.parameters / 1e6:,.2f} M parameters",
+        f"teacher     {report.cache or f'{report.teacher.parameters / 1e6:,.2f} M parameters'}",
         f"student     {report.student.parameters / 1e6:,.2f} M parameters, "
         f"{report.student.trained / 1e6:,.2f} M trained",
         f"vocabulary  {report.vocabulary}",
@@ -155,6 +155,8 @@ def inspect(
     _, resolved = load_recipe(recipe, overrides)
     if shade not in (None, "entropy", "divergence"):
         raise ValueError(f"--shade: expected entropy or divergence, came {shade!r}")
+    if shade is not None and resolved.teacher.is_cached:
+        raise ValueError("--shade: expected a recipe whose teacher is loaded, came teacher.type: cache")
     from rich.console import Console
 
     from distill.loading import load_models, read_tokenizer, synthetic_size

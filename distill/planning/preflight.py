@@ -25,9 +25,11 @@ from distill.models.load import load_config, load_tokenizer
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
 from distill.planning.devices import Device
 from distill.planning.memory import GIB, LOADING, Memory, Shape, shape_of, step_memory
-from distill.recipe import Lora, ModelSection, Recipe
+from distill.recipe import Lora, ModelSection, Recipe, Teacher
+from distill.teachers.cache_identity import on_disk
+from distill.teachers.cache_read import TeacherCache
 from distill.training.arguments import FUSED, Precision, accumulation_steps, resolve_precision, total_steps
-from distill.training.metrics import Work, work_of
+from distill.training.metrics import NO_WORK, Work, work_of
 from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Preflight:
         steps, accumulation, tokens_per_step: of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
+        cache: what a teacher on disk holds; empty where a teacher is loaded.
         vocabulary: the verdict in words; `vocabulary_ok` None where the tokenizers are not at hand.
         data: the data's report as lines; `trained_share` of its tokens are learned.
         problems: why the run cannot work as it is.
@@ -69,6 +72,7 @@ class Preflight:
     seconds_per_step: float | None = None
     disk: float = 0.0
     disk_free: float = 0.0
+    cache: str = ""
     vocabulary: str = ""
     vocabulary_ok: bool | None = None
     data: str = ""
@@ -165,6 +169,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     tokenizer = _check_vocabulary(recipe, report)
     pairs = _check_data(recipe, tokenizer, shapes, report, gpus) if look_at_data else None
     works = [work_of(model, trains=False) for model in (teacher, *others)]
+    if recipe.teacher.path is not None:
+        works, report.cache = [NO_WORK], on_disk(recipe.teacher.path)
     _time(recipe, works, work_of(student, trains=True), pairs, report)
     _disk(recipe, shapes[1], planned_precision(recipe, device), report)
     return report
@@ -301,9 +307,12 @@ def _tokenizer(section: ModelSection, name: str) -> tuple[Any, str]:
 
     from distill.models.source import resolve_model_source
 
-    if section.model is None or section.init == "random":
+    stored = isinstance(section, Teacher) and section.is_cached
+    if not stored and (section.model is None or section.init == "random"):
         return None, "random weights"
     try:
+        if stored or section.model is None:
+            return load_tokenizer(section, name), ""
         source = resolve_model_source(section.model, f"{name}.model")
         cached = source.local or isinstance(
             try_to_load_from_cache(source.location, "tokenizer_config.json", revision=section.revision), str
@@ -339,6 +348,11 @@ def _check_data(
         report.problems.append(str(error).splitlines()[0])
         report.data = f"{source}: cannot be used"
         return None
+    if recipe.teacher.path is not None:
+        try:
+            TeacherCache(recipe.teacher.path).require_data(recipe, splits)
+        except ValueError as error:
+            report.problems.append(str(error))
     found = splits.report
     report.data, report.trained_share = str(found), found.trained_share
     if found.trained_share < 0.02:
