@@ -30,6 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.models.head import bare, decoder_of
+from distill.models.lora_forward import is_lora_linear, lora_forward
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,9 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         elif type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
             _replace(module, _layer_norm_forward, undo)
             report.swapped["layer_norm"] += 1
+        elif is_lora_linear(module):
+            _replace(module, lora_forward, undo)
+            report.swapped["lora"] += 1
         elif _looks_like_rms_norm(module):
             form = judged("rms_norm", module, _rms_norm_form)
             if form is not None:

@@ -1,0 +1,108 @@
+"""A frozen linear layer with a low-rank adapter (LoRA, Hu et al., 2021): y = x W^T + bias + s (x A^T) B^T.
+
+    z = x A^T,   y = x W^T + bias,   y += s z B^T                    the last in place, in the product's own epilogue
+    dz = s g B,  dx = g W,  dx += dz A,  dA = dz^T x,  dB = s g^T z      with g = dL/dy; W and bias get no gradient
+
+For N tokens, I inputs, O outputs, rank r << I, O and 2-byte numbers, what the adapter moves beside the bare layer is,
+in bytes: forward 2 N I (z) + 4 N O (the addition); backward 2 N O (dz) + 4 N I (the addition) + 2 N I (dA) + 2 N O
+(dB). Kept for the backward: x as it came, shared with every other layer that keeps it, and z. PEFT's own layer, with
+float32 adapters under autocast, casts x to float32 and back and keeps that copy (2 N I bytes a layer, three times the
+same for q, k and v), and multiplies and adds in kernels of their own: 12 N I + 12 N O forward.
+
+Products are the BLAS library's; dA and dB are accumulated and returned in float32 where the adapters are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from distill_kernels.losses.projection import product_fp32
+
+
+def reference_lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The specification, in plain PyTorch."""
+    return F.linear(x, weight, bias) + scale * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            rows = x.flatten(0, -2)
+            low = F.linear(rows, a.to(x.dtype))
+            out = F.linear(rows, weight, bias)
+            out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.scale = scale
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        x, weight, a, b, low = ctx.saved_tensors
+        rows, g = x.flatten(0, -2), upstream.flatten(0, -2)
+        d_low = (g @ b.to(g.dtype)).mul_(ctx.scale)
+        dx = da = db = None
+        if ctx.needs_input_grad[0]:
+            dx = g @ weight
+            dx.addmm_(d_low, a.to(g.dtype))
+            dx = dx.view(x.shape)
+        if ctx.needs_input_grad[3]:
+            da = _wide(d_low.t(), rows, a.dtype)
+        if ctx.needs_input_grad[4]:
+            db = _wide(g.t(), low, b.dtype).mul_(ctx.scale)
+        return dx, None, None, da, db, None
+
+
+def _wide(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`left right` accumulated in float32 (float64 for float64), in `dtype`."""
+    if left.dtype == torch.float64:
+        return left @ right
+    out = torch.empty(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device)
+    return product_fp32(left, right, out).to(dtype)
+
+
+def lora_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`x W^T + bias + scale (x A^T) B^T` with gradients for x, A and B; W and bias are frozen.
+
+    Args:
+        x: [..., I], in the dtype of `weight`.
+        weight: [O, I]; no gradient is made for it.
+        bias: [O] or None; the same.
+        a: [r, I], any floating dtype; cast to that of `x` for the products, its gradient is in its own.
+        b: [O, r], likewise.
+        scale: Of the adapter, alpha / r.
+
+    Returns:
+        [..., O] in the dtype of `x`.
+
+    Raises:
+        ValueError: for shapes that do not fit, dtypes that differ, or a weight that wants a gradient.
+    """
+    if x.shape[-1] != weight.shape[1] or a.shape[1] != weight.shape[1] or b.shape != (weight.shape[0], a.shape[0]):
+        raise ValueError(
+            f"lora_linear: expected x [..., I], weight [O, I], a [r, I], b [O, r], got {list(x.shape)}, "
+            f"{list(weight.shape)}, {list(a.shape)}, {list(b.shape)}"
+        )
+    if x.dtype != weight.dtype:
+        raise ValueError(f"lora_linear: expected x in the weight's dtype {weight.dtype}, got {x.dtype}")
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ValueError("lora_linear: expected a frozen weight and bias; a trained one needs an ordinary linear layer")
+    return _LoraLinear.apply(x, weight, bias, a, b, float(scale))
