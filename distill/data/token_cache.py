@@ -7,7 +7,7 @@ nothing that a later one could take for data; their sizes are checked before use
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from distill.faults import DISK, RunError
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,17 @@ def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path,
         if final.exists() and not _complete(final):
             logger.warning("tokenised data in %s is damaged and is made again", final)
             shutil.rmtree(final, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another process was first, with the same content
+        try:
             building.rename(final)
+        except OSError:
+            if not _complete(final):  # else another process was first, with the same content
+                raise
+    except OSError as error:  # numpy names no errno when it cannot write all
+        reason = DISK.get(error.errno or 0, error.strerror or str(error))
+        reason = DISK[errno.ENOSPC] if "requested and" in reason else reason
+        raise RunError(
+            f"data.cache: {cache_root()}: {reason}; make room there, or set DISTILL_CACHE to a folder with more"
+        ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return final, False

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,6 +70,12 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
+    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if hostile := next((name for name in templates if not re.fullmatch(r"[\w-][\w.-]*", str(name))), None):
+        raise ValueError(
+            f"{field}.model: the tokenizer of {spec} has a chat template called {hostile!r}, which cannot be a file's "
+            "name; rename it in tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(f"{field}.model: the tokenizer of {spec} has neither a padding nor an end-of-text token")
@@ -201,6 +208,8 @@ def _load(
         arguments |= {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     elif device.type == "cuda":
         arguments["device_map"] = {"": device}  # straight onto the GPU, never whole in host memory
+    if not source.gguf_file and not section.trust_remote_code:
+        _refuse_fetched_code(load_config(section, field), section, field)
     with loading(section.model, source, f"{field}.model"):
         model = AutoModelForCausalLM.from_pretrained(
             source.location, dtype=dtype or "auto", use_safetensors=None if source.gguf_file else True, **arguments
@@ -211,6 +220,17 @@ def _load(
             "bfloat16, or as a .gguf file, which is expanded when loaded"
         )
     return _place(model, device)
+
+
+def _refuse_fetched_code(config: Any, section: ModelSection, field: str) -> None:
+    """A config.json may name an attention implementation as well, and one with a slash is compiled code on the hub."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
+        name = getattr(part, "_attn_implementation", None)
+        if isinstance(name, str) and not name.isidentifier():
+            raise ValueError(
+                f"{field}.model: the config.json of {section.model} names {name!r}, an attention implementation that "
+                f"would be fetched as code; take the line attn_implementation out, or set {field}.trust_remote_code"
+            )
 
 
 def _random(

@@ -22,6 +22,13 @@ def text_or_list(value: Any) -> Any:
     return value
 
 
+def no_code(value: str) -> str:
+    """A plain word: transformers takes a name with a slash for compiled code to be fetched from the hub."""
+    if not value.isidentifier():
+        raise ValueError(refuse("auto or the name of an attention implementation such as sdpa or eager", value))
+    return value
+
+
 def steps_or_ratio(value: Any) -> Any:
     """A whole number of steps from 1, or a share of all steps below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from distill.faults import Section, refuse
-from distill.recipe.fields import Count, NotNegative, Text, text_or_list
+from distill.recipe.fields import Count, NotNegative, Text, no_code, text_or_list
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 
@@ -34,7 +34,7 @@ class ModelSection(Section):
     dtype: Weights = "auto"
     revision: Text | None = None
     trust_remote_code: bool = False
-    attention: Text = "auto"
+    attention: Annotated[Text, AfterValidator(no_code)] = "auto"
 
     @model_validator(mode="after")
     def _random_needs_a_shape(self) -> Self:

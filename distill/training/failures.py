@@ -17,6 +17,11 @@ from distill.training.checkpoints import checkpoints
 
 GIB = 2**30
 # what libraries that are not Python's put into exceptions of their own
+CUT_SHORT = (
+    "inline_container",
+    "PytorchStreamWriter",
+    "iostream error",
+)  # torch.save, which keeps the reason to itself
 SAID = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)}
 
 
@@ -34,8 +39,10 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
     except Exception as error:  # libraries wrap what the system said into their own exceptions
         text = str(error)
         full = next((code for code, words in SAID.items() if words in text), None)
-        if full is not None or ("PytorchStreamWriter failed" in text and _free(folder) < GIB):
-            raise RunError(_disk(DISK[full or errno.ENOSPC], folder, folder)) from error
+        if full is None and any(words in text for words in CUT_SHORT):
+            full = errno.ENOSPC if _free(folder) < GIB else errno.EFBIG
+        if full is not None:
+            raise RunError(_disk(DISK[full], folder, folder)) from error
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             raise RunError(
                 f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
