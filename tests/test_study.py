@@ -36,12 +36,23 @@ def test_configurations_differ_in_nothing_but_what_is_compared():
 def test_a_key_knows_settings_but_not_where_the_data_lie():
     here, there = grid(SOURCES)[0], grid({"gsm8k": ("data.source=/elsewhere/b.jsonl",)})[0]
     assert here.key == there.key and here.shown == there.shown
+    on_policy = grid(SOURCES, objectives=["reverse KL, half on-policy"], seeds=1)
+    assert {setup.data for setup in on_policy} == {"gsm8k"}, "running text has no prompts to answer"
+    assert all(setup.recipe().data.on_policy.fraction == 0.5 for setup in on_policy)
     assert here.key != grid(SOURCES, more=["train.steps=7"])[0].key
     with pytest.raises(ValueError, match="--objectives: expected some of 'cross-entropy'"):
         grid(SOURCES, objectives=["KL"])
 
 
 # ---------------------------------------------------------------- runs
+
+
+def test_the_students_own_words_are_one_configuration_more(tiny_study, tmp_path):
+    few = ["train.steps=2", "data.on_policy.max_new_tokens=4"]
+    code, said = tiny_study("--objectives", "reverse KL, half on-policy", "--seeds", "1", more=few)
+    assert code == 0 and "1/1 gsm8k, 2 layers, reverse KL, half on-policy, seed 0" in said.out, said.err
+    (row,) = finished(tmp_path / "out")
+    assert "data.on_policy={fraction: 0.5, max_new_tokens: 128}" in row["settings"]
 
 
 @pytest.fixture
@@ -57,23 +68,22 @@ def tiny_study(tmp_path, monkeypatch, capsys):
         "train.batch_size=2", "train.tokens_per_step=192", "train.steps=6", "train.learning_rate=5e-3",
     ]  # fmt: skip
 
-    def study(*more):
-        code = main(
-            ["--data", "sums.jsonl", "--out", "out", "--sources", "gsm8k", "--layers", "2", "--set", *small, *more]
-        )
+    def study(*options, more=()):
+        common = ["--data", "sums.jsonl", "--out", "out", "--sources", "gsm8k", "--layers", "2"]
+        code = main([*common, "--set", *small, *more, *options])
         return code, capsys.readouterr()
 
     return study
 
 
 def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
-    objectives = ["--objectives", BASELINE, "forward KL"]
+    objectives = ["--objectives", BASELINE, "forward KL", "--no-rates"]
     code, said = tiny_study(*objectives, "--seeds", "1", "--minutes", "0")
-    assert code == 2 and "stopped: 6 configurations wait" in said.out and "no rows in out" in said.err
+    assert code == 2 and "stopped: 2 configurations wait" in said.out and "no rows in out" in said.err
     code, said = tiny_study(*objectives, "--seeds", "2")
-    assert code == 0 and "8/8 gsm8k, 2 layers, forward KL, learning rate x 2, seed 0" in said.out
+    assert code == 0 and "4/4 gsm8k, 2 layers, forward KL, seed 1" in said.out
     rows = finished(tmp_path / "out")
-    assert len(rows) == len({row["key"] for row in rows}) == 8
+    assert len(rows) == len({row["key"] for row in rows}) == 4
     for row in rows:
         assert str(tmp_path) not in json.dumps(row)
         assert [point["tokens"] for point in row["curve"]] == [0, 192, 384, 576, 768, 1152]
@@ -91,9 +101,9 @@ def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
     # again: everything is there; a row cut short is made anew
     (path,) = (tmp_path / "out").glob("*.jsonl")
     code, said = tiny_study(*objectives, "--seeds", "2")
-    assert code == 0 and "8 have their row" in said.out and len(finished(tmp_path / "out")) == 8
+    assert code == 0 and "4 have their row" in said.out and len(finished(tmp_path / "out")) == 4
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + '\n{"key": "half')
-    assert len(finished(tmp_path / "out")) == 7
+    assert len(finished(tmp_path / "out")) == 3
 
 
 def test_mistakes_are_one_line(tiny_study, tmp_path):

@@ -26,7 +26,7 @@ for folder in (ROOT, ROOT / "kernels"):
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
     """What was asked for."""
-    from scripts.study.plan import OBJECTIVES
+    from scripts.study.plan import KNOWN, OBJECTIVES
 
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -38,9 +38,10 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=None, help="start no run that would end later than this")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[10, 15])
-    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), metavar="NAME", help=", ".join(OBJECTIVES))
+    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), metavar="NAME", help=", ".join(KNOWN))
     parser.add_argument("--sources", nargs="+", choices=("gsm8k", "python-stdlib"), default=["gsm8k", "python-stdlib"])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe settings of every run")
+    parser.add_argument("--no-rates", action="store_true", help="leave out the runs at other learning rates")
     parser.add_argument("--only-verdict", action="store_true", help="train nothing")
     return parser.parse_args(given)
 
@@ -67,7 +68,7 @@ def setups(args: argparse.Namespace) -> list[Any]:
     more = [*(QUICK if args.quick else ()), f"train.device={args.device}", *args.set]
     return grid(
         sources(args), layers=args.layers[:1] if args.quick else args.layers, objectives=args.objectives,
-        seeds=1 if args.quick else args.seeds, more=more, probe_rates=not args.quick,
+        seeds=1 if args.quick else args.seeds, more=more, probe_rates=not (args.quick or args.no_rates),
     )  # fmt: skip
 
 

@@ -25,6 +25,14 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "forward KL, T = 2": ("loss.terms=[{type: forward_kl}]", "loss.temperature=2"),
     "forward KL, T = 4": ("loss.terms=[{type: forward_kl}]", "loss.temperature=4"),
 }
+# asked for by name only: the student's own words cost their generation, and need prompts
+ON_POLICY = "data.on_policy={fraction: 0.5, max_new_tokens: 128}"
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "reverse KL, half on-policy": ("loss.terms=[{type: reverse_kl}]", ON_POLICY),
+    "JSD, half on-policy": ("loss.terms=[{type: jsd, beta: 0.5}]", ON_POLICY),
+}
+KNOWN = OBJECTIVES | EXTRAS
+WITHOUT_PROMPTS = ("python-stdlib",)
 # one learning rate for all would favour whatever it suits: two objectives also at half and twice of it, one seed
 LEARNING_RATES = {"learning rate x 0.5": 0.5, "learning rate x 2": 2.0}
 PROBED = (BASELINE, "forward KL")
@@ -40,7 +48,7 @@ class Setup(NamedTuple):
     Attributes:
         data: what it learns from, by name.
         layers: of the student.
-        objective: a key of `OBJECTIVES`, with a learning rate's name behind it where that is not the common one.
+        objective: a key of `KNOWN`, with a learning rate's name behind it where that is not the common one.
         seed: of the order of the data.
         settings: what is set over `study.yaml`.
     """
@@ -85,7 +93,7 @@ def grid(
     Args:
         sources: settings of each data set by its name.
         layers: depths of the student.
-        objectives: keys of `OBJECTIVES`.
+        objectives: keys of `KNOWN`; on-policy ones are left out where the data have no prompts.
         seeds: how many.
         more: settings of all configurations, such as those of a quick run.
         probe_rates: add the runs at other learning rates.
@@ -94,12 +102,12 @@ def grid(
         ValueError: an objective that there is not.
     """
     for name in objectives:
-        if name not in OBJECTIVES:
-            raise ValueError(f"--objectives: expected some of {', '.join(map(repr, OBJECTIVES))}; came {name!r}")
+        if name not in KNOWN:
+            raise ValueError(f"--objectives: expected some of {', '.join(map(repr, KNOWN))}; came {name!r}")
 
     def setup(data: str, depth: int, objective: str, seed: int, name: str = "", *extra: str) -> Setup:
         settings = (
-            *sources[data], f"student.from_teacher.layers={depth}", f"train.seed={seed}", *OBJECTIVES[objective],
+            *sources[data], f"student.from_teacher.layers={depth}", f"train.seed={seed}", *KNOWN[objective],
             *more, *extra,
         )  # fmt: skip
         return Setup(data, depth, ", ".join(filter(None, [objective, name])), seed, settings)
@@ -110,6 +118,7 @@ def grid(
         for data in sources
         for depth in layers
         for objective in objectives
+        if objective in OBJECTIVES or data not in WITHOUT_PROMPTS
     ]
     if probe_rates:
         rate = load(RECIPE, more).train.learning_rate

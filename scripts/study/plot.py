@@ -7,10 +7,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from scripts.study.plan import OBJECTIVES
+from scripts.study.plan import KNOWN
 from scripts.study.verdict import Rows, by_objective, settings_of
 
-COLORS = ("#6b7280", "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2")
+COLORS = ("#6b7280", "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d")
 
 
 def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
@@ -34,7 +34,7 @@ def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
         lines, columns, figsize=(4.8 * columns, 3.0 * lines + 0.5), layout="constrained", squeeze=False
     )
     for place, (data, layers) in zip(axes.flat, panels, strict=False):
-        for name, color in zip(OBJECTIVES, COLORS, strict=False):
+        for name, color in zip(KNOWN, COLORS, strict=False):
             group = by_objective(rows, data, layers).get(name)
             if group:
                 _line(place, [row["curve"] for row in group], figure, name, color)

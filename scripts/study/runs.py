@@ -21,9 +21,10 @@ import transformers
 from transformers import PrinterCallback, TrainerCallback
 
 from distill.data.load import Splits, load_data
+from distill.generation.on_policy import on_policy_of
 from distill.judging.evaluate import evaluate
 from distill.judging.judge import Judgement, judge
-from distill.models.attention import choose_attention
+from distill.models.attention_choice import AttentionChoices
 from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
 from distill.recipe import Recipe
@@ -53,7 +54,7 @@ class Bench:
         self.cuts: dict[int, Any] = {}
         self._splits: dict[str, Splits] = {}
         self._before: dict[tuple[str, int], Judgement] = {}
-        self._attention: dict[int | str, str] = {}
+        self._attention: dict[int, AttentionChoices] = {}
         for setup in setups:
             if setup.layers not in self.cuts:
                 section = setup.recipe().student
@@ -92,13 +93,10 @@ class Bench:
 
     def _use_kernels(self, model: Any, role: Any, recipe: Recipe) -> None:
         """As `distill run` does on a GPU; a CPU keeps the model as it is."""
-        if self.device.type != "cuda":
-            return
-        key = role if role == "teacher" else model.config.num_hidden_layers
-        if key not in self._attention:
-            batch, length = recipe.train.batch_size, recipe.data.max_length
-            self._attention[key], _ = choose_attention(model, batch, length, backward=role == "student")
-        patch(model, role, attention=self._attention[key])
+        if self.device.type == "cuda":
+            layers = model.config.num_hidden_layers
+            choices = self._attention.setdefault(layers, AttentionChoices(recipe))
+            patch(model, role, attention=choices.of(model, role))
 
 
 class Quality(TrainerCallback):
@@ -152,6 +150,10 @@ def run_one(setup: Setup, bench: Bench) -> dict[str, Any]:
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         quality.trainer = trainer
+        trainer.on_policy = on_policy_of(
+            recipe, student, bench.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
+            autocast=bench.precision.autocast,
+        )  # fmt: skip
         start = time.perf_counter()
         trainer.train()
         if bench.device.type == "cuda":

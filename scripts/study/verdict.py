@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distill.judging.compare_runs import mean_and_spread, welch
-from scripts.study.plan import BASELINE, OBJECTIVES
+from scripts.study.plan import BASELINE, KNOWN
 
 Rows = Sequence[Mapping[str, Any]]
 PLAIN = "forward KL"
@@ -29,7 +29,7 @@ def by_objective(rows: Rows, data: str, layers: int) -> dict[str, list[Mapping[s
     """The rows of one data set and depth by objective, the plan's first and in its order."""
     here = [row for row in rows if (row["data"], row["layers"]) == (data, layers)]
     names = list(dict.fromkeys(row["objective"] for row in here))
-    order = list(OBJECTIVES)
+    order = list(KNOWN)
     names.sort(key=lambda name: order.index(name) if name in order else len(order))
     return {name: [row for row in here if row["objective"] == name] for name in names}
 
@@ -90,7 +90,7 @@ def sentences(rows: Rows) -> list[str]:
         base = after(groups[BASELINE], "forward_kl")
         verdicts: dict[str, list[str]] = {"closer": [], "no different": [], "further": [], "untested": []}
         for name, group in groups.items():
-            if name not in OBJECTIVES or name == BASELINE:
+            if name not in KNOWN or name == BASELINE:
                 continue
             kl = after(group, "forward_kl")
             change = statistics.fmean(kl) / statistics.fmean(base) - 1
