@@ -92,9 +92,13 @@ def preamble(
     return [f"{key:<12}{value}" for key, value in lines.items()]
 
 
-def result_table(before: HeldOut, after: HeldOut) -> tuple[list[str], list[list[str]], str]:
-    """Heading, rows and the closing line of the table of held-out figures."""
-    heading = ["held out", "KL to teacher", "agreement", "perplexity"]
+def result_table(before: HeldOut, after: HeldOut, *, by_bytes: bool = False) -> tuple[list[str], list[list[str]], str]:
+    """Heading, rows and the closing line of the table of held-out figures.
+
+    `by_bytes`: two tokenizers were compared, so what is measured is no KL, and perplexities are of spans of text.
+    """
+    measure, unit = ("divergence", "aligned spans") if by_bytes else ("KL", "tokens")
+    heading = ["held out", f"{measure} to teacher", "agreement", "perplexity"]
     rows = [
         ["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"],
         *(
@@ -105,7 +109,7 @@ def result_table(before: HeldOut, after: HeldOut) -> tuple[list[str], list[list[
     return (
         heading,
         rows,
-        f"gap closed  {gap_closed(before, after):.1%} of the KL, over {after.tokens:,} held-out tokens",
+        f"gap closed  {gap_closed(before, after):.1%} of the {measure}, over {after.tokens:,} held-out {unit}",
     )
 
 

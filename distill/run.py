@@ -353,6 +353,7 @@ def _save(
     if not is_first():
         return
     save_student(student, models.tokenizer, folder / "student")
+    by_bytes = recipe.student.vocabulary == "cross"
     write_model_card(
         folder / "student",
         name=recipe.name,
@@ -363,13 +364,18 @@ def _save(
         before=result.before,
         after=result.after,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        hub_models=tuple(m for m in (recipe.teacher.model, recipe.student.model) if m and not Path(m).exists()),
+        hub_models=tuple(
+            section.model
+            for section in (recipe.teacher, *recipe.teachers[1:], recipe.student)
+            if section.model and not Path(section.model).exists()
+        ),
+        by_bytes=by_bytes,
     )
     if answers:
         write_samples(folder / "samples.md", recipe.generate.prompts, answers)
         show_samples(recipe.generate.prompts, answers)
     draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title=folder.name)
-    heading, rows, closing = result_table(result.before, result.after)
+    heading, rows, closing = result_table(result.before, result.after, by_bytes=by_bytes)
     console.say("")
     console.show_table(heading, rows, numbers=True)
     console.say(f"{closing}\nstudent     {folder / 'student'}")

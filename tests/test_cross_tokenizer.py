@@ -14,10 +14,13 @@ from tiny import CHAT_TEMPLATE, TRAINING_TEXT, save_tiny, tiny_model, tiny_token
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from distill.contract.doctor import prepare
 from distill.data.chat import ChatTemplate
 from distill.data.collator import Collator
 from distill.data.formats import Format
 from distill.judging.evaluate import evaluate
+from distill.planning.devices import find_device
+from distill.planning.preflight import check
 from distill.recipe import Data, RecipeError, parse
 from distill.run import run
 from distill.teachers import cross_loss
@@ -609,7 +612,8 @@ def test_a_run_learns_across_tokenizers(folders, tmp_path, monkeypatch, capsys):
     assert result.after.forward_kl < 0.9 * result.before.forward_kl
     said = capsys.readouterr().out
     assert "tokens are the same" in said and "of the teacher's probability is on shared tokens" in said
-    assert "one token of each" in said
+    assert "one token of each" in said and "divergence to teacher" in said and "KL" not in said
+    assert "different tokenizers" in (result.folder / "student" / "README.md").read_text()
     # the student keeps its tokenizer
     kept = AutoTokenizer.from_pretrained(result.folder / "student")
     assert kept.get_vocab() == PIECES.get_vocab()
@@ -645,3 +649,17 @@ def test_random_tokens_and_smoothing_are_refused(folders, tmp_path, monkeypatch)
         run(parse(text, ["data.source=synthetic"]))
     with pytest.raises(ValueError, match=r"loss\.z_loss: expected 0 with student\.vocabulary: cross"):
         run(parse(text, ["loss.z_loss=0.1"]))
+
+
+def test_check_says_what_is_shared(folders):
+    """`distill check` of a recipe across tokenizers: no verdict on ids, the data by both tokenizers."""
+    recipe = parse(RECIPE.format(**{path.stem: path for path in folders.iterdir()}))
+    report = check(recipe, find_device("cpu"))
+    assert report.problems == [] and report.vocabulary_ok and "tokens are the same" in report.vocabulary
+    assert "one token of each" in report.data
+
+
+def test_what_looks_at_ids_refuses(folders):
+    recipe = parse(RECIPE.format(**{path.stem: path for path in folders.iterdir()}))
+    with pytest.raises(ValueError, match=r"student\.vocabulary: distill doctor examines one teacher over one vocab"):
+        prepare(recipe)

@@ -157,18 +157,20 @@ def inspect(
         raise ValueError(f"--shade: expected entropy or divergence, came {shade!r}")
     if shade is not None and resolved.teacher.is_cached:
         raise ValueError("--shade: expected a recipe whose teacher is loaded, came teacher.type: cache")
+    if shade is not None and (resolved.teachers or resolved.student.vocabulary == "cross"):
+        raise ValueError(
+            "--shade: compares with one teacher of the same tokenizer; this recipe's teacher is of another kind"
+        )
     from rich.console import Console
 
-    from distill.loading import load_models, read_tokenizer, synthetic_size
+    from distill.loading import load_models, read_data, read_tokenizer
     from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
 
     with console.working("reading data"):
-        from distill.data.load import load_data
         from distill.training.arguments import resolve_device, resolve_precision
 
         tokenizer = read_tokenizer(resolved)
-        size = synthetic_size(resolved, tokenizer)
-        splits = load_data(resolved.data, tokenizer, seed=resolved.train.seed, vocab_size=size)
+        splits = read_data(resolved, tokenizer)
         split = splits.validation if held_out else splits.train
         chosen = [split[number] for number in range(min(rows, len(split)))]
         shades = None

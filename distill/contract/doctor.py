@@ -148,6 +148,15 @@ def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     from distill.models.load import load_student, load_teacher, load_tokenizer
     from distill.models.vocabulary import compare, extend_student
 
+    for field, wanted in (
+        ("teachers", bool(recipe.teachers)),
+        ("student.vocabulary", recipe.student.vocabulary == "cross"),
+    ):
+        if wanted:
+            raise ValueError(
+                f"{field}: distill doctor examines one teacher over one vocabulary, which this recipe does not have; "
+                "examine it with one of its teachers, and a student of that family"
+            )
     device = resolve_device(recipe.train)
     torch.manual_seed(recipe.train.seed)
     tokenizer = read_tokenizer(recipe)

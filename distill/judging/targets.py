@@ -64,6 +64,11 @@ def load_its_teacher(target: Target, teacher: str | None) -> Any:
     """
     if teacher is None and target.recipe is None:
         raise ValueError("--teacher: needed with a model; a run knows its own")
+    if teacher is None and (target.recipe.teachers or target.recipe.student.vocabulary == "cross"):  # type: ignore[union-attr]
+        raise ValueError(
+            "--teacher: needed: a run with several teachers, or with a tokenizer of the student's own, is not compared "
+            "with one teacher token by token; its result.json holds the figures against what it learned from"
+        )
     section = Teacher(model=teacher) if teacher is not None else target.recipe.teacher  # type: ignore[union-attr]
     device = device_here()
     return load_teacher(section, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)

@@ -286,6 +286,15 @@ def _check_vocabulary(recipe: Recipe, report: Preflight) -> Any:
     if teacher is None or student is None:
         report.vocabulary = f"not compared ({problem}); heads of {rows[0]:,} and {rows[1]:,} rows"
         return teacher
+    if recipe.student.vocabulary == "cross":
+        from distill.teachers.cross import compare_by_bytes, readers_of
+
+        try:
+            report.vocabulary = str(compare_by_bytes(*readers_of(student, teacher, recipe.data.chat_template)))
+            report.vocabulary_ok = True
+        except ValueError as error:
+            report.problems.append(str(error))
+        return student if report.vocabulary_ok else None
     from distill.models.vocabulary import compare
 
     verdict = compare(teacher, student, *rows)
@@ -329,6 +338,7 @@ def _check_data(
 ) -> float | None:
     """Read data that are on this machine; returns (query, key) pairs a token."""
     from distill.data.load import load_data
+    from distill.teachers.cross_data import load_cross_data
 
     source = recipe.data.source
     synthetic = source.partition(":")[0] == "synthetic"
@@ -340,10 +350,13 @@ def _check_data(
         report.data = f"{source}: not read ({'not on this machine' if not local else 'no tokenizer at hand'})"
         return None
     try:
-        splits = load_data(
-            recipe.data, None if synthetic else tokenizer, seed=recipe.train.seed,
-            vocab_size=min(shape.vocabulary for shape in shapes),
-        )  # fmt: skip
+        if recipe.student.vocabulary == "cross":
+            splits = load_cross_data(recipe.data, tokenizer, load_tokenizer(recipe.teacher), seed=recipe.train.seed)
+        else:
+            splits = load_data(
+                recipe.data, None if synthetic else tokenizer, seed=recipe.train.seed,
+                vocab_size=min(shape.vocabulary for shape in shapes),
+            )  # fmt: skip
     except ValueError as error:
         report.problems.append(str(error).splitlines()[0])
         report.data = f"{source}: cannot be used"

@@ -16,6 +16,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
+from distill.data.chat import load_template
 from distill.models.head import HeadWeights, find_head, whole
 from distill.models.load import load_tokenizer
 from distill.recipe import Recipe
@@ -61,6 +62,18 @@ def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
     )
 
 
+def readers_of(student_tokenizer: Any, teacher_tokenizer: Any, chat_template: str) -> tuple[Reader, Reader]:
+    """How both models read; `chat_template` as of the recipe's data section, `tokenizer` meaning each its own.
+
+    Raises:
+        ValueError: a tokenizer whose tokens are not bytes, or a template that is none.
+    """
+    return (
+        Reader(student_tokenizer, load_template(chat_template, student_tokenizer), "student.model"),
+        Reader(teacher_tokenizer, load_template(chat_template, teacher_tokenizer), "teacher.model"),
+    )
+
+
 def load_cross(
     recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision, sharing: Any, choices: Any
 ) -> Any:
@@ -69,7 +82,6 @@ def load_cross(
     Raises:
         ValueError: a tokenizer whose tokens are not bytes, terms that do not work across tokenizers.
     """
-    from distill.data.chat import load_template
     from distill.loading import load_models
 
     for name in ("label_smoothing", "z_loss"):
@@ -79,11 +91,7 @@ def load_cross(
                 f"text; came {getattr(recipe.loss, name)}"
             )
     teacher_tokenizer = load_tokenizer(recipe.teacher)
-    readers = [
-        Reader(own, load_template(recipe.data.chat_template, own), field)
-        for own, field in ((tokenizer, "student.model"), (teacher_tokenizer, "teacher.model"))
-    ]
-    found = compare_by_bytes(*readers)
+    found = compare_by_bytes(*readers_of(tokenizer, teacher_tokenizer, recipe.data.chat_template))
     apart = recipe.model_copy(update={"student": recipe.student.model_copy(update={"vocabulary": "keep"})})
     models = load_models(apart, None, device, precision, sharing, choices)
     return models._replace(
