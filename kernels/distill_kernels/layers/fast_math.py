@@ -1,4 +1,4 @@
-"""fp32 functions of one instruction each, for kernels in which arithmetic would otherwise outlast the memory.
+"""fp32 functions of one or two instructions, for kernels in which arithmetic would otherwise outlast the memory.
 
 Library exp, log and division spend several instructions on numbers near the ends of fp32's range. These do not, and are
 as exact as the hardware's approximations: 2 units in the last place (logarithm: 2^-22 absolute between 1/2 and 2).
@@ -7,8 +7,11 @@ In Triton's interpreter, which has no inline PTX, they are numpy's functions.
 
 from __future__ import annotations
 
+import math
+
 from distill_kernels.launch import HAS_TRITON, tl, triton
 
+LOG2_E = tl.constexpr(math.log2(math.e)) if HAS_TRITON else math.log2(math.e)
 if HAS_TRITON:
     _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -21,6 +24,23 @@ def exp2(x):
     else:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def exp(x):
+    """e^x in two instructions; results below 1e-38 become 0."""
+    return exp2(x * LOG2_E)
+
+
+@triton.jit
+def log_of_normal(x):
+    """Natural logarithm of numbers above 1e-38."""
+    if _INTERPRETED:
+        return tl.log(x)
+    else:
+        return 0.6931471805599453 * tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
 
 

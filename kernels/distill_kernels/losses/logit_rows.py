@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses import terms
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS
@@ -43,13 +44,14 @@ def _join(maxima, totals, hard, inverse_t):
 
 @triton.jit
 def _online(z, maxima, totals, hard, inverse_t, BOTH: tl.constexpr):
-    """Fold a block [STEPS, *LANES] into the lanes' running maxima and sums."""
+    """Fold a block [STEPS, LANES] into the lanes' running maxima and sums."""
     after = tl.maximum(maxima, tl.max(z, 0))
     base = tl.where(after == -float("inf"), 0.0, after)
-    z -= tl.expand_dims(base, 0)
-    totals = totals * tl.exp((maxima - base) * inverse_t) + tl.sum(tl.exp(z * inverse_t), 0)
+    z = (z - base[None, :]) * LOG2_E
+    before = (maxima - base) * LOG2_E
+    totals = totals * exp2(before * inverse_t) + tl.sum(exp2(z * inverse_t), 0)
     if BOTH:
-        hard = hard * tl.exp(maxima - base) + tl.sum(tl.exp(z), 0)
+        hard = hard * exp2(before) + tl.sum(exp2(z), 0)
     else:
         hard = totals
     return after, totals, hard
@@ -69,7 +71,7 @@ def _gradient(
             g -= p_s * g_mean
         g *= inverse_t
     if HARD:
-        p = tl.exp(z - lse1)
+        p = exp(z - lse1)
         if Z_LOSS:
             p *= 1.0 + 2.0 * z_loss * lse1
         if SMOOTHED:

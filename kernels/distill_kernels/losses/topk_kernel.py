@@ -14,7 +14,8 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
-from distill_kernels.losses.projection import LOG2_E, TILE, Logits
+from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
+from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.rows import _all_divergences, _load, _logit, _normaliser
 from distill_kernels.losses.terms import Objective
 from distill_kernels.losses.topk_rows import TopK
@@ -27,7 +28,7 @@ SMALLEST_TAIL = 1e-30  # a tail of less, relative to the row, is summed again re
 def _hard_gradient(
     z, columns, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr
 ):
-    p = tl.exp(z - lse1)
+    p = exp(z - lse1)
     if Z_LOSS:
         p *= 1.0 + 2.0 * z_loss * lse1
     if SMOOTHED:
@@ -44,7 +45,7 @@ def _top_k_kernel(
     KINDS: tl.constexpr, BUCKET: tl.constexpr, SAMPLED: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr,
     SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_LABELS: tl.constexpr,
     HAS_ROWS: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr, SMALLEST_TAIL: tl.constexpr,
-    LOG2_E: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     SOFT: tl.constexpr = len(KINDS) > 0
     here = tl.program_id(0).to(tl.int64)  # within the chunk
@@ -100,11 +101,11 @@ def _top_k_kernel(
             z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
             if SOFT and BUCKET:
                 maxima = tl.maximum(maxima, z)
-                mass += tl.exp2(z * rate - lse * LOG2_E)
+                mass += exp2(z * rate - lse * LOG2_E)
             if SMOOTHED:
                 z_sum += tl.where(z > -float("inf"), z, 0.0)
             if STATS:
-                p = tl.exp(z - lse1)
+                p = exp(z - lse1)
                 entropy += tl.where(p > 0.0, p * (z - lse1), 0.0)
     z_total = tl.sum(z_sum)
     entropy_total = tl.sum(entropy)
@@ -142,7 +143,7 @@ def _top_k_kernel(
                         tile = block * BLOCK + tl.arange(0, BLOCK)
                         columns = tile[:, None] * TILE + within
                         z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
-                        mass += tl.exp2(z * rate - base * LOG2_E)
+                        mass += exp2(z * rate - base * LOG2_E)
                     tail = tl.sum(mass)
                 base += tl.log(tail)
                 missing = tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0)
@@ -166,11 +167,9 @@ def _top_k_kernel(
             z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
             g = tl.zeros_like(z)
             if SOFT and (BUCKET or SAMPLED):
-                g = others * tl.exp2(z * rate - base * LOG2_E)
+                g = others * exp2(z * rate - base * LOG2_E)
             if HARD:
-                g += _hard_gradient(
-                    z, columns, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS
-                )  # fmt: skip
+                g += _hard_gradient(z, columns, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS)
             g *= scale
             if SCALED:
                 g *= student_scale
@@ -247,6 +246,6 @@ def run_top_k_rows(
         HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0,
         SCALED=o.student_scale != 1.0, CAPPED=o.student_softcap != 0.0, HAS_LABELS=labels is not None,
         HAS_ROWS=rows is not None, GRADIENT=gradient is not None, STATS=stats is not None,
-        SMALLEST_TAIL=SMALLEST_TAIL, LOG2_E=LOG2_E, TILE=TILE, BLOCK=BLOCK, TILES=next_power_of_2(tiles),
+        SMALLEST_TAIL=SMALLEST_TAIL, TILE=TILE, BLOCK=BLOCK, TILES=next_power_of_2(tiles),
         LANES=next_power_of_2(k + 1), num_warps=8,
     )  # fmt: skip
