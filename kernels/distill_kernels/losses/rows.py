@@ -18,7 +18,7 @@ import torch
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.losses import divergence, terms
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard
+from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
 
 if HAS_TRITON:
@@ -113,6 +113,12 @@ def _logit(values_ptr, shift_ptr, column, V, TILE: tl.constexpr):
     inside = (column >= 0) & (column < V)
     value = tl.load(values_ptr + column, mask=inside, other=-float("inf")).to(tl.float32)
     return value + tl.load(shift_ptr + column // TILE, mask=inside, other=0.0)
+
+
+@triton.jit
+def _eights(x):
+    """Sums over the eight neighbours that a thread holds: what adds them up needs an eighth of the registers."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 2)
 
 
 @triton.jit
@@ -224,13 +230,13 @@ def _row_kernel(
             student_label = tl.where(label == ELSEWHERE, 0.0, student_label)
             teacher_label = tl.where(label == ELSEWHERE, 0.0, teacher_label)
 
-    f_sum = tl.zeros((BLOCK, TILE), tl.float32)
-    g_sum = tl.zeros((BLOCK, TILE), tl.float32)
-    z_sum = tl.zeros((BLOCK, TILE), tl.float32)
-    stat_f = tl.zeros((BLOCK, TILE), tl.float32)
-    entropy_s = tl.zeros((BLOCK, TILE), tl.float32)
-    entropy_t = tl.zeros((BLOCK, TILE), tl.float32)
-    common_top = tl.zeros((BLOCK, TILE), tl.float32)
+    f_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
+    g_sum = f_sum
+    z_sum = f_sum
+    stat_f = f_sum
+    entropy_s = f_sum
+    entropy_t = f_sum
+    common_top = f_sum
     g_mean = 0.0
     if HAS_MEAN and GRADIENT:
         g_mean = tl.load(mean_ptr + here)
@@ -251,27 +257,27 @@ def _row_kernel(
             if len(KINDS) > 0:
                 f, g, p_s, p_t = _all_divergences(log_s, log_t, weights, shares, KINDS)
                 if FIGURES and (sweep == 0 or not SWEEP_FIRST):
-                    f_sum += f
+                    f_sum += _eights(f)
                 if sweep == 0:
-                    g_sum += g
+                    g_sum += _eights(g)
             p1 = p_s  # the student at T = 1
             if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
                 p1 = tl.exp(z_s - lse1_s)
             if FIGURES and (sweep == 0 or not SWEEP_FIRST) and SMOOTHED:
-                z_sum += tl.where(columns < V, z_s, 0.0)
+                z_sum += _eights(tl.where(columns < V, z_s, 0.0))
             if FIGURES and (sweep == 0 or not SWEEP_FIRST) and STATS:
                 if TEMPERED:
                     log_s = z_s - lse1_s
-                entropy_s += tl.where(p1 > 0.0, p1 * log_s, 0.0)
+                entropy_s += _eights(tl.where(p1 > 0.0, p1 * log_s, 0.0))
                 if HAS_TEACHER:
                     if TEMPERED:
                         log_t = z_t - lse1_t
-                        stat_f += _all_divergences(log_s, log_t, stats_weights, shares, KINDS)[0]
+                        stat_f += _eights(_all_divergences(log_s, log_t, stats_weights, shares, KINDS)[0])
                     if TEMPERED or len(KINDS) == 0:
                         p_t = tl.exp(log_t)
-                    entropy_t += tl.where(p_t > 0.0, p_t * log_t, 0.0)
+                    entropy_t += _eights(tl.where(p_t > 0.0, p_t * log_t, 0.0))
                     both = (z_s == student_max) & (z_t == teacher_max)
-                    common_top = tl.where(both, 1.0, common_top)
+                    common_top += _eights(tl.where(both, 1.0, 0.0))
             if sweep == 1:
                 if SWEEP_FIRST or HAS_MEAN:
                     g -= p_s * g_mean
@@ -314,7 +320,7 @@ def _row_kernel(
             tl.store(stats_ptr + stats_stride + row, -student_label)
             tl.store(stats_ptr + 2 * stats_stride + row, -tl.sum(entropy_s))
             tl.store(stats_ptr + 3 * stats_stride + row, -tl.sum(entropy_t))
-            tl.store(stats_ptr + 4 * stats_stride + row, tl.max(common_top))
+            tl.store(stats_ptr + 4 * stats_stride + row, tl.max(tl.minimum(common_top, 1.0)))
             tl.store(stats_ptr + 5 * stats_stride + row, student_label)
             tl.store(stats_ptr + 6 * stats_stride + row, teacher_label)
 
@@ -391,10 +397,3 @@ def run_rows(
             shard.ranks.add_(mean)
             sweep_first = False
     launch(gradient, sweep_first=sweep_first or gradient is None)
-
-
-def join_normalisers(parts: torch.Tensor) -> torch.Tensor:
-    """Every rank's `_all_normalisers`, [ranks, 6, n] -> those of all columns, [6, n]."""
-    joint = torch.logsumexp(parts, 0)
-    joint[::3] = parts[:, ::3].amax(0)
-    return joint

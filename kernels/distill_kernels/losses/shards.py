@@ -124,3 +124,10 @@ class VocabShard(NamedTuple):
         pairs = (span.split(":") for span in spans.split(","))
         resolve: Any = distributed_c10d._resolve_process_group
         return VocabShard(Ranks(resolve(name)), tuple((int(start), int(stop)) for start, stop in pairs))
+
+
+def join_normalisers(parts: torch.Tensor) -> torch.Tensor:
+    """Maximum, log sum of exps at T and at T = 1 of both models, [ranks, 6, n] -> those of all columns, [6, n]."""
+    joint = torch.logsumexp(parts, 0)
+    joint[::3] = parts[:, ::3].amax(0)
+    return joint
