@@ -115,12 +115,12 @@ def shift_by_two(patch):
 
 
 def cap_forgotten(patch):
-    build = objective._build_loss
+    build = objective.build_loss
 
     def without(loss, reading):
         return build(loss, reading._replace(student=reading.student._replace(softcap=None)))
 
-    patch.setattr(objective, "_build_loss", without)
+    patch.setattr(objective, "build_loss", without)
 
 
 def cross_entropy_for_kl(patch):
