@@ -176,6 +176,24 @@ def test_mistakes_are_named():
         ours(model, [[1], [2]], [3])
 
 
+@pytest.mark.slow
+def test_a_real_model_says_the_same(smollm2_folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from distill.judging.samples import encode_prompt
+
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(smollm2_folder),
+        AutoTokenizer.from_pretrained(smollm2_folder),
+    )
+    texts = ["What is the capital of France?", "Name three colours.", "Write a haiku about autumn rain in the city."]
+    prompts = [encode_prompt(tokenizer, text)[0].tolist() for text in texts]
+    tokens, truncated = theirs(model, prompts, 32, eos_token_id=[tokenizer.eos_token_id])
+    found = ours(model, prompts, 32, ends=[tokenizer.eos_token_id])
+    assert found.tokens == tokens and found.truncated == truncated
+    assert "Paris" in tokenizer.decode(found.tokens[0])
+
+
 def test_the_benchmarks_candidates_agree():
     from scripts.bench.generate import candidates, ragged_prompts, regret
 

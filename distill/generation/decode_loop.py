@@ -251,8 +251,10 @@ class DecodeLoop:
                 module.training = training
 
     def _capture(self, seats: _Seats, temperature: float) -> None:
-        """Record the step once for these buffers, this temperature and these weights' addresses."""
-        wanted = (temperature, tuple(parameter.data_ptr() for parameter in self.model.parameters()))
+        """Record the step once for these buffers, this temperature, these weights' addresses and patches."""
+        weights = tuple(parameter.data_ptr() for parameter in self.model.parameters())
+        patches = tuple(id(module.__dict__.get("forward")) for module in self.model.modules())
+        wanted = (temperature, weights, patches)
         if seats.captured == wanted:
             return
         seats.graph = None

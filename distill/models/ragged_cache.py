@@ -22,6 +22,7 @@ import torch
 from distill_kernels.attention.decode import decode_attention
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.kv_cache import put_newest
+from distill_kernels.launch import runs_on_triton
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedConfig
@@ -143,14 +144,25 @@ def ragged_attention(
     refuse_sinks(kwargs)
     if attention_mask is not None or dropout > 0 or ragged_cache is None:
         raise ValueError("attention: a ragged cache takes no mask and no dropout, and must be given as ragged_cache=")
-    if ragged_cache.decoding:
+    grouped = query.shape[1] != key.shape[1]
+    if ragged_cache.decoding and not runs_on_triton(query) and softcap is None:
+        # PyTorch's attention is the faster one on a CPU
+        filled = int(ragged_cache.lengths.max())
+        slot, lengths = torch.arange(filled, device=query.device), ragged_cache.lengths[:, None]
+        seen = slot < lengths
+        if sliding_window is not None:
+            seen &= slot >= lengths - sliding_window
+        key, value = key[:, :, :filled], value[:, :, :filled]
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=seen[:, None, None], scale=scaling, enable_gqa=grouped
+        )
+    elif ragged_cache.decoding:
         out = decode_attention(
             query, key, value, ragged_cache.lengths, scale=scaling, window=sliding_window, softcap=softcap
         )
     elif query.is_cuda or sliding_window is not None or softcap is not None:
         out = flash_attention(query, key, value, scale=scaling, window=sliding_window, softcap=softcap)
     else:
-        grouped = query.shape[1] != key.shape[1]
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2), None
 
