@@ -9,8 +9,11 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill.cli import run_command
-from distill.recipe import parse
+from distill.models.load import load_teacher
+from distill.recipe import dump, parse
 from distill.run import run
+from distill.teachers.cache_make import load as load_for_cache
+from distill.teachers.cache_objective import CachedObjective
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
@@ -170,19 +173,25 @@ def test_another_template_or_tokenizer_is_refused(here):
         run(cached("chats", chats, "data.train_on=last"))
 
 
-def test_what_needs_weights_says_so(here):
-    from distill.models.load import load_teacher
-    from distill.teachers.cache_make import load
-
-    with pytest.raises(ValueError, match=r"teacher\.type: cache holds what a teacher said and not its weights"):
-        load_teacher(cached("exact").teacher)
+def test_what_needs_weights_takes_the_model_that_made_the_cache(here, capsys):
+    made, teacher = load_teacher(cached("exact").teacher), load_teacher(recipe().teacher)
+    for (name, a), b in zip(made.state_dict().items(), teacher.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
     with pytest.raises(ValueError, match=r"teacher\.type: expected model"):
-        load(cached("exact"))
+        load_for_cache(cached("exact"))
+    Path("cached.yaml").write_text(dump(cached("exact")))
+    for command, expected in (
+        ("check cached.yaml", "teacher     not loaded: exact, 0.00 GiB on disk"),
+        ("inspect cached.yaml --rows 1", "=== row 1: 32 tokens"),
+    ):
+        assert run_command(command.split()) == 0
+        assert expected in capsys.readouterr().out
+    assert run_command(["inspect", "cached.yaml", "--shade", "entropy"]) == 2
+    assert run_command(["check", "cached.yaml", "data.source=more.txt"]) == 1
+    assert "lacks" in capsys.readouterr().out
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
-    from distill.teachers.cache_objective import CachedObjective
-
     whole = run(cached("exact", "train.save_every=2"), name="whole")
     compare, calls = CachedObjective.compare, []
 

@@ -13,22 +13,19 @@ import pytest
 import torch
 from distill_kernels import FusedTopKKLLoss
 from helpers import assert_as_good_as_torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.models.head import HeadWeights, LogitShape
 from distill.recipe import Loss, parse
 from distill.teachers import cache_format as layout
-from distill.teachers.cache_encode import CHUNK_ELEMENTS, encode, normalised
 from distill.teachers.cache_error import measure, take_sample
 from distill.teachers.cache_make import load, make_cache
 from distill.teachers.cache_objective import HiddenObjective, TopKObjective
 from distill.teachers.cache_read import TeacherCache
 from distill.teachers.cache_settings import Settings
 from distill.training.objective import DistillationObjective
+from scripts.bench import teacher_cache as bench
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
 SMALL_SHARD = 8192
@@ -110,18 +107,6 @@ def some(loaded, count=6):
 # ------------------------------------------------------------------ what is stored
 
 
-@given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
-def test_ids_come_back(vocabulary, k, seed):
-    ids = np.random.default_rng(seed).integers(0, vocabulary, (5, k)).astype(np.int32)
-    ids[0, 0] = vocabulary - 1
-    low, high = layout.split_ids(ids, vocabulary)
-    assert (layout.join_ids(low, high, vocabulary) == ids).all()
-    width = low.nbytes + (0 if high is None else high.nbytes)
-    plan = {"kind": "top_k", "dtype": "float16", "k": k, "vocabulary": vocabulary}
-    assert layout.bytes_a_token(plan) * 5 == width + 5 * 2 * (k + len(layout.FIGURES))
-
-
 def test_size_is_as_promised(bucket):
     assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 49_152}) == 262
     assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 128_256}) == 270
@@ -132,57 +117,6 @@ def test_size_is_as_promised(bucket):
         payload += sum(a.nbytes for name, a in arrays.items() if name not in ("keys", "offsets"))
     assert payload == bucket.stored * layout.bytes_a_token(bucket.manifest)
     assert len(bucket.manifest["shards"]) > 3
-
-
-def head_of(rows=64, width=16, vocabulary=50, std=1.0):
-    weight = torch.randn(vocabulary, width) * std
-    return torch.randn(rows, width), HeadWeights(weight, torch.randn(vocabulary), None)
-
-
-def test_encoding_against_full_softmax(monkeypatch):
-    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 7 * 50)
-    hidden, head = head_of()
-    labels = torch.arange(64) % 48
-    said = encode(hidden, head, LogitShape(0.5, 9.0), labels, columns=48, k=5, tail="bucket", temperature=2.0)
-    raw = hidden.double() @ head.weight.double()[:48].T + head.bias.double()[:48]
-    logits = 9 * torch.tanh(0.5 * raw / 9)
-    hard, soft = F.log_softmax(logits, -1), F.log_softmax(logits / 2, -1)
-    top, ids = soft.topk(5)
-    assert (said.ids == ids).all()
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(said.logprobs.double(), top, **close)
-    torch.testing.assert_close(said.tail.double(), torch.log1p(-top.exp().sum(-1)), **close)
-    torch.testing.assert_close(said.entropy.double(), -(hard.exp() * hard).sum(-1), **close)
-    torch.testing.assert_close(said.label_logprob.double(), hard.gather(-1, labels[:, None])[:, 0], **close)
-
-
-def test_rounding_is_made_good_by_the_tail():
-    hidden, head = head_of(std=3.0)
-    said = encode(hidden, head, LogitShape(), torch.zeros(64, dtype=torch.long), columns=50, k=8, tail="bucket")
-    rounded = said.to(torch.float16)
-    given = normalised(rounded.logprobs, rounded.tail)
-    tail, wanted = 1 - given.double().exp().sum(-1), said.tail.double().exp().clamp_min(1e-6)
-    assert ((tail / wanted - 1).abs() < 0.3).all() and (tail > 0).all()
-    large = wanted > 1e-4
-    assert large.any() and ((tail / wanted - 1).abs()[large] < 6e-3).all()
-    unmended = 1 - rounded.logprobs.double().exp().sum(-1)
-    assert ((unmended / wanted - 1).abs().max() > (tail / wanted - 1).abs().max()) and (unmended < 0).any()
-
-
-def test_sampled_weights_are_right_on_average_and_close_each_time():
-    hidden, head = head_of(rows=1)
-    hidden = hidden.expand(4000, -1)
-    generator = torch.Generator().manual_seed(3)
-    labels = torch.zeros(4000, dtype=torch.long)
-    said = encode(hidden, head, LogitShape(), labels, columns=50, k=12, tail="sampled", generator=generator)
-    p = F.log_softmax(hidden[:1] @ head.weight.T + head.bias, -1).exp()
-    weights = torch.zeros(4000, 50).scatter(-1, said.ids.long(), said.logprobs.exp())
-    torch.testing.assert_close(weights.sum(-1), torch.ones(4000))
-    assert ((weights - p).abs() < 1 / 12 + 1e-5).all()
-    noise = (p * (1 - p) / 12 / 4000).sqrt()  # of independent draws, an upper bound here
-    assert ((weights.mean(0) - p[0]).abs() < 5 * noise[0] + 1e-4).all()
-    assert weights.var(0).sum() < 0.8 * (p * (1 - p) / 12).sum()
-    assert (said.ids.sort(-1).values.diff(dim=-1) > 0).all(), "ids are distinct"
 
 
 # ------------------------------------------------------------------ the loss
@@ -438,3 +372,14 @@ def test_the_error_table(loaded):
     assert found[8, "renormalize"].kl == float("inf")
     sampled = found[8, "sampled"]
     assert sampled.head < sampled.gradient, "noise averages out over positions"
+
+
+def test_the_benchmark_measures_what_it_says(tmp_path, monkeypatch):
+    """The GPU's benchmark on tiny models: written, read, trained, three candidates."""
+    monkeypatch.setattr(bench, "K", 16)
+    rows = bench.compare(
+        tiny_model(layers=3, seed=1), tiny_model(), batch_size=2, length=24, steps=2, shape="tiny", folder=tmp_path
+    )
+    names = ["online", "write top-16 from disk", "top-16 from disk", "write hidden states from disk"]
+    assert [row.candidate for row in rows] == [*names, "hidden states from disk"]
+    assert all(row.ms > 0 and row.tokens_per_s > 0 for row in rows)

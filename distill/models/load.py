@@ -35,7 +35,7 @@ from distill.models.pruning import check_kept, cut_layers, find_layers, layers_t
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source
 from distill.recipe import ModelSection, Student, Teacher
 from distill.recipe.shipped import find_architecture
-from distill.teachers.cache_format import TEACHER, TOKENIZER, stored_folder
+from distill.teachers.cache_format import TEACHER, TOKENIZER, maker_of, stored_folder
 
 __all__ = [
     "load_config",
@@ -86,7 +86,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
 def load_teacher(
     section: Teacher, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The teacher on `device`: eval mode, no gradients, its adapter merged.
+    """The teacher on `device`: eval mode, no gradients, its adapter merged. Of a cache, the model that made it.
 
     Args:
         section: The recipe's `teacher`.
@@ -97,11 +97,8 @@ def load_teacher(
     Raises:
         ValueError: naming the field, what was expected and what came.
     """
-    if section.model is None and section.is_cached:
-        raise ValueError(
-            "teacher.type: cache holds what a teacher said and not its weights, which are needed here; name the model "
-            "too, as in teacher.model=ID"
-        )
+    if section.path is not None:
+        section = maker_of(section)
     device = torch.device(device)
     model = _load(section, "teacher", device, dtype or _named_dtype(section.dtype), TEACHER_SEED)
     if section.adapter is not None:

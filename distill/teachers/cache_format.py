@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,10 +36,13 @@ import numpy as np
 import torch
 
 from distill.data.packing import IGNORED
+from distill.recipe import Teacher
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 PLAN, MANIFEST, ANSWERS, HEAD = "plan.json", "manifest.json", "answers.json", "head.safetensors"
-TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"
+TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"  # folders
 KEY_BYTES = 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FIGURES = ("tail", "entropy", "label_logprob")
@@ -225,6 +229,24 @@ def stored_folder(path: str | Path, name: str) -> str:
     if not (folder / name).is_dir():
         raise ValueError(f"teacher.path: the cache {folder} was made without a {name}: its data were random tokens")
     return str(folder / name)
+
+
+def maker_of(section: Teacher) -> Teacher:
+    """The model that a cached teacher was, as a section of its own, for those who need its weights.
+
+    Raises:
+        ValueError: there is no complete cache.
+    """
+    folder = Path(section.path or "").expanduser()
+    manifest = read_json(folder / MANIFEST)
+    if manifest is None:
+        raise ValueError(no_cache(folder))
+    named = {name: manifest["teacher"][name] for name in ("model", "revision", "adapter", "init", "config")}
+    if section.model is not None:
+        named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
+    log.info("the weights of %s are needed, which made the cache %s", named["model"] or named["config"], folder)
+    rest = {name: getattr(section, name) for name in ("dtype", "attention", "trust_remote_code")}
+    return Teacher(**named, **rest)
 
 
 def no_cache(folder: Path) -> str:

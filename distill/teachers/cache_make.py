@@ -30,7 +30,7 @@ from distill.teachers.cache_format import (
 )
 from distill.teachers.cache_identity import teacher_identity, text_hashes
 from distill.teachers.cache_read import data_settings
-from distill.teachers.cache_settings import Settings
+from distill.teachers.cache_settings import MOST_ON_GPUS, Settings
 from distill.teachers.cache_write import (
     Teacher,
     Work,
@@ -130,6 +130,8 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
     recipe, head = loaded.recipe, loaded.teacher.head
     if not settings.hidden and settings.k > loaded.columns:
         raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, came {settings.k}")
+    if not settings.hidden and settings.k > MOST_ON_GPUS and loaded.teacher.device.type == "cuda":
+        raise ValueError(f"--top-k: expected at most {MOST_ON_GPUS}, what the loss takes on a GPU, came {settings.k}")
     kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
     return {
         "version": VERSION,

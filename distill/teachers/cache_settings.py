@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SHARD_BYTES = 256 << 20
+MOST_ON_GPUS = 256  # tokens of a position that FusedTopKKLLoss is made for there
 TAILS = ("bucket", "renormalize", "sampled")
 
 

@@ -1,0 +1,136 @@
+"""A training step whose teacher is on disk beside the step that runs it: flagship shapes, random weights and tokens.
+
+The cache is really written and read: encoding's positions per second, and steps that collate, find, decode and copy
+what was stored. Candidates: `online`, `top-64 from disk`, `hidden states from disk`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from distill_kernels import FusedAdamW
+
+from distill.data.collator import Collator
+from distill.models.head import decoder_of, find_head, probe_logits, read_head
+from distill.teachers.cache_format import HEAD, bytes_a_token, write_tensors
+from distill.teachers.cache_objective import HiddenObjective, TopKObjective
+from distill.teachers.cache_read import TeacherCache
+from distill.teachers.cache_settings import SHARD_BYTES
+from distill.teachers.cache_write import Teacher, close, open_folder, plan_work, write_shards
+from distill.training.objective import DistillationObjective
+from scripts.bench.harness import Row
+
+K, ROWS, WARM_UP = 64, 16, 3
+
+
+def random_rows(count: int, length: int, vocabulary: int) -> list[dict[str, Any]]:
+    """Rows of one document of random tokens."""
+    ids = np.random.default_rng(0).integers(0, vocabulary, (count, length))
+    labels = ids.copy()
+    labels[:, 0] = -100
+    return [{"input_ids": i, "labels": l, "position_ids": np.arange(length)} for i, l in zip(ids, labels, strict=True)]
+
+
+def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidden: bool, batch_size: int) -> float:
+    """Cache the rows; returns seconds."""
+    head, shape = read_head(find_head(teacher)), probe_logits(teacher, "teacher")
+    kind = {"kind": "hidden", "dtype": "bfloat16"} if hidden else {"kind": "top_k", "k": K, "tail": "bucket"}
+    plan = {
+        "version": 1, "dtype": "float16", "temperature": None if hidden else 1.0, "vocabulary": len(head.weight),
+        "hidden": head.weight.shape[1], "scale": shape.scale, "softcap": shape.softcap, "seed": 0, **kind,
+    }  # fmt: skip
+    length = len(rows[0]["input_ids"])
+    work = plan_work([rows], width=bytes_a_token(plan), max_length=length, packing=False, shard_bytes=SHARD_BYTES)
+    open_folder(folder, plan, first=True)
+
+    def hidden_states(batch: Any) -> torch.Tensor:
+        body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
+        return decoder_of(teacher)(**body, use_cache=False).last_hidden_state
+
+    parts = Teacher(hidden_states, head, shape, head.weight.device)
+    start = time.perf_counter()
+    write_shards(folder, plan, work, [rows], parts, batch_size=batch_size)
+    seconds = time.perf_counter() - start
+    if hidden:
+        write_tensors(folder / HEAD, {"weight": head.weight.detach().cpu().clone()})
+    close(folder, plan, work, {})
+    return seconds
+
+
+def batches(
+    collate: Callable[[list[Any]], dict[str, Any]], rows: list[Any], batch_size: int, device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches on the device for ever, as a data loader with pinned memory brings them."""
+    while True:
+        for start in range(0, len(rows), batch_size):
+            made = collate(rows[start : start + batch_size])
+            pinned = {name: t.pin_memory() if device.type == "cuda" else t for name, t in made.items()}
+            yield {name: t.to(device, non_blocking=True) for name, t in pinned.items()}
+
+
+def seconds_a_step(objective: Any, student: Any, rows: list[Any], batch_size: int, steps: int) -> float:
+    """Wall time of a step, data included, once warm."""
+    device = next(student.parameters()).device
+    cuda = device.type == "cuda"
+    optimizer = (FusedAdamW if cuda else torch.optim.AdamW)(student.parameters(), lr=1e-5)
+    source = batches(objective.collator(Collator(0, omit_plain_positions=True)), rows, batch_size, device)
+    start = 0.0
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP:
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+        batch = next(source)
+        student(**objective.compare(batch, batch["valid_rows"].numel()))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def compare(
+    teacher: Any, student: Any, *, batch_size: int, length: int, steps: int, shape: str, folder: Path
+) -> list[Row]:
+    """Rows of the table; teacher and student are on one device, patched."""
+    vocabulary = min(len(read_head(find_head(model)).weight) for model in (teacher, student))
+    rows, tokens = random_rows(ROWS, length, vocabulary), batch_size * length
+    found = []
+
+    def row(name: str, seconds: float, note: str = "") -> None:
+        found.append(Row("teacher_cache", shape, name, ms=seconds * 1e3, tokens_per_s=tokens / seconds, note=note))
+
+    student.train()
+    online = DistillationObjective(teacher, student, "forward_kl")
+    row("online", seconds_a_step(online, student, rows, batch_size, steps))
+    for name, hidden in ((f"top-{K} from disk", False), ("hidden states from disk", True)):
+        there = folder / name.split()[0]
+        seconds = write_cache(there, teacher, rows, hidden=hidden, batch_size=batch_size)
+        row(f"write {name}", seconds * tokens / (len(rows) * length))
+        cache = TeacherCache(there)
+        objective = (HiddenObjective if hidden else TopKObjective)(None, student, "forward_kl", cache=cache)
+        spent = seconds_a_step(objective, student, rows, batch_size, steps)
+        row(name, spent, f"{bytes_a_token(cache.manifest)} bytes a token, {found[0].ms / spent / 1e3:.2f} x online")
+    return found
+
+
+def run(quick: bool, only: str) -> list[Row]:
+    """`quick` takes fewer steps; `only` has no meaning here."""
+    from distill.models.attention import choose_attention
+    from distill.models.patching import patch
+    from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model
+
+    teacher, student = random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1)
+    for model, role in ((teacher, "teacher"), (student, "student")):
+        patch(model, role, attention=choose_attention(model, BATCH, LENGTH, backward=role == "student")[0])
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(
+            teacher, student, batch_size=BATCH, length=LENGTH, steps=6 if quick else 16, folder=Path(folder),
+            shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens, bf16",
+        )  # fmt: skip
