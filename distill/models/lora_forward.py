@@ -7,10 +7,11 @@ shards) goes through PEFT's own forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from distill_kernels.matmul.lora import lora_linear
+from distill_kernels.matmul.lora import lora_linear, lora_linear_of
 from torch import nn
 
 
@@ -24,14 +25,31 @@ def is_lora_linear(module: nn.Module) -> bool:
 
 def lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """What takes the place of a LoRA layer's forward."""
-    name = _only_adapter(self)
-    base = self.get_base_layer()
+    weights = None if args or kwargs else _plain(self, x)
+    if weights is None:
+        return type(self).forward(self, x, *args, **kwargs)
+    return lora_linear(x.to(weights[0].dtype), *weights)
+
+
+def down_of_gated(down: Any, gated: Callable[..., torch.Tensor], *parts: torch.Tensor) -> torch.Tensor:
+    """`down(gated(*parts))`, the input of a LoRA layer made again in the backward in place of being kept."""
+    ours = getattr(down.__dict__.get("forward"), "__func__", None) is lora_forward
+    hooked = down._forward_hooks or down._forward_pre_hooks
+    if ours and not hooked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        weights = _plain(down, parts[0])
+        if weights is not None and parts[0].dtype == weights[0].dtype:
+            return lora_linear_of(gated, parts, *weights)
+    return down(gated(*parts))
+
+
+def _plain(layer: Any, x: torch.Tensor) -> tuple[Any, Any, Any, Any, float] | None:
+    """Weight, bias, A, B and scale, where the layer is the plain case."""
+    name, base = _only_adapter(layer), layer.get_base_layer()
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if name is None or args or kwargs or base.weight.dtype != dtype or type(base.weight) is not nn.Parameter:
-        return type(self).forward(self, x, *args, **kwargs)
-    a, b = self.lora_A[name].weight, self.lora_B[name].weight
-    return lora_linear(x.to(dtype), base.weight, base.bias, a, b, self.scaling[name])
+    if name is None or base.weight.dtype != dtype or type(base.weight) is not nn.Parameter:
+        return None
+    return base.weight, base.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
 
 
 def _only_adapter(layer: Any) -> str | None:

@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.models.head import bare, decoder_of
-from distill.models.lora_forward import is_lora_linear, lora_forward
+from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forward
 
 log = logging.getLogger(__name__)
 
@@ -298,8 +298,8 @@ def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Calla
     gated = ACTIVATIONS[activation]
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        gate = getattr(self, gate_name)(x)
-        return getattr(self, down_name)(gated(gate, None if up_name is None else getattr(self, up_name)(x)))
+        parts = [getattr(self, name)(x) for name in (gate_name, up_name) if name is not None]
+        return down_of_gated(getattr(self, down_name), gated, *parts)
 
     return forward
 

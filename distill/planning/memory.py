@@ -2,7 +2,8 @@
 
 With N tokens in a micro-batch, w the bytes of a trained weight, c of what is computed in (2 for bfloat16), r of the
 residual stream (the embedding's dtype), H the hidden size, A heads x head width, K key-value heads x head width, I the
-MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps a cast copy of its own input:
+MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps a cast copy of its own input
+(our LoRA layers keep none):
 
     teacher         parameters x bytes of its dtype; in fp8 one byte in its linear layers, two elsewhere
     student         parameters x w, gradients trained x w, AdamW states 2 x trained x w (or of their own dtype)
@@ -185,9 +186,13 @@ def step_memory(
     buckets = gradients if world > 1 and not sharded else 0.0
     gathered = (student.linear / student.layers + student.head) * compute if sharded else 0.0
 
-    one_layer = tokens * layer_activations(student, compute=compute, residual=weight, autocast=autocast)
-    # PEFT computes adapters in their own fp32 unless autocast is on, and keeps a copy of each adapted input
-    one_layer += tokens * student.adapted / student.layers * (compute if autocast else 4)
+    # our LoRA layers keep each input once, as it is; PEFT's keep a copy of each adapted input, in fp32 without autocast
+    ours = lora and weight == compute and not (recipe.student.lora and recipe.student.lora.dropout)
+    one_layer = tokens * layer_activations(student, compute=compute, residual=weight, autocast=autocast and not ours)
+    if not ours:
+        one_layer += tokens * student.adapted / student.layers * (compute if autocast else 4)
+    elif student.gated:  # the input of the projection down is made again
+        one_layer -= tokens * student.intermediate * compute
     stream = tokens * weight * student.hidden
     checkpointed = recipe.train.gradient_checkpointing
     activations = stream * student.layers if checkpointed else one_layer * student.layers

@@ -38,6 +38,7 @@ from distill_kernels.losses.modules import (
 from distill_kernels.losses.terms import LossTerm, TokenStats
 from distill_kernels.losses.topk import FusedTopKKLLoss
 from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
+from distill_kernels.matmul.lora import lora_linear
 from distill_kernels.matmul.split_k import SplitKLinear, split_k_linear
 from distill_kernels.optim.adamw import FusedAdamW
 from distill_kernels.sampling import sample_tokens
@@ -84,6 +85,7 @@ __all__ = [
     "kl_div",
     "kl_probabilities",
     "layer_norm",
+    "lora_linear",
     "quantize_rows",
     "rms_norm",
     "rope",

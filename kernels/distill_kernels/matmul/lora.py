@@ -9,11 +9,15 @@ in bytes: forward 2 N I (z) + 4 N O (the addition); backward 2 N O (dz) + 4 N I 
 float32 adapters under autocast, casts x to float32 and back and keeps that copy (2 N I bytes a layer, three times the
 same for q, k and v), and multiplies and adds in kernels of their own: 12 N I + 12 N O forward.
 
+Where x is itself cheap to make, as of gate and up in an MLP, `lora_linear_of` keeps what it is made of, which is kept
+anyway, and makes x again for dA: 2 N I bytes less for the price of one memory-bound kernel.
+
 Products are the BLAS library's; dA and dB are accumulated and returned in float32 where the adapters are float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,34 +38,66 @@ def reference_lora_linear(
     return F.linear(x, weight, bias) + scale * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
 
+def _forward(x: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and z."""
+    with torch.autocast(x.device.type, enabled=False):
+        rows = x.flatten(0, -2)
+        low = F.linear(rows, a.to(x.dtype))
+        out = F.linear(rows, weight, bias)
+        out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
+    return out.view(*x.shape[:-1], weight.shape[0]), low
+
+
+def _backward(
+    g: torch.Tensor, x: Any, weight: Any, a: Any, b: Any, low: Any, scale: float, wanted: tuple[bool, bool, bool]
+) -> tuple[Any, Any, Any]:
+    """dx, dA and dB, those that are wanted."""
+    rows, g = x.flatten(0, -2), g.flatten(0, -2)
+    d_low = (g @ b.to(g.dtype)).mul_(scale)
+    dx = da = db = None
+    if wanted[0]:
+        dx = (g @ weight).addmm_(d_low, a.to(g.dtype)).view(x.shape)
+    if wanted[1]:
+        da = _wide(d_low.t(), rows, a.dtype)
+    if wanted[2]:
+        db = _wide(g.t(), low, b.dtype).mul_(scale)
+    return dx, da, db
+
+
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            rows = x.flatten(0, -2)
-            low = F.linear(rows, a.to(x.dtype))
-            out = F.linear(rows, weight, bias)
-            out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
+        out, low = _forward(x, weight, bias, a, b, scale)
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.scale = scale
-        return out.view(*x.shape[:-1], weight.shape[0])
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        x, weight, a, b, low = ctx.saved_tensors
-        rows, g = x.flatten(0, -2), upstream.flatten(0, -2)
-        d_low = (g @ b.to(g.dtype)).mul_(ctx.scale)
-        dx = da = db = None
-        if ctx.needs_input_grad[0]:
-            dx = g @ weight
-            dx.addmm_(d_low, a.to(g.dtype))
-            dx = dx.view(x.shape)
-        if ctx.needs_input_grad[3]:
-            da = _wide(d_low.t(), rows, a.dtype)
-        if ctx.needs_input_grad[4]:
-            db = _wide(g.t(), low, b.dtype).mul_(ctx.scale)
+        need, (x, weight, a, b, low) = ctx.needs_input_grad, ctx.saved_tensors
+        dx, da, db = _backward(upstream, x, weight, a, b, low, ctx.scale, (need[0], need[3], need[4]))
         return dx, None, None, da, db, None
+
+
+class _LoraLinearOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float, *parts: Any) -> Any:
+        out, low = _forward(function(*parts), weight, bias, a, b, scale)
+        ctx.save_for_backward(weight, a, b, low, *parts)
+        ctx.function, ctx.scale = function, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        weight, a, b, low, *parts = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [part.detach().requires_grad_() for part in parts]
+            x = ctx.function(*leaves)
+        need = ctx.needs_input_grad
+        dx, da, db = _backward(upstream, x.detach(), weight, a, b, low, ctx.scale, (True, need[3], need[4]))
+        return None, None, None, da, db, None, *torch.autograd.grad(x, leaves, dx)
 
 
 def _wide(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -96,7 +132,39 @@ def lora_linear(
     Raises:
         ValueError: for shapes that do not fit, dtypes that differ, or a weight that wants a gradient.
     """
-    if x.shape[-1] != weight.shape[1] or a.shape[1] != weight.shape[1] or b.shape != (weight.shape[0], a.shape[0]):
+    _check(x, weight, bias, a, b)
+    return _LoraLinear.apply(x, weight, bias, a, b, float(scale))
+
+
+def lora_linear_of(
+    function: Callable[..., torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`lora_linear(function(*parts), ...)` that keeps `parts` and calls `function` again in the backward.
+
+    Args:
+        function: Of tensors, cheap, deterministic, differentiable; for example `swiglu`.
+        parts: What it takes; each gets a gradient.
+        weight, bias, a, b, scale: As of `lora_linear`.
+
+    Returns:
+        [..., O], in the dtype of the parts.
+
+    Raises:
+        ValueError: as `lora_linear`.
+    """
+    _check(parts[0], weight, bias, a, b, shape=False)
+    return _LoraLinearOf.apply(function, weight, bias, a, b, float(scale), *parts)
+
+
+def _check(x: torch.Tensor, weight: Any, bias: Any, a: Any, b: Any, shape: bool = True) -> None:
+    fits = a.shape[1] == weight.shape[1] and b.shape == (weight.shape[0], a.shape[0])
+    if not fits or (shape and x.shape[-1] != weight.shape[1]):
         raise ValueError(
             f"lora_linear: expected x [..., I], weight [O, I], a [r, I], b [O, r], got {list(x.shape)}, "
             f"{list(weight.shape)}, {list(a.shape)}, {list(b.shape)}"
@@ -105,4 +173,3 @@ def lora_linear(
         raise ValueError(f"lora_linear: expected x in the weight's dtype {weight.dtype}, got {x.dtype}")
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError("lora_linear: expected a frozen weight and bias; a trained one needs an ordinary linear layer")
-    return _LoraLinear.apply(x, weight, bias, a, b, float(scale))
