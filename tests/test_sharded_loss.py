@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_loss import ALL_TERMS
-from distill_kernels import FusedDistillationLoss, FusedKLLoss, LossTerm, TokenStats, head_loss
+from distill_kernels import FusedCrossEntropyLoss, FusedDistillationLoss, FusedKLLoss, LossTerm, TokenStats, head_loss
 from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
 
@@ -60,7 +60,8 @@ CASES = {term.type: Case([term]) for term in ALL_TERMS} | {
     "rows apart": Case(MIXED, {"reduction": "none"}),
     "compiled": Case(MIXED, student="dtensor", teacher="dtensor", bias=True, compiled=True),
 }
-FSDP_CASES = [(kind, accumulation) for kind in ("tied", "untied", "teacher") for accumulation in (1, 4)]
+FSDP_KINDS = ("tied", "untied", "teacher", "over tensor parallel")
+FSDP_CASES = [(kind, accumulation) for kind in FSDP_KINDS for accumulation in (1, 4)]
 
 
 def draw(case, device):
@@ -136,14 +137,24 @@ class Small(nn.Module):
 
 
 def fsdp_gradients(kind, accumulation, device, mesh=None):
-    """Gradients of the mean over 8 sequences; with `mesh` every rank has half of them, and of the parameters."""
+    """Gradients of the mean over 8 sequences; with `mesh` every rank has half of them, and of the parameters.
+
+    Over tensor parallel, both ranks share the vocabulary and all sequences, and FSDP2 has one rank of its own.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     torch.manual_seed(5)
     model, teacher_head = Small(kind == "tied").double().to(device), nn.Linear(HT, V).double().to(device)
     ids, hidden = torch.randint(0, V, (8, 5), device=device), torch.randn(8, 5, HT, device=device).double()
     labels = ids.roll(-1, 1).masked_fill(torch.rand(8, 5, device=device) < 0.3, -100)
     world, rank = (1, 0) if mesh is None else (2, mesh.get_local_rank())
+    if mesh is not None and kind == "over tensor parallel":
+        both = init_device_mesh(device.type, (1, 2), mesh_dim_names=("data", "tp"))
+        for name, parameter in list(model.lm_head.named_parameters()):
+            setattr(model.lm_head, name, nn.Parameter(distribute_tensor(parameter.data, both["tp"], [Shard(0)])))
+        mesh, world, rank = both["data"], 1, 0
     teacher = {"teacher_weight": teacher_head.weight, "teacher_bias": teacher_head.bias}
     if kind == "teacher":
         teacher = {"teacher_head": teacher_head.requires_grad_(False)}
@@ -302,6 +313,8 @@ def test_head_loss_of_whole_heads_equals_the_loss():
     expected = loss(x, w, xt, wt, labels, student_bias=heads[0].bias, teacher_bias=heads[1].bias)
     assert torch.equal(head_loss(heads[0], loss, x, xt, labels=labels, teacher_head=heads[1]), expected)
     assert torch.equal(head_loss(heads[0], loss, x, xt, wt, labels, teacher_bias=heads[1].bias), expected)
+    hard = FusedCrossEntropyLoss()
+    assert torch.equal(head_loss(heads[0], hard, x, labels=labels), hard(x, w, labels, student_bias=heads[0].bias))
     assert "forward" not in vars(heads[0]) and heads[0](x).shape == (7, V)
     with pytest.raises(ValueError, match="teacher_head"):
         head_loss(heads[0], loss, x, xt, wt, labels, teacher_head=heads[1])

@@ -70,7 +70,8 @@ def head_loss(
     Args:
         lm_head: the student's head, with `weight` [V, H] and maybe `bias` [V] (an `nn.Linear`). A unit of its own
             (`fully_shard(lm_head)`), or, as where it is tied to the embedding, part of the root's.
-        loss_fn: `FusedDistillationLoss`, one of its kin, or anything that takes the same arguments.
+        loss_fn: `FusedDistillationLoss`, one of its kin, or anything that is called as
+            `loss_fn(student_hidden, student_weight, **rest)`; of `rest` only what is not None is passed.
         student_hidden, teacher_hidden, labels, named: as `FusedDistillationLoss.forward` takes them.
         teacher_weight: the teacher's weight, not sharded by FSDP2.
         teacher_head: the teacher's head in place of `teacher_weight` and `teacher_bias`; it may be sharded as well.
@@ -84,22 +85,23 @@ def head_loss(
     if teacher_head is not None and (teacher_weight is not None or named.get("teacher_bias") is not None):
         raise ValueError("teacher_head: expected either teacher_head or teacher_weight and teacher_bias, got both")
 
-    def with_student(hidden: torch.Tensor, weight: Any, bias: Any, teacher_hidden: Any) -> Any:
-        given = {"student_bias": getattr(lm_head, "bias", None)} | named
-        if bias is not None:
-            given["teacher_bias"] = bias
-        return loss_fn(hidden, lm_head.weight, teacher_hidden, weight, labels, **given)
+    given = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight, "labels": labels}
+
+    def with_student(hidden: torch.Tensor, **teacher: Any) -> Any:
+        all_given = {"student_bias": getattr(lm_head, "bias", None), **given, **teacher, **named}
+        all_given = {name: value for name, value in all_given.items() if value is not None}
+        return loss_fn(hidden, lm_head.weight, **all_given)
 
     def with_teacher(hidden: torch.Tensor) -> Any:
         if teacher_head is None:
-            return with_student(hidden, teacher_weight, None, teacher_hidden)
-
-        def both(teacher_hidden: torch.Tensor) -> Any:
-            bias = getattr(teacher_head, "bias", None)
-            return with_student(hidden, teacher_head.weight, bias, teacher_hidden)
-
+            return with_student(hidden)
         if teacher_hidden is None:
             raise ValueError("teacher_hidden: expected the teacher's hidden states beside teacher_head, got None")
+
+        def both(teacher_hidden: torch.Tensor) -> Any:
+            weight, bias = teacher_head.weight, getattr(teacher_head, "bias", None)
+            return with_student(hidden, teacher_hidden=teacher_hidden, teacher_weight=weight, teacher_bias=bias)
+
         return call_inside(teacher_head, both, teacher_hidden)
 
     return call_inside(lm_head, with_teacher, student_hidden)

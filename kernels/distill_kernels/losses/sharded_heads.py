@@ -160,13 +160,12 @@ def _spans(weight: Any, ranks: Ranks) -> Spans:
 _counts: Any = WeakTensorKeyDictionary()
 
 
-def _row_counts(weight: torch.Tensor, ranks: Ranks) -> tuple[int, ...]:
+def _row_counts(weight: torch.Tensor, ranks: Ranks) -> list[int]:
     """How many rows of a plain head every rank holds: exchanged, with a host sync, once for each tensor object."""
     known = _counts.get(weight)
-    if known is None or known[0] != (id(ranks.group), weight.shape[0]):
+    if known is None or known[0] is not ranks.group:
         own = torch.tensor([weight.shape[0]], device=weight.device)
-        known = (id(ranks.group), weight.shape[0]), tuple(ranks.gather(own).flatten().tolist())
-        _counts[weight] = known
+        known = _counts[weight] = ranks.group, ranks.gather(own).flatten().tolist()
     return known[1]
 
 
