@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
+from distill_kernels.layers.fast_math import exp, log_of_normal, reciprocal
 from distill_kernels.losses import divergence, terms
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard, join_normalisers
@@ -54,12 +55,12 @@ def _one_divergence(KIND: tl.constexpr, share, log_s, log_t, p_s, p_t):
         d = log_t - log_s
         d = tl.where(d == d, d, 0.0)  # both -inf
         d = tl.maximum(tl.minimum(d, MOST_LOG_RATIO), -MOST_LOG_RATIO)
-        e = tl.exp(d)
+        e = exp(d)
         teacher_share = share
         if KIND == SKEW_REVERSE_KL:
             teacher_share = 1.0 - share
         q = 1.0 + teacher_share * (e - 1.0)
-        log_q = tl.log(q)
+        log_q = log_of_normal(q)
         if KIND == JSD:
             g = (share - 1.0) * p_s * log_q
             f = share * p_t * (d - log_q) + g
@@ -67,19 +68,19 @@ def _one_divergence(KIND: tl.constexpr, share, log_s, log_t, p_s, p_t):
             m = p_s + teacher_share * (p_t - p_s)
             if KIND == SKEW_REVERSE_KL:
                 f = m - p_s - p_s * log_q
-                g = p_s * (share * (1.0 - 1.0 / q) - log_q)
+                g = p_s * (share * (1.0 - reciprocal(q)) - log_q)
             else:
                 tl.static_assert(KIND == SKEW_FORWARD_KL)
                 f = p_t * (d - log_q) - p_t + m
-                g = (1.0 - share) * p_s * (1.0 - e / q)
+                g = (1.0 - share) * p_s * (1.0 - e * reciprocal(q))
     return f, g
 
 
 @triton.jit
 def _all_divergences(log_s, log_t, weights, shares, KINDS: tl.constexpr):
     """Weighted sums of `f` and of `g` over the terms, `p_s` and `p_t`."""
-    p_s = tl.exp(log_s)
-    p_t = tl.exp(log_t)
+    p_s = exp(log_s)
+    p_t = exp(log_t)
     f = tl.zeros_like(p_s)
     g = tl.zeros_like(p_s)
     for i in tl.static_range(len(KINDS)):
@@ -262,7 +263,7 @@ def _row_kernel(
                     g_sum += _eights(g)
             p1 = p_s  # the student at T = 1
             if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
-                p1 = tl.exp(z_s - lse1_s)
+                p1 = exp(z_s - lse1_s)
             if FIGURES and (sweep == 0 or not SWEEP_FIRST) and SMOOTHED:
                 z_sum += _eights(tl.where(columns < V, z_s, 0.0))
             if FIGURES and (sweep == 0 or not SWEEP_FIRST) and STATS:
@@ -274,7 +275,7 @@ def _row_kernel(
                         log_t = z_t - lse1_t
                         stat_f += _eights(_all_divergences(log_s, log_t, stats_weights, shares, KINDS)[0])
                     if TEMPERED or len(KINDS) == 0:
-                        p_t = tl.exp(log_t)
+                        p_t = exp(log_t)
                     entropy_t += _eights(tl.where(p_t > 0.0, p_t * log_t, 0.0))
                     both = (z_s == student_max) & (z_t == teacher_max)
                     common_top += _eights(tl.where(both, 1.0, 0.0))
