@@ -185,7 +185,11 @@ def training_arguments(
     unknown = sorted(set(train.arguments) - set(TrainingArguments.__dataclass_fields__))
     if unknown:
         raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")
+    values |= train.arguments
+    if device.type == "cuda":  # batches are copied while the GPU computes; otherwise every copy would wait for it
+        asked = values.get("accelerator_config")
+        values["accelerator_config"] = {"non_blocking": True, **(asked if isinstance(asked, dict) else {})}
     try:
-        return TrainingArguments(**(values | train.arguments))
+        return TrainingArguments(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"train: transformers refused these arguments: {str(error).splitlines()[0]}") from error
