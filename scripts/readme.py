@@ -5,6 +5,9 @@ A table stands between two comments, the first of which says what it shows:
     <!-- rows: case=losses shape="8192 x 128256 ..." columns=ms,floor_ratio,peak_mib,error -->
     <!-- end rows -->
 
+The study's tables and its verdict in words stand between `<!-- study -->` and `<!-- end rows -->`, made from the rows
+in scripts/study/results.
+
 Of each candidate the newest row counts. Nothing in such a block is typed by hand; `--check` fails where a block
 differs from what the rows give.
 """
@@ -20,8 +23,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+for _folder in (ROOT, ROOT / "kernels"):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
 RESULTS = ROOT / "scripts" / "bench" / "results"
 END = "<!-- end rows -->"
+STUDY = "<!-- study -->"
+STUDY_RESULTS = ROOT / "scripts" / "study" / "results"
 PLOT = ("linear forward_kl", "8192 x 128256, H 2048 / 4096")
 
 HEADINGS = {
@@ -109,10 +117,30 @@ def fill(text: str, rows: list[dict[str, Any]]) -> str:
             inside = False
         if not inside:
             lines.append(line)
+        if line == STUDY:
+            inside = True
+            lines.append(study())
         if line.startswith("<!-- rows: "):
             inside = True
             lines += [block(line.removeprefix("<!-- rows: ").removesuffix("-->").strip(), rows)]
     return "\n".join(lines) + "\n"
+
+
+def study(folder: Path = STUDY_RESULTS) -> str:
+    """The study's tables and verdict, with what they were made on.
+
+    Raises:
+        ValueError: no rows.
+    """
+    from scripts.study.runs import finished
+    from scripts.study.verdict import markdown
+
+    rows = finished(folder)
+    if not rows:
+        raise ValueError(f"README.md: a study is asked for, and {folder} holds no rows")
+    newest = max(rows, key=lambda row: row["date"])
+    made = f"{newest['gpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
+    return f"{markdown(rows)}\n<sub>{made}</sub>"
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:

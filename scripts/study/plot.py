@@ -40,12 +40,16 @@ def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
                 _line(place, [row["curve"] for row in group], figure, name, color)
         place.set_title(f"{data}, {layers} layers", loc="left", fontsize=10)
         place.set(xlabel="tokens seen, M", yscale="linear" if figure == "agreement" else "log")
+        for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
+            axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
+        place.tick_params(axis="y", which="both", labelsize=8)
         place.grid(True, alpha=0.25, which="both")
         for side in ("top", "right"):
             place.spines[side].set_visible(False)
     for place in list(axes.flat)[len(panels) :]:
         place.set_visible(False)
-    axes[0][0].set_ylabel({"forward_kl": "held-out KL to the teacher, nats a token"}.get(figure, figure))
+    for row in axes:
+        row[0].set_ylabel({"forward_kl": "held-out KL, nats a token"}.get(figure, figure))
     handles, labels = axes[0][0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     beside = path.with_name(path.name + ".unfinished")
