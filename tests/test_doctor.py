@@ -1,6 +1,7 @@
 """`distill doctor`: lines about the machine, and a recipe's own models and data examined."""
 
 import json
+import re
 from collections import namedtuple
 
 import pytest
@@ -39,10 +40,12 @@ def no_second_process(monkeypatch):
 
 def test_a_recipe_is_examined(workplace, no_second_process, capsys):
     assert run_command(["doctor", "r.yaml"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
     found = [line.split(":")[0] for line in lines if line.startswith(("pass", "FAIL"))]
     assert found == [f"pass  {name}" for name in NAMES]
-    assert lines[-1] == "9 invariants, all hold"
+    assert all(re.search(r" \[\d+ s\]$", line) for line in lines if line.startswith(("pass", "FAIL")))
+    assert lines[-1] == "9 invariants, all hold" and "shards" not in captured.err and "it/s" not in captured.err
     assert not (workplace / "runs").exists()
 
 

@@ -1,5 +1,7 @@
 """Each invariant holds for tiny models, and is shown to fail once its fault is put in."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -265,6 +267,81 @@ def test_resume_fails_where_something_is_forgotten(fault, monkeypatch):
 def test_ranks_change_nothing():
     finding = invariants_runs.ranks_change_nothing(subject({"terms": [{"type": "jsd"}]}))
     assert finding.passed, finding
+
+
+@pytest.mark.parametrize(
+    "fault, says",
+    [
+        ("raise ValueError('the real\\nreason')", "two processes failed: ValueError: the real"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL (kill -9; most often the system"),
+    ],
+    ids=["raises", "is killed"],
+)
+def test_ranks_say_what_the_processes_failed_of(tmp_path, fault, says):
+    program = tmp_path / "fails.py"
+    program.write_text(fault)
+    finding = invariants_runs.ranks_change_nothing(subject(), program=[str(program)])
+    assert not finding.passed and says in finding.detail and "=====" not in finding.detail, finding
+
+
+@pytest.mark.slow  # it waits for the time to be up
+def test_ranks_that_never_end_are_ended(tmp_path, monkeypatch):
+    program, alive = tmp_path / "sleeps.py", tmp_path / "alive"
+    program.write_text(f"import os, time; open({str(alive)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)")
+    monkeypatch.setattr(invariants_runs, "MINUTES", 20 / 60)
+    finding = invariants_runs.ranks_change_nothing(subject(), program=[str(program)])
+    assert not finding.passed and "had not ended" in finding.detail, finding
+    for process in alive.read_text().split():
+        with pytest.raises(ProcessLookupError):
+            _wait_for_the_end_of(int(process))
+
+
+def _wait_for_the_end_of(process, seconds=10):
+    """Raises ProcessLookupError once it is gone, or is a zombie that only waits to be counted."""
+    for _ in range(seconds * 10):
+        os.kill(process, 0)
+        if Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            raise ProcessLookupError
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "said, reason",
+    [
+        ("", "no output"),
+        ("=====\nsomething odd\n=====", "something odd"),
+        ("Traceback (most recent call last):\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n"
+         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n=====",
+         "torch.OutOfMemoryError: CUDA out of memory"),
+        ("python: No module named x\n====", "python: No module named x"),
+        ("  exitcode  : -11 (pid: 9)\n====", "a process was ended by SIGSEGV"),
+    ],
+)  # fmt: skip
+def test_the_reason_is_found_in_what_was_said(said, reason):
+    assert invariants_runs.reason_of(said) == reason
+
+
+def forget_data_order(patch):
+    make = invariants_runs.TrainingArguments
+    patch.setattr(invariants_runs, "TrainingArguments", lambda *a, **k: make(*a, **k, ignore_data_skip=True))
+
+
+def test_resume_fails_where_the_data_begin_anew(monkeypatch):
+    forget_data_order(monkeypatch)
+    finding = invariants_runs.resume_is_exact(dropping())
+    assert not finding.passed and "logged losses" in finding.detail, finding
+
+
+def test_a_negative_divergence_fails(monkeypatch):
+    forward = FusedDistillationLoss.forward
+
+    def lowered(self, *args, **kwargs):
+        found = forward(self, *args, **kwargs)
+        return found - 10 if self.reduction == "none" else found
+
+    monkeypatch.setattr(FusedDistillationLoss, "forward", lowered)
+    finding = invariants.divergence_is_one(subject())
+    assert not finding.passed and "least of any token -" in finding.detail, finding
 
 
 def test_ranks_fail_where_each_divides_by_its_own_count(tmp_path):

@@ -277,6 +277,7 @@ WORDS = [
     "alpha",
     "beta",
     "messages",
+    "teachers",
     "0",
     "1",
     "name",

@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,16 +130,18 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
     """
     from distill.contract.invariants_runs import RUN_CHECKS
 
-    subject = prepare(recipe, small=small)
+    with _hushed():
+        subject = prepare(recipe, small=small)
     checks: tuple[Callable[[Subject], Finding], ...] = (*CHECKS, *RUN_CHECKS)
     for check in checks:
         with _hushed():
+            begun = time.perf_counter()
             try:
                 finding = check(subject)
             except Exception as error:  # a check that cannot run is a finding, and the others still run
                 first = (str(error).splitlines() or [""])[0]
                 finding = Finding(check.__name__.split("_")[0], False, f"{type(error).__name__}: {first}")
-        yield finding
+        yield finding._replace(seconds=time.perf_counter() - begun)
 
 
 def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
@@ -228,11 +231,16 @@ def some_rows(rows: Sequence[Any], count: int = ROWS, tokens: int = TOKENS) -> l
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
     """Keep what libraries print and log out of the findings."""
-    before = logging.root.manager.disable
+    from transformers.utils import logging as theirs
+
+    before, shown = logging.root.manager.disable, theirs.is_progress_bar_enabled()
     logging.disable(logging.WARNING)
+    theirs.disable_progress_bar()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
         logging.disable(before)
+        if shown:
+            theirs.enable_progress_bar()
         sys.stdout.flush()

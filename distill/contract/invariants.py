@@ -46,14 +46,17 @@ class Finding(NamedTuple):
         name: of the invariant.
         passed: whether it holds.
         detail: what was compared, with the figure.
+        seconds: it took; None where nobody looked.
     """
 
     name: str
     passed: bool
     detail: str
+    seconds: float | None = None
 
     def __str__(self) -> str:
-        return f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.detail}"
+        took = "" if self.seconds is None else f" [{self.seconds:.0f} s]"
+        return f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.detail}{took}"
 
 
 @dataclass

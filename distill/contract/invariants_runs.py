@@ -5,9 +5,12 @@ The file is also the program of the two processes: `torchrun -m distill.contract
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,17 +34,19 @@ MINUTES = 10
 
 
 def resume_is_exact(subject: Subject) -> Finding:
-    """3 + 2 steps, mid-epoch, packed and accumulated, equal 5 steps: the same bits in weights, optimizer, scheduler,
-    random state and logged losses."""
+    """Some steps, a stop one step before an epoch's end, and three more equal as many without the stop, packed and
+    accumulated: the same bits in weights, optimizer, scheduler, random state and logged losses."""
     start, teacher = _copies(subject)
+    accumulation = 2 if len(subject.rows) >= 4 else 1
+    stop = max(-(-len(subject.rows) // accumulation) - 1, 1)
     with tempfile.TemporaryDirectory() as name:
         whole, parts = Path(name) / "whole", Path(name) / "parts"
 
         def trainer(folder: Path) -> DistillationTrainer:
             torch.manual_seed(1)
             return _trainer(
-                subject, folder, copy.deepcopy(start), teacher, batch_size=1, accumulation=2, max_steps=5, save_steps=3,
-                learning_rate=1e-3, lr_scheduler_type="cosine",
+                subject, folder, copy.deepcopy(start), teacher, batch_size=1, accumulation=accumulation,
+                max_steps=stop + 3, save_steps=stop, learning_rate=1e-3, lr_scheduler_type="cosine",
             )  # fmt: skip
 
         straight = trainer(whole)
@@ -58,7 +63,9 @@ def resume_is_exact(subject: Subject) -> Finding:
         if losses[0] != losses[1]:
             differing.append("logged losses")
     what = f"{' and '.join(differing)} differ" if differing else "weights, optimizer, scheduler, random state, losses"
-    return Finding("resume", not differing, f"{what}: 3 + 2 steps against 5" + ("" if differing else ", bit for bit"))
+    return Finding(
+        "resume", not differing, f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
+    )
 
 
 def ranks_change_nothing(
@@ -75,10 +82,9 @@ def ranks_change_nothing(
         told = {"rows": [{key: list(row[key]) for key in row} for row in rows], "loss": subject.loss.model_dump(),
                 "vocab_size": subject.vocab_size}  # fmt: skip
         (folder / "told.json").write_text(json.dumps(told))
-        done = _two_processes(folder, program, gpus)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-            return Finding("ranks", False, f"two processes failed: {last[:200]}")
+        code, said = _two_processes(folder, program, gpus)
+        if code != 0:
+            return Finding("ranks", False, f"two processes failed: {reason_of(said)}")
         alone = _one_step(folder, batch_size=len(rows), cpu=not gpus)
         two = load_file(folder / "two.safetensors")
     start = {name: value.cpu() for name, value in _base(student).float().state_dict().items() if name in alone}
@@ -144,7 +150,32 @@ def _same(a: Any, b: Any) -> bool:
     return bool((a == b).all()) if hasattr(a, "all") else a == b
 
 
-def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> subprocess.CompletedProcess[str]:
+RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?(?!Traceback)([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Fault)\b.*)")
+ENDED = re.compile(r"exitcode\s*:\s*-(\d+)")
+LAUNCHER = ("torch.distributed.elastic", "SignalException", "ChildFailedError")
+
+
+def reason_of(said: str) -> str:
+    """What a process under torchrun failed of, from all that was said on standard error: the first exception that is
+    not torchrun's own, else the signal that ended a process, else the first line."""
+    lines = said.strip().splitlines()
+    for line in lines:
+        found = RAISED.match(line)
+        if found and not found[1].startswith(LAUNCHER):
+            return found[1].strip()[:300]
+    for line in lines:
+        if found := ENDED.search(line):
+            number = int(found[1])
+            known = {int(entry): entry.name for entry in signal.Signals}
+            return f"a process was ended by {known.get(number, f'signal {number}')}" + (
+                " (kill -9; most often the system, out of memory)" if number == signal.SIGKILL else ""
+            )
+    plain = [line.strip() for line in lines if line.strip("=-* ")]
+    return (plain or ["no output"])[0][:300]
+
+
+def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[int, str]:
+    """Run the program twice through torchrun; its exit code and standard error. None of it outlives the time."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -153,7 +184,18 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> subproce
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
                "--rdzv-endpoint=localhost:0", *program, str(folder)]  # fmt: skip
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=MINUTES * 60)
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as launcher:
+        try:
+            said = launcher.communicate(timeout=MINUTES * 60)[1]
+        except subprocess.TimeoutExpired:
+            launcher.terminate()  # torchrun ends its processes, which a kill of torchrun alone would leave behind
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.communicate(timeout=60)
+            launcher.kill()
+            return 1, f"TimeoutError: the two processes had not ended after {MINUTES:g} minutes"
+    return launcher.returncode, said
 
 
 def _one_step(folder: Path, *, batch_size: int, cpu: bool) -> dict[str, torch.Tensor]:
