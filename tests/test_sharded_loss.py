@@ -15,7 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_loss import ALL_TERMS
-from distill_kernels import FusedCrossEntropyLoss, FusedDistillationLoss, FusedKLLoss, LossTerm, TokenStats, head_loss
+from distill_kernels import (
+    FusedCrossEntropyLoss,
+    FusedDistillationLoss,
+    FusedKLLoss,
+    LossTerm,
+    TeacherHead,
+    TokenStats,
+    head_loss,
+)
 from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
 
@@ -38,6 +46,7 @@ class Case(NamedTuple):
     weights: bool = False
     frozen: bool = False
     compiled: bool = False
+    nothing: bool = False  # every label is ignored
     dtype: torch.dtype = torch.float64
 
 
@@ -57,6 +66,7 @@ CASES = {term.type: Case([term]) for term in ALL_TERMS} | {
         weights=True,
     ),
     "frozen head": Case(MIXED, frozen=True, lora=True),
+    "nothing counts": Case(MIXED, nothing=True),
     "rows apart": Case(MIXED, {"reduction": "none"}),
     "compiled": Case(MIXED, student="dtensor", teacher="dtensor", bias=True, compiled=True),
 }
@@ -68,7 +78,7 @@ def draw(case, device):
     x, w, xt, wt = realistic_heads(14, V, H, HT, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(0, case.columns or V, (14,), generator=generator)
-    labels[[2, 9]] = -100
+    labels[slice(None) if case.nothing else [2, 9]] = -100
     extra = {"bias": (V,), "teacher_bias": (V,), "a": (3, H), "b": (V, 3)}
     named = {name: torch.randn(shape, generator=generator) for name, shape in extra.items()}
     named |= {"x": x, "w": w, "xt": xt, "wt": wt}
@@ -207,10 +217,12 @@ def mistakes(device, mesh):
         "cut elsewhere": (t["x"], cut["w"], t["xt"], distribute_tensor(t["wt"][:52], mesh, [Shard(0)])),
         "widths": (t["x"], cut["w"], t["xt"], t["wt"][:50]),
     }
+    tries["several teachers"] = (t["x"], cut["w"])
+    named = {"cut elsewhere": {"vocab_size": 50}, "several teachers": {"teachers": [TeacherHead(t["xt"], t["wt"])]}}
     said = {}
     for name, tensors in tries.items():
         try:
-            FusedKLLoss()(*tensors, labels, vocab_size=50 if name == "cut elsewhere" else None)
+            FusedKLLoss()(*tensors, labels=labels, **named.get(name, {}))
         except ValueError as error:
             said[name] = str(error)
     return said
@@ -298,6 +310,7 @@ def test_a_tied_head_cut_over_the_vocabulary(two, accumulation):
         ("hidden", "student_hidden.*Replicate"),
         ("cut elsewhere", "teacher_weight.*same columns"),
         ("widths", "teacher_weight.*61 rows"),
+        ("several teachers", "tp_group"),
     ],
 )
 def test_mistakes_are_named(two, name, said):
