@@ -218,3 +218,57 @@ def test_several_groups_of_chunks_are_cut_alike(kernel_device, monkeypatch):
     spans = ((0, 40), (40, 64))
     outcomes = whole_and_cut(kernel_device, torch.bfloat16, MIXED[:1], spans, rows=40)
     check_parts(*outcomes, torch.bfloat16)
+
+
+def test_every_element_of_the_parts_is_written_and_they_repeat_bitwise(kernel_device, monkeypatch):
+    arguments = (kernel_device, torch.bfloat16, MIXED, SPANS["two"])
+    plain = whole_and_cut(*arguments)[2]
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    torch.manual_seed(0)
+    for one, other in zip(plain, whole_and_cut(*arguments)[2], strict=True):
+        for name in ("loss", "hidden", "weight"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        assert all(map(torch.equal, one.stats, other.stats))
+
+
+class LeftAlone:
+    """The first of two ranks, whose collectives leave everything as it is."""
+
+    index, size = 0, 2
+
+    def gather(self, tensor):
+        return torch.stack([tensor, tensor])
+
+    def add_(self, tensor):
+        return tensor
+
+    def add_later(self, tensor):
+        return lambda: None
+
+
+@pytest.mark.gpu
+def test_no_host_sync_between_the_parts(device):
+    x, w, xt, wt = realistic_heads(300, 1000, 64, 96, dtype=torch.bfloat16, device=device)
+    labels = torch.randint(0, 2000, (300,), device=device)
+    batch = Batch(labels, torch.full((300,), 1 / 300, device=device), None)
+    shard = VocabShard(LeftAlone(), ((0, 1000), (1000, 2000)))
+
+    def step():
+        wanted = Wanted(True, True, stats=True)
+        heads = Head(x, w), Head(xt, wt)
+        linear_divergence(
+            *heads, batch, make_objective(MIXED), wanted, vocab=1000, dtype=torch.bfloat16, shard=shard
+        )  # fmt: skip
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
