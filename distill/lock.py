@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from distill.data.chat import load_template
 from distill.environment import environment
 from distill.faults import RecipeError
+from distill.models.attention import BACKENDS
 from distill.models.head import bare
 from distill.models.load import STUDENT_SEED, TEACHER_SEED
 from distill.recipe import Recipe
@@ -165,13 +166,26 @@ def read_lock(path: Path) -> dict[str, Any]:
     return lock
 
 
+def locked_attention(lock: Mapping[str, Any] | None, path: str) -> dict[str, Any]:
+    """The attention back ends of a lock, as `AttentionChoices` takes them: they are used here, not timed again.
+
+    Raises:
+        RecipeError: a back end that is none of ours.
+    """
+    found = (lock or {}).get("attention") or {}
+    if not isinstance(found, Mapping) or any(name not in BACKENDS for name in found.values()):
+        raise RecipeError([f"--lock {path}: attention: expected back ends of {', '.join(BACKENDS)}; came {found}"])
+    return {role: {"backend": name} for role, name in found.items()}
+
+
 def require_same(locked: Mapping[str, Any], now: Mapping[str, Any], origin: str) -> None:
     """Hold that a run is the one that is locked.
 
     Raises:
         RecipeError: naming the first thing that differs, what is locked and what is here.
     """
-    for name, old, new in differences(locked, now):
+    imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
+    for name, old, new in differences(imposed, now):
         raise RecipeError([f"{origin}: {name} differs: locked {_short(old)}, here {_short(new)}"])
 
 

@@ -37,7 +37,7 @@ from distill.generation.on_policy import on_policy_of
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
 from distill.loading import Models, compile_models, load_models, patch_models, read_data, read_tokenizer, with_plugin
-from distill.lock import LOCK_FILE, differences, lock_of, lock_text, read_lock, require_same
+from distill.lock import LOCK_FILE, differences, lock_of, lock_text, locked_attention, read_lock, require_same
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.compiling import uncompiled
 from distill.models.load import save_student
@@ -132,7 +132,8 @@ def _run(
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
     transformers.set_seed(recipe.train.seed)
     sharing = plan_sharing(recipe, device, world_size())
-    attention = AttentionChoices(recipe, read_choices(folder) if resume else None)
+    wanted = None if lock is None else read_lock(lock)
+    attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(wanted, str(lock)))
 
     # --- data and models, nothing written yet
     tokenizer = read_tokenizer(recipe)
@@ -150,8 +151,8 @@ def _run(
         )  # fmt: skip
     if not is_first():
         locked = None
-    if lock is not None and locked is not None:
-        require_same(read_lock(lock), locked, f"--lock {lock}")
+    if wanted is not None and locked is not None:
+        require_same(wanted, locked, f"--lock {lock}")
     if resume and locked is not None and (folder / LOCK_FILE).exists():
         _same_run(read_lock(folder / LOCK_FILE), locked, folder)
     arguments = training_arguments(
@@ -195,6 +196,7 @@ def _run(
     # --- from here on the run exists
     if locked is not None:
         folder.mkdir(parents=True, exist_ok=True)
+        locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
         if not (resume and (folder / LOCK_FILE).exists()):
             _write(folder / LOCK_FILE, lock_text(locked))
         _write(folder / RECIPE_FILE, dump(recipe))

@@ -167,6 +167,28 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     assert made[0]["chat_template"] == tiny_tokenizer().chat_template and made[2]["chat_template"] is None
 
 
+def test_attention_is_taken_from_the_lock_and_not_timed_again(workplace, monkeypatch):
+    from distill import run as run_module
+
+    seen = []
+    make = run_module.AttentionChoices
+
+    def watched(recipe, recorded=None):
+        choices = make(recipe, recorded)
+        seen.append(dict(choices.found))
+        choices.found.setdefault("student", {"backend": "triton"})  # as timing on a GPU would
+        return choices
+
+    monkeypatch.setattr(run_module, "AttentionChoices", watched)
+    path = run(recipe()).folder / "lock.yaml"
+    assert read_lock(path)["attention"] == {"student": "triton"}
+    run(recipe(), lock=path)
+    assert seen == [{}, {"student": {"backend": "triton"}}]
+    path.write_text(path.read_text().replace("student: triton", "student: somebody/kernels"))
+    with pytest.raises(ValueError, match=r"--lock .*attention: expected back ends of"):
+        run(recipe(), lock=path)
+
+
 def test_differences_are_found_in_both_directions():
     found = list(differences({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}, "d": 4}))
     assert found == [("b.c", 2, 3), ("d", None, 4)]
