@@ -145,6 +145,21 @@ def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed):
     assert rows(folder) == rows(undisturbed)
 
 
+def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace):
+    folder, never = workplace / "runs" / "pressed", "train.save_every=null"
+    process = start(workplace, never, "--name", "pressed")
+    while process.poll() is None and not ((folder / "metrics.jsonl").exists() and len(rows(folder)) > 1):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    said = (workplace / "out.txt").read_text()
+    assert "Ctrl-C again stops at once" in said and "Traceback" not in said
+    assert f"continue with: distill run recipe.yaml {never} --name pressed --resume" in said
+    assert len(list(folder.glob("checkpoint-*"))) == 1 and not (folder / "student").exists()
+    finish(workplace, never, "--name", "pressed", "--resume")
+    assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
+
+
 def test_a_half_written_checkpoint_is_named_and_ignored(workplace, undisturbed):
     folder = workplace / "runs" / "whole"
     half = folder / "checkpoint-99"

@@ -76,6 +76,30 @@ def test_too_many_in_a_row_stop_the_run_and_save_the_batch(tmp_path):
     assert made.health.skipped == 4
 
 
+class Press(TrainerCallback):
+    """Ctrl-C in the third step, as often as asked for."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("times, left", [(1, ["checkpoint-3"]), (2, [])])
+def test_ctrl_c_leaves_a_checkpoint_and_a_second_one_does_not_wait(times, left, tmp_path, capsys):
+    made = trainer(tmp_path, max_steps=9)
+    made.add_callback(Press(times))
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert [path.name for path in checkpoints(tmp_path)] == left
+    assert "Ctrl-C again stops at once" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_sigterm_ends_behind_the_step_with_a_checkpoint(tmp_path):
     made = trainer(tmp_path, max_steps=9)
 

@@ -1,8 +1,8 @@
 """Steps that are not finite, and the wish to stop: looked at once an optimizer step, the same on every rank.
 
 A step whose loss or gradient is NaN or infinite is skipped: no weight and no optimizer state changes. It is counted
-and named in the log; after `LIMIT` of them in a row the run stops, with the last batch saved for study. SIGTERM ends
-the run behind the step that is being made, with a checkpoint.
+and named in the log; after `LIMIT` of them in a row the run stops, with the last batch saved for study. SIGTERM and
+Ctrl-C end the run behind the step that is being made, with a checkpoint; a second Ctrl-C ends it at once.
 
 Nothing here waits for a GPU: the flags are made on the device, the optimizer skips by its `found_inf`, and the host
 reads a step's flags while the next one runs. On a CPU, or with an optimizer that has no `found_inf`, they are read at
@@ -23,7 +23,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from distill import console
 from distill.faults import RunError
+from distill.training.launch import is_first
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Health:
         self.reduce, self.ranks, self.folder, self.limit = reduce, ranks, folder, limit
         self.skipped = 0
         self.stopping = False
+        self.interrupted = False
         self._asked = threading.Event()
         self._in_a_row = 0
         self._norm: torch.Tensor | None = None
@@ -131,16 +134,33 @@ class Health:
         return path
 
     @contextmanager
-    def stops_on_sigterm(self) -> Iterator[None]:
-        """Within it, SIGTERM ends training behind the current step, with a checkpoint."""
+    def stops_on_signals(self) -> Iterator[None]:
+        """Within it, SIGTERM and a first Ctrl-C end training behind the current step, with a checkpoint.
+
+        A second Ctrl-C is a `KeyboardInterrupt` at once, with whatever checkpoint there was.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
+
+        def interrupt(number: int, frame: Any) -> None:
+            if self.interrupted:
+                raise KeyboardInterrupt
+            self.interrupted = True
+            self._asked.set()
+            if is_first():
+                console.complain("finishing this step, then a checkpoint; Ctrl-C again stops at once")
+
+        self.interrupted = False
+        before = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: self._asked.set()),
+            signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
+        }
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _skips_by_itself(optimizer: Any) -> bool:

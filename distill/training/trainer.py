@@ -197,10 +197,14 @@ class DistillationTrainer(Trainer):
 
         Raises:
             RunError: loss or gradients stay NaN or infinite.
+            KeyboardInterrupt: Ctrl-C, behind the step that was being made and its checkpoint.
         """
         self.meter.restart()
-        with self.health.stops_on_sigterm():
-            return super().train(*args, **kwargs)
+        with self.health.stops_on_signals():
+            result = super().train(*args, **kwargs)
+        if self.health.interrupted and self.state.global_step < self.state.max_steps:
+            raise KeyboardInterrupt
+        return result
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer._run_epoch`, which would make one more step of a run that is resumed behind its last one."""
