@@ -98,11 +98,14 @@ def token_ends(ids: Any, spelled: list[bytes | None], text: bytes) -> np.ndarray
     A space that a tokenizer puts before a word of its own accord (SentencePiece at the beginning of a text) is no part
     of the text and has no width.
     """
+    tokens = [spelled[number] for number in ids]
+    whole = [token for token in tokens if token is not None]
+    if len(whole) < len(tokens):
+        return None
+    if b"".join(whole) == text:
+        return np.cumsum([len(token) for token in whole], dtype=np.int64)
     ends, position = [], 0
-    for number in ids:
-        token = spelled[number]
-        if token is None:
-            return None
+    for token in whole:
         if not text.startswith(token, position):
             if not token.startswith(b" ") or not text.startswith(token[1:], position):
                 return None
