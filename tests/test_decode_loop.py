@@ -209,6 +209,18 @@ def test_the_benchmarks_candidates_agree():
     assert regret(model, prompts, found["ours, drawn at T = 1"]) > 0.2
 
 
+def test_a_model_on_triton_kernels_alone(kernel_device):
+    from scripts.bench.cuda_free import split_k_rows, ways
+
+    model = tiny_model(layers=1).to(kernel_device, torch.bfloat16 if kernel_device.type == "cuda" else torch.float32)
+    model.generation_config.eos_token_id = None
+    found = {name: way([[5, 6, 7], [8, 9, 10]]) for name, way in ways(model, 3, compiled=False).items()}
+    assert len(found) == 4 and all(tokens == found["generate, eager"] for tokens in found.values())
+    x = torch.randn(2, 70, 32, device=kernel_device, dtype=model.dtype)
+    linear = model.model.layers[0].mlp.up_proj
+    torch.testing.assert_close(split_k_rows(linear, x), linear(x))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
 def test_the_captured_step_on_the_gpu(kind):

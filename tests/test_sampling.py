@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distill_kernels.sampling import _philox, reference_noise, reference_sample, sample_tokens
+from distill_kernels.sampling import _gumbel, _philox, reference_noise, reference_sample, sample_tokens
 
 
 def inputs(rows, columns, device, dtype=torch.float32, seed=0):
@@ -79,6 +79,14 @@ def test_noise_is_gumbel_to_its_tails():
     above = int((noise > 10).sum())
     expected = len(noise) * -np.expm1(-np.exp(-10.0))
     assert abs(above - expected) < 4 * expected**0.5
+
+
+def test_the_rarest_words_give_the_largest_noise():
+    """A rounded 1 - u would make +inf of the smallest words: a token chosen whatever its logit."""
+    words = torch.tensor([0, 1, 2, 77, 2**10, 2**22 - 1, 2**22, 2**22 + 1, 2**27, 2**31, 2**32 - 2**10])
+    exact = -torch.log(-torch.log1p(-(words.double() + 0.5) / 2**32))
+    torch.testing.assert_close(_gumbel(words).double(), exact, rtol=2e-5, atol=2e-5)
+    assert torch.isfinite(_gumbel(torch.tensor([0, 2**32 - 1]))).all()
 
 
 def test_a_row_depends_on_its_own_seed_and_number_only():

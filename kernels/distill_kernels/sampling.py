@@ -40,8 +40,12 @@ def reference_noise(seeds: torch.Tensor, draws: torch.Tensor, columns: int) -> t
     """The Gumbel noise, fp32 [B, columns], of draw number `draws` [B] under `seeds` [B]."""
     quarter = cdiv(columns, 4)
     counter = torch.arange(quarter, device=seeds.device)[None]
-    words = torch.cat(_philox(counter, draws[:, None].long(), seeds[:, None]), dim=1)[:, :columns]
-    u = (words.float() + 0.5) * 2.0**-32
+    return _gumbel(torch.cat(_philox(counter, draws[:, None].long(), seeds[:, None]), dim=1)[:, :columns])
+
+
+def _gumbel(words: torch.Tensor) -> torch.Tensor:
+    """Gumbel noise, fp32, from uniform words below 2**32."""
+    u = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     # 1 - u would round a small u away, and with it the largest values of the noise
     exponential = torch.where(u < 2.0**-10, u * (1 + u * (0.5 + u / 3)), -torch.log(1 - u))
     return -torch.log(exponential)

@@ -8,6 +8,7 @@ over the whole answer ("regret", in units of the logits' standard deviation).
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 
 from distill.generation.decode_loop import DecodeLoop
 from distill.generation.engines import TransformersEngine
-from distill.models.patching import patch, unpatch
+from distill.models.patching import patch
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 from scripts.bench.step import random_model
 
@@ -36,25 +37,22 @@ def ragged_prompts(batch: int, longest: int, vocab: int) -> Tokens:
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
-def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[Tokens], Tokens]]:
-    """Ways to generate `new` greedy tokens for each prompt; our kernels are put in and taken out by each call."""
+def twin(model: Any, **patches: Any) -> Any:
+    """A copy that shares the model's weights, with our kernels put in once: what is captured depends on them."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model, shared)
+    patch(copied, "teacher", **patches)
+    return copied
 
-    def ours(temperature: float = 0.0) -> Callable[[Tokens], Tokens]:
-        # a loop of its own: what is captured is the step as it was then
+
+def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[Tokens], Tokens]]:
+    """Ways to generate `new` greedy tokens for each prompt."""
+
+    def ours(model: Any, temperature: float = 0.0) -> Callable[[Tokens], Tokens]:
         loop = DecodeLoop(model, pad_token_id=0, eos_token_ids=[])
         return lambda prompts: (
             loop.generate(prompts, max_new_tokens=new, temperature=temperature, batch_size=len(prompts)).tokens
         )
-
-    def patched(run: Callable[..., Tokens], attention: str | None) -> Callable[..., Tokens]:
-        def inside(prompts: Tokens) -> Tokens:
-            patch(model, "teacher", attention=attention, layers=model.device.type == "cuda")
-            try:
-                return run(prompts)
-            finally:
-                unpatch(model)
-
-        return inside
 
     def theirs(prompts: Tokens, **settings: Any) -> Tokens:
         width = max(map(len, prompts))
@@ -66,16 +64,17 @@ def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[T
         )  # fmt: skip
         return out[:, width:].tolist()
 
-    preallocated = TransformersEngine(model, pad=0, ends=[NO_END])
-    with_our_cache = patched(
-        lambda prompts: preallocated.generate(prompts, max_new_tokens=new, batch_size=len(prompts)).tokens, "triton"
-    )
-    found: dict[str, Callable[..., Tokens]] = {
-        "ours": patched(ours(), None),
-        "ours, drawn at T = 1": patched(ours(1.0), None),
-        "ours, layers of transformers": ours(),
+    layers = model.device.type == "cuda"
+    patched = twin(model, attention=None, layers=layers)
+    preallocated = TransformersEngine(twin(model, layers=layers), pad=0, ends=[NO_END])
+    found: dict[str, Callable[[Tokens], Tokens]] = {
+        "ours": ours(patched),
+        "ours, drawn at T = 1": ours(patched, 1.0),
+        "ours, layers of transformers": ours(model),
         "generate, default cache": theirs,
-        "generate, our cache and kernels": with_our_cache,
+        "generate, our cache and kernels": lambda prompts: (
+            preallocated.generate(prompts, max_new_tokens=new, batch_size=len(prompts)).tokens
+        ),
     }
     if compiled:
         found["generate, static cache, compiled"] = lambda prompts: theirs(prompts, cache_implementation="static")
@@ -96,11 +95,9 @@ def regret(model: Any, prompts: Tokens, answers: Tokens) -> float:
 
 def _same_in_fp32(model: Any, prompts: Tokens) -> float:
     """Share of 32 greedy tokens a prompt that our loop and `generate` have in common, in fp32."""
-    model.float()
-    ways = candidates(model, 32, compiled=False)
+    ways = candidates(copy.deepcopy(model).float(), 32, compiled=False)
     pairs = zip(ways["ours"](prompts), ways["generate, default cache"](prompts), strict=True)
     same = [a == b for ours, theirs in pairs for a, b in zip(ours, theirs, strict=True)]
-    model.bfloat16()
     return sum(same) / len(same)
 
 

@@ -1,0 +1,125 @@
+"""A whole model without CUDA-library kernels: prompts read and answers decoded on Triton kernels only, against cuBLAS
+and cuDNN, eager and in CUDA graphs. Random weights, two prompts of 512 tokens, 256 new ones, greedy.
+
+"Triton only" has linear layers on split-K (64 rows at a time where a prompt is read), attention, norms, gated MLPs,
+rotary embeddings and sampling on our kernels; what is left to PyTorch are element-wise operations and the embedding's
+lookup. Milliseconds are of a whole call over its new tokens; the note gives the share of GPU time per kernel of ours
+or the library's, and the ratio "x floor" is to the fastest way on CUDA libraries (published elsewhere for such a
+set-up on an H100: 10.61 ms against 8.59 ms a token, a speed ratio of 0.81; wanted here: 0.92).
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from distill_kernels.matmul.split_k import MAX_ROWS, split_k_linear
+from torch import nn
+
+from distill.generation.decode_loop import DecodeLoop
+from scripts.bench.generate import NO_END, REGRET, Tokens, regret, twin
+from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
+from scripts.bench.step import random_model
+
+MODELS = ("llama-3.1-8b", "granite-3.3-8b")
+BATCH, PROMPT, NEW = 2, 512, 256
+
+
+def split_k_rows(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer's forward on split-K alone, in blocks of as many rows as it takes."""
+    rows = x.reshape(-1, self.in_features)
+    if rows.shape[0] <= MAX_ROWS:
+        return split_k_linear(x, self.weight, self.bias)
+    parts = [split_k_linear(part, self.weight, self.bias) for part in rows.split(MAX_ROWS)]
+    return torch.cat(parts).view(*x.shape[:-1], self.out_features)
+
+
+def on_triton_only(model: Any) -> Any:
+    """A copy that shares the weights, its linear layers on split-K and the rest on our layers."""
+    copied = twin(model, attention=None)
+    for module in copied.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = types.MethodType(split_k_rows, module)
+    return copied
+
+
+def ways(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[Tokens], Tokens]]:
+    """Ways to answer prompts of one length; the first is the one in question."""
+
+    def loop(model: Any) -> Callable[[Tokens], Tokens]:
+        made = DecodeLoop(model, pad_token_id=0, eos_token_ids=[])
+        return lambda prompts: made.generate(prompts, max_new_tokens=new, batch_size=len(prompts)).tokens
+
+    def generate(prompts: Tokens, **settings: Any) -> Tokens:
+        ids = torch.tensor(prompts, device=model.device)
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0,
+            eos_token_id=NO_END, use_cache=True, **settings,
+        )  # fmt: skip
+        return out[:, ids.shape[1] :].tolist()
+
+    found: dict[str, Callable[[Tokens], Tokens]] = {
+        "Triton only": loop(on_triton_only(model)),
+        "ours on cuBLAS, CUDA graph": loop(twin(model, attention=None)),
+        "transformers' layers on cuBLAS, CUDA graph": loop(model),
+        "generate, eager": generate,
+    }
+    if compiled:
+        found["generate, static cache, compiled"] = lambda prompts: generate(prompts, cache_implementation="static")
+    return found
+
+
+def shares(run: Callable[[], object], most: int = 6) -> str:
+    """The kernels that take the most GPU time, with their share of it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    for event in profile.key_averages():
+        times[event.key.split("<")[0].split("(")[0].removeprefix("void ")[:40]] += event.self_device_time_total
+    total = sum(times.values()) or 1.0
+    return ", ".join(f"{name} {100 * time / total:.0f} %" for name, time in times.most_common(most))
+
+
+def _measure(name: str, new: int, compiled: bool) -> list[Row]:
+    model = random_model(name, 0)
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, model.config.vocab_size, (BATCH, PROMPT), generator=generator).tolist()
+    shape = f"{name}, {BATCH} x {PROMPT} in, {new} out, bf16"
+    rows, runs, errors = [], {}, {}
+    for label, way in ways(model, new, compiled=compiled).items():
+        try:
+            errors[label] = {"regret": regret(model, prompts, way(prompts))}
+        except (RuntimeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:  # of a library's own way
+            rows.append(Row("cuda_free", shape, label, math.nan, note=f"failed: {str(error).splitlines()[0]}"))
+            continue
+        if errors[label]["regret"] < REGRET:
+            runs[label] = lambda w=way: w(prompts)
+        else:
+            rows.append(Row("cuda_free", shape, label, math.nan, error=errors[label], note="wrong, not timed"))
+    times = time_in_turn(runs, rounds=3, calls=1, settle=1)
+    fastest = min((ms for label, ms in times.items() if label != "Triton only"), default=math.nan)
+    for label, ms in times.items():
+        note = f"{ms / new:.3f} ms a token; {shares(runs[label])}"
+        rows.append(
+            Row(
+                "cuda_free", shape, label, ms, floor_ratio=ms / fastest, tokens_per_s=BATCH * new / ms * 1e3,
+                error=errors[label], peak_mib=peak_above_inputs(runs[label]), note=note,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def run(quick: bool, only: str) -> list[Row]:
+    """`quick`: one model, a quarter of the tokens, nothing compiled."""
+    rows = []
+    for name in MODELS[:1] if quick else MODELS:
+        if only in name:
+            rows += _measure(name, NEW // 4 if quick else NEW, compiled=not quick)
+            torch.cuda.empty_cache()
+    return rows
