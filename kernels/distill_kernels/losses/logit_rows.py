@@ -5,7 +5,7 @@ Gimelshein, 2018), then `f` and `g` of the table in divergence.py, then the stud
 cross-entropy need no sweep for `sum(g)`, which is 0. Rows of up to `WHOLE` columns stay in registers.
 
 Bytes a row of b-byte logits, fewest: `2 V b` read and `V b` written. Longer rows are read once more for every sweep
-after the first, less what the L2 cache keeps.
+after the first, less what the L2 cache keeps: launch_shape keeps few rows in flight where they are long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import DeviceFacts, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses import terms
 from distill_kernels.losses.divergence import reference_rows
@@ -181,12 +181,21 @@ def _logits_kernel(
             tl.store(loss_ptr + row, loss * scale)
 
 
-def launch_shape(vocab: int, rows: int, multiprocessors: int, soft: bool) -> tuple[bool, int, int, int]:
-    """Whether the row stays in registers, lanes of a block, warps of a program, and programs."""
+def launch_shape(
+    vocab: int, rows: int, facts: DeviceFacts, *, soft: bool, row_bytes: int
+) -> tuple[bool, int, int, int]:
+    """Whether the row stays in registers, lanes of a block, warps of a program, and programs.
+
+    Where two rows a multiprocessor would outgrow the L2 cache, one program a multiprocessor with twice the warps takes
+    their place: half as many rows in flight, so that more of what later sweeps read is still there.
+    """
     whole = vocab <= (WHOLE if soft else 2 * WHOLE)
     lanes = min(max(next_power_of_2(vocab) // STEPS, 128), 8192 if whole else 2048)
+    alone = not whole and 2 * facts.multiprocessors * row_bytes > facts.l2_bytes
+    if alone:
+        lanes *= 2
     warps = min(max(lanes // 256, 4), 32)
-    return whole, lanes, warps, min(rows, multiprocessors * (64 // warps))
+    return whole, lanes, warps, min(rows, facts.multiprocessors * (1 if alone else 64 // warps))
 
 
 def launch_logit_rows(
@@ -204,9 +213,9 @@ def launch_logit_rows(
     soft = bool(o.kinds)
     other = student if teacher is None else teacher
     out = student if gradient is None else gradient
-    whole, lanes, warps, programs = launch_shape(
-        vocab, batches * length, device_facts(student.device).multiprocessors, soft
-    )
+    row_bytes = vocab * (student.element_size() + (other.element_size() if soft else 0))
+    facts = device_facts(student.device)
+    whole, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft, row_bytes=row_bytes)
     if loss.numel() == 0:
         return loss
     _logits_kernel[(programs,)](
