@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitShape
 from distill.teachers import cache_format as layout
-from distill.teachers.cache_encode import CHUNK_ELEMENTS, encode, normalised
+from distill.teachers.cache_encode import CHUNK_ELEMENTS, encode, normalised, surplus_of
 
 
 @given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))
@@ -62,18 +62,59 @@ def test_rounding_is_made_good_by_the_tail():
 
 def test_sampled_weights_are_right_on_average_and_close_each_time():
     hidden, head = head_of(rows=1)
-    hidden = hidden.expand(4000, -1)
+    p = F.log_softmax(hidden @ head.weight.T + head.bias, -1).exp().double()
+    times, k = 8000, 8
     generator = torch.Generator().manual_seed(3)
-    labels = torch.zeros(4000, dtype=torch.long)
-    said = encode(hidden, head, LogitShape(), labels, columns=50, k=12, tail="sampled", generator=generator)
-    p = F.log_softmax(hidden[:1] @ head.weight.T + head.bias, -1).exp()
-    weights = torch.zeros(4000, 50).scatter(-1, said.ids.long(), said.logprobs.exp())
-    torch.testing.assert_close(weights.sum(-1), torch.ones(4000))
-    assert ((weights - p).abs() < 1 / 12 + 1e-5).all()
-    noise = (p * (1 - p) / 12 / 4000).sqrt()  # of independent draws, an upper bound here
-    assert ((weights.mean(0) - p[0]).abs() < 5 * noise[0] + 1e-4).all()
-    assert weights.var(0).sum() < 0.8 * (p * (1 - p) / 12).sum()
-    assert (said.ids.sort(-1).values.diff(dim=-1) > 0).all(), "ids are distinct"
+    labels = torch.zeros(times, dtype=torch.long)
+    said = encode(
+        hidden.expand(times, -1), head, LogitShape(), labels, columns=50, k=k, tail="sampled", generator=generator
+    )
+    ids = said.ids.long()
+    assert (ids.sort(-1).values.diff(dim=-1) > 0).all(), "ids are distinct"
+    weights = torch.zeros(times, 50, dtype=torch.float64).scatter(-1, ids, said.logprobs.double().exp())
+    torch.testing.assert_close(weights.sum(-1), torch.ones(times, dtype=torch.float64), rtol=0, atol=1e-5)
+    assert ((weights > 0).sum(-1) == k).all(), "no place is wasted"
+    sure = weights.amin(0) > 0
+    assert 1 < sure.sum() < k and (weights[:, sure] - p[:, sure]).abs().max() < 1e-6
+    threshold = weights[weights > 0].view(times, k).amin(-1).mean()
+    chance = (p[0] / threshold).clamp_max(1)
+    torch.testing.assert_close(chance.sum(), torch.tensor(float(k), dtype=torch.float64), rtol=1e-4, atol=0)
+    noise = threshold * (chance * (1 - chance) / times).sqrt()
+    assert ((weights.mean(0) - p[0]).abs() <= 5 * noise + 1e-6).all(), "unbiased, token by token"
+    independent = (p * (1 - p) / k).sum()  # of draws with replacement
+    assert weights.var(0).sum() < 0.5 * independent
+    torch.testing.assert_close(said.tail[0].double(), -(p * p.log()).sum(), rtol=1e-5, atol=1e-5)
+
+
+def test_sampling_where_nothing_is_left():
+    """All tokens, and probabilities that are 0 but for a few."""
+    hidden, head = head_of()
+    labels = torch.zeros(64, dtype=torch.long)
+    said = encode(hidden, head, LogitShape(), labels, columns=50, k=50, tail="sampled")
+    p = F.softmax(hidden @ head.weight.T + head.bias, -1)
+    torch.testing.assert_close(p.gather(-1, said.ids.long()), said.logprobs.exp())
+    sharp = HeadWeights(head.weight * 400, None, None)
+    said = encode(hidden, sharp, LogitShape(), labels, columns=50, k=8, tail="sampled")
+    assert (said.ids.long().sort(-1).values.diff(dim=-1) > 0).all() and not said.logprobs.isnan().any()
+    torch.testing.assert_close(said.logprobs.exp().sum(-1), torch.ones(64))
+    assert (said.logprobs == -torch.inf).any()
+
+
+def test_what_sampling_adds_to_a_loss_is_known():
+    """Loss less surplus is the full divergence on average, the gradient too."""
+    x, w, x_t, w_t = realistic_heads(1, 512, 32, 48, std=2.0)
+    times = 4000
+    generator = torch.Generator().manual_seed(1)
+    said = encode(
+        x_t.expand(times, -1), HeadWeights(w_t, None, None), LogitShape(), torch.zeros(times, dtype=torch.long),
+        columns=512, k=16, tail="sampled", generator=generator,
+    )  # fmt: skip
+    full = FusedKLLoss()(x, w, x_t, w_t)
+    loss = FusedTopKKLLoss(tail="sampled")
+    _, stats = loss(x.expand(times, -1), w, said.ids, said.logprobs, return_stats=True)
+    single = stats.divergence - surplus_of(said.logprobs, said.tail)
+    assert abs(single.mean() - full) < 5 * single.std() / times**0.5
+    assert stats.divergence.mean() - full > 20 * single.std() / times**0.5, "uncorrected it is above"
 
 
 def test_errors_of_few_tokens_on_peaked_distributions():

@@ -17,6 +17,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
+from distill.judging.evaluate import evaluate
 from distill.recipe import Loss, parse
 from distill.teachers import cache_format as layout
 from distill.teachers.cache_error import measure, take_sample
@@ -172,6 +173,39 @@ def test_equal_models_have_no_loss(loaded, bucket, exact):
         with torch.no_grad():
             found = objective.student(**objective.compare(batch))["loss"]
         assert found.abs() < 1e-6
+
+
+def test_held_out_figures_from_sampled_tokens_are_those_of_the_loaded_teacher(loaded, bucket, tmp_path):
+    cache = write(loaded, tmp_path / "sampled", k=64, tail="sampled")
+    student, rows = copy.deepcopy(loaded.models.student), loaded.splits.train
+    wanted = evaluate(student, loaded.models.teacher, rows)
+    found = {}
+    for name, stored in (("sampled", cache), ("bucket", bucket)):
+        objective = TopKObjective(None, student, Loss(temperature=2.0), cache=stored)
+        found[name] = evaluate(student, None, rows, objective=objective)
+        same = ("tokens", "student_cross_entropy", "teacher_cross_entropy", "teacher_entropy", "student_entropy")
+        for figure in same:
+            assert getattr(found[name], figure) == pytest.approx(getattr(wanted, figure), rel=1e-3), figure
+    at_two = evaluate_at(loaded, student, rows, temperature=2.0)
+    assert found["sampled"].forward_kl == pytest.approx(at_two, rel=0.05)
+    assert found["bucket"].forward_kl < 0.8 * at_two
+    assert found["bucket"].agreement == pytest.approx(wanted.agreement, abs=1e-9)
+
+
+def evaluate_at(loaded, student, rows, temperature):
+    """Full forward KL a token at a temperature, from logits."""
+    total = count = 0.0
+    for row in rows:
+        batch = Collator(0)([row])
+        body = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+        with torch.no_grad():
+            t, s = (
+                F.log_softmax(model.eval()(**body).logits[0].double() / temperature, -1)
+                for model in (loaded.models.teacher, student)
+            )
+        kl = (t.exp() * (t - s)).sum(-1)[batch["valid_rows"]]
+        total, count = total + kl.sum(), count + len(kl)
+    return float(total / count)
 
 
 # ------------------------------------------------------------------ nothing can misalign it

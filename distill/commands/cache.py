@@ -102,12 +102,15 @@ def _show(table: Sequence[Any], positions: int, temperature: float) -> None:
         for row in table
     ]  # fmt: skip
     console.show_table(["K", "tail", "kept", "KL", "seen", "gradient error", "head's"], rows, numbers=True)
-    console.say(
-        f"{positions:,} held-out positions, temperature {temperature:g}. kept: the teacher's probability on the K "
-        "tokens; KL: of the teacher from what is stored, nats (inf where that is 0); seen: the loss over the full "
-        "forward KL;\nerrors of the gradient against the full forward KL's, relative: of each position's hidden state, "
-        "and of the head's weight, where noise averages out and bias does not"
+    lines = (
+        f"{positions:,} held-out positions, temperature {temperature:g}",
+        "kept: the teacher's probability on the K tokens. KL: of the teacher from what is stored, nats; inf where that "
+        "is 0 somewhere",
+        "seen: the reported divergence, teacher to student, over the full one",
+        "gradient error: against the full forward KL's, of each position's hidden state; head's: of the head's weight, "
+        "where noise averages out and bias does not",
     )
+    console.say("\n".join(lines))
 
 
 @contextlib.contextmanager

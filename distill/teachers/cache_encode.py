@@ -1,12 +1,18 @@
 """What a teacher says of a token, made small: K tokens of its distribution, without the logits of a batch.
 
 Two choices of the K. The likeliest, with their log-probabilities (`bucket` and `renormalize` read them). Or `sampled`:
-an unbiased estimate of the whole distribution, so that the gradient's expectation is the full forward KL's (Sparse
-Logit Sampling, Anshumann et al. 2025, arXiv 2503.16870). There K tokens are drawn one by one; here they are drawn
-together, by systematic sampling (Madow, 1949): with one uniform number u, token v is drawn as often as a point
-(j + u) / K, j = 0 .. K - 1, falls into its interval of the cumulated probabilities. The expected count is K p(v) as
-before, every token with p >= 1 / K is drawn for certain, and each count is within 1 of its expectation, so the estimate
-is less noisy.
+weights w whose expectation is the whole distribution, E[w] = p, so that the gradient's expectation is the full forward
+KL's (Sparse Logit Sampling, Anshumann et al. 2025, arXiv 2503.16870, which draws K times with replacement). Here the K
+tokens are chosen to make the least noise that an unbiased estimate can: with the threshold c for which
+
+    sum_v min(1, p(v) / c) = K
+
+every token of p >= c is taken with its own probability, and any other with chance p / c and weight c (Horvitz and
+Thompson, 1952; least sum of variances: Cohen, Duffield, Kaplan, Lund and Thorup, 2009), the latter by systematic
+sampling (Madow, 1949), which takes exactly K and none twice. The weights add up to 1.
+
+The value of a loss on w is above that on p, by sum w log w + H(p) on average. H(p) is stored, so that the reported
+divergence can be an unbiased estimate of the full one.
 """
 
 from __future__ import annotations
@@ -17,10 +23,11 @@ import torch
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.divergence import transform_logits
 from distill_kernels.losses.linear import Head
+from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitShape
 
-CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
 LEAST_TAIL = -13.8  # log of 1e-6: what float32 sums of K probabilities still tell from 1
 
 
@@ -31,7 +38,8 @@ class Said(NamedTuple):
         ids: int32 [M, K], distinct, the likeliest (or the most often drawn) first.
         logprobs: [M, K], natural logarithms at the temperature; of sampled tokens that of their weight, -inf for
             places that were not used.
-        tail: [M], log of the probability of all other tokens; -inf where nothing is left, and where sampled.
+        tail: [M], log of the probability of all other tokens, -inf where nothing is left; of sampled tokens the
+            entropy of the whole distribution at the temperature.
         entropy: [M], of the whole distribution at temperature 1.
         label_logprob: [M], of the label at temperature 1.
     """
@@ -109,15 +117,25 @@ def _sampled(
     logp: torch.Tensor, k: int, generator: torch.Generator | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     p = logp.exp()
-    ends = p.double().cumsum(-1)
-    ends = ends / ends[:, -1:] * k
+    top, ids = p.topk(k, -1)
+    # tokens are certain, the likeliest first, as long as they reach the threshold: what is left over the places left
+    before = F.pad(top.double().cumsum(-1)[:, :-1], (1, 0))
+    left = (p.sum(-1, keepdim=True, dtype=torch.float64) - before).clamp_min(0)
+    places = torch.arange(k, 0, -1, device=p.device)
+    certain = (top >= left / places).cumprod(-1).bool()
+    sure = torch.zeros_like(p, dtype=torch.bool).scatter(-1, ids, certain)
+    ends = p.masked_fill(sure, 0.0).cumsum(-1, dtype=torch.float64)
+    mass, wanted = ends[:, -1:].clone(), k - certain.sum(-1, keepdim=True)
+    ends.mul_(wanted / mass.clamp_min(torch.finfo(torch.float64).tiny))
     u = torch.rand(len(p), 1, generator=generator, device=p.device, dtype=torch.float64)
-    passed = torch.ceil(ends - u).clamp_(0, k)  # points j + u below the interval's end
-    counts = torch.diff(passed, dim=-1, prepend=passed.new_zeros(len(p), 1))
-    # drawn tokens by count, then by probability; what was not drawn fills up, with weight 0
-    _, ids = (counts + p.double() / 2).topk(k, -1)
-    weights = counts.gather(-1, ids) / k
-    return ids.to(torch.int32), weights.log().to(logp.dtype), logp.new_full((len(p),), -torch.inf)
+    passed = ends.sub_(u).ceil_().clamp_min_(0).minimum(wanted)  # points j + u below the end of a token's interval
+    drawn = passed.diff(dim=-1, prepend=torch.zeros_like(mass)) > 0
+    threshold = (mass / wanted.clamp_min(1)).to(p.dtype)
+    weights = torch.where(sure, p, torch.where(drawn, threshold, 0.0))
+    # where all other probabilities are 0, places are left over: filled up with weight 0
+    _, chosen = ((weights > 0) + p / 2).topk(k, -1)
+    entropy = -torch.where(p > 0, p * logp, 0.0).sum(-1)
+    return chosen.to(torch.int32), weights.gather(-1, chosen).log(), entropy
 
 
 def normalised(logprobs: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
@@ -129,3 +147,9 @@ def normalised(logprobs: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     wide = logprobs.float()
     kept = torch.log1p(-tail.float().clamp_min(LEAST_TAIL).exp())
     return wide + (kept - wide.logsumexp(-1))[..., None]
+
+
+def surplus_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+    """By how much the loss of sampled log-weights [M, K] is above that of the whole distribution, on average, [M]."""
+    wide = logprobs.float()
+    return torch.where(wide > -torch.inf, wide.exp() * wide, 0.0).sum(-1) + entropy.float()

@@ -4,7 +4,7 @@ For every K and reading, over sampled positions, with p the teacher's distributi
 
     kept        the teacher's probability on the K tokens
     KL(p, c)    nats; `bucket` spreads the other tokens' probability evenly; without it c is 0 somewhere: infinite
-    seen        the cached loss over the full forward KL, teacher to student: what share of it training sees
+    seen        the divergence that is reported over the full forward KL, teacher to student: what share of it is seen
     gradient    |g_c - g| / |g| of the student's last hidden states, every position for itself
     head        the same of the head's weight, summed over all positions: noise averages out there, bias does not
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from distill.data.collator import Collator
 from distill.data.packing import IGNORED
 from distill.models.head import HeadWeights, LogitShape, decoder_of, find_head, read_head
-from distill.teachers.cache_encode import Said, encode, log_probabilities, normalised
+from distill.teachers.cache_encode import Said, encode, log_probabilities, normalised, surplus_of
 from distill.teachers.cache_make import Loaded
 from distill.teachers.cache_settings import TAILS
 
@@ -134,6 +134,8 @@ def measure(
             )  # fmt: skip
             ids = said.ids
             made = _differentiated(s, lambda x, w: loss(x, w, ids, given, **shared))  # noqa: B023
+            if tail == "sampled":
+                made[0] -= temperature**2 * surplus_of(given, said.tail).mean()
             table.append(
                 Lossiness(
                     k, tail, float(p.gather(-1, ids.long()).exp().sum(-1).mean()), divergence(p, said, given, tail),

@@ -14,7 +14,8 @@ and ranks cannot misalign it. Stored are the positions whose next token is learn
 
     ids             uint16 [K], and what exceeds 16 bits in `ids_high`, 1, 2, 4 or 8 bits an id
     logprobs        float16 [K], at the temperature; of sampled tokens the logarithm of their weight
-    tail            float16, log of the probability of all other tokens, whose digits the K would not give back
+    tail            float16, log of the probability of all other tokens, whose digits the K would not give back; of
+                    sampled tokens the entropy at the temperature
     entropy, label_logprob    float16, exact, of the whole distribution at temperature 1, for the figures
 
 At K = 64 that is 262 bytes a token for vocabularies up to 65,536, 270 up to 131,072 and 278 up to 262,144. The rounding

@@ -10,7 +10,7 @@ from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TokenStats
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitShape, find_head, probe_logits
-from distill.teachers.cache_encode import normalised
+from distill.teachers.cache_encode import normalised, surplus_of
 from distill.teachers.cache_format import HEAD
 from distill.teachers.cache_read import PREFIX, CachedRows, TeacherCache, spread
 from distill.training.objective import Comparison, DistillationObjective, LossSpec, Reading
@@ -23,12 +23,14 @@ class Signal(NamedTuple):
         ids: int32 [B, S, K].
         logprobs: fp32 [B, S, K].
         entropy, label_logprob: fp32 [B * S], 0 where nothing is learned.
+        surplus: fp32 [B * S], by how much a loss of sampled weights is above the full one on average; None otherwise.
     """
 
     ids: torch.Tensor
     logprobs: torch.Tensor
     entropy: torch.Tensor
     label_logprob: torch.Tensor
+    surplus: torch.Tensor | None = None
 
 
 class CachedObjective(DistillationObjective):
@@ -81,8 +83,8 @@ class CachedObjective(DistillationObjective):
 class TopKObjective(CachedObjective):
     """The divergence to K stored tokens of each position, and the hard labels.
 
-    `divergence` among the statistics is that of `FusedTopKKLLoss`: over K + 1 outcomes (or K, or sampled ones), at the
-    loss's temperature. The teacher's entropy and cross-entropy are exact: they were stored.
+    `divergence` among the statistics is at the loss's temperature: that of `FusedTopKKLLoss`, over K + 1 outcomes or K;
+    of sampled tokens an unbiased estimate of the full one. The teacher's entropy and cross-entropy are exact: stored.
     """
 
     def __init__(self, teacher: None, student: nn.Module, loss: LossSpec = "forward_kl", **more: Any) -> None:
@@ -97,7 +99,7 @@ class TopKObjective(CachedObjective):
         return {
             "bucket": f"over the stored tokens and all others as one, {at}: at most the full divergence",
             "renormalize": f"over the stored tokens alone, {at}: blind to what the student does elsewhere",
-            "sampled": f"from sampled tokens, {at}: on average above the full divergence; no reverse KL",
+            "sampled": f"estimates of the full forward KL from sampled tokens, {at}, unbiased; no reverse KL",
         }[self.cache.manifest["tail"]]
 
     def _columns(self, rows: int) -> int:
@@ -114,15 +116,17 @@ class TopKObjective(CachedObjective):
             return None
         said = {name: inputs[PREFIX + name] for name in ("ids", "logprobs", "tail", "entropy", "label_logprob")}
         shape, rows = inputs["input_ids"].shape, inputs["valid_rows"]
-        logprobs = said["logprobs"].float()
-        if self.loss.tail != "sampled":
+        logprobs, surplus, count = said["logprobs"].float(), None, shape.numel()
+        if self.loss.tail == "sampled":
+            surplus = spread(surplus_of(logprobs, said["tail"]), rows, count)
+        else:
             logprobs = normalised(logprobs, said["tail"])
-        count = shape.numel()
         return Signal(
             spread(said["ids"], rows, count).view(*shape, -1),
             spread(logprobs, rows, count).view(*shape, -1),
             spread(said["entropy"].float(), rows, count),
             spread(said["label_logprob"].float(), rows, count),
+            surplus,
         )
 
     def loss_of(
@@ -145,7 +149,7 @@ class TopKObjective(CachedObjective):
         if not comparison.statistics:
             return result
         loss, statistics = result
-        return loss, completed(statistics, said)
+        return loss, completed(statistics, said, sum(self.loss.objective.divergence_weights))
 
     def held_out_loss(self) -> Any:
         """Forward KL over the stored outcomes with its statistics, and the reverse KL (NaN where sampled)."""
@@ -153,12 +157,21 @@ class TopKObjective(CachedObjective):
         return HeldOutTopK(manifest["tail"], float(manifest["temperature"]), self.reading.student)
 
 
-def completed(statistics: Any, said: Signal) -> Any:
-    """The statistics with the teacher's stored figures in the places that K tokens cannot fill."""
+def completed(statistics: Any, said: Signal, weight: float) -> Any:
+    """The statistics with the teacher's stored figures in the places that K tokens cannot fill.
+
+    Args:
+        statistics: `TokenStats`, or those of a held-out loss.
+        said: of the batch.
+        weight: of the divergence in the loss.
+    """
     if isinstance(statistics, TokenStats):
-        return statistics._replace(teacher_entropy=said.entropy, teacher_label_logprob=said.label_logprob)
+        divergence = statistics.divergence if said.surplus is None else statistics.divergence - weight * said.surplus
+        return statistics._replace(
+            divergence=divergence, teacher_entropy=said.entropy, teacher_label_logprob=said.label_logprob
+        )
     *first, reverse = statistics
-    return (*completed(TokenStats(*first), said), reverse)
+    return (*completed(TokenStats(*first), said, weight), reverse)
 
 
 def top_k_loss(loss: FusedDistillationLoss, tail: str, temperature: float) -> FusedDistillationLoss:
