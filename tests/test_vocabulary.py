@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tiny import SPECIALS, tiny_model, tiny_tokenizer
+from tiny import SPECIALS, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -99,6 +99,42 @@ def test_habits_that_differ_are_notes_not_faults(base):
     verdict = compare(base, other)
     assert verdict.compatible
     assert "eos_token is '<|end|>' to the teacher and '<|start|>' to the student" in str(verdict)
+
+
+def test_a_tokenizer_that_begins_texts_is_told_from_one_that_does_not(base):
+    from tokenizers.processors import TemplateProcessing
+
+    begins, plain = copy.deepcopy(base), copy.deepcopy(base)
+    begins.bos_token = plain.bos_token = SPECIALS[1]
+    begins.backend_tokenizer.post_processor = TemplateProcessing(
+        f"{SPECIALS[1]} $A", None, [(SPECIALS[1], begins.bos_token_id)]
+    )
+    assert compare(begins, plain).compatible
+    assert "only the teacher's tokenizer begins a text with bos_token" in str(compare(begins, plain))
+    assert "only the student's tokenizer begins a text with bos_token" in str(compare(plain, begins))
+    assert "begins" not in str(compare(begins, begins))
+
+
+def test_a_run_that_extends_saves_the_tokenizer_it_was_trained_with(base, tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from distill.cli import run_command
+
+    monkeypatch.chdir(tmp_path)
+    teacher_tokenizer = with_tokens(base, "<|turn_end|>")
+    save_tiny(tmp_path / "teacher", tiny_model(vocab_size=len(base) + 1, seed=1), teacher_tokenizer)
+    save_tiny(tmp_path / "student", tiny_model(base, seed=2), base)
+    (tmp_path / "text.txt").write_text("The teacher explains <|turn_end|> and the student listens.\n" * 40)
+    (tmp_path / "r.yaml").write_text(
+        "{teacher: {model: teacher}, student: {model: student}, generate: {prompts: []}, data: {source: text.txt, "
+        "max_length: 32, cache: false, validation: {max_rows: 1}}, train: {steps: 1, device: cpu}}"
+    )
+    assert run_command(["run", "r.yaml"]) == 2
+    assert run_command(["run", "r.yaml", "student.vocabulary=extend"]) == 0
+    saved = AutoTokenizer.from_pretrained("runs/r/student")
+    model = AutoModelForCausalLM.from_pretrained("runs/r/student")
+    assert saved.get_vocab() == teacher_tokenizer.get_vocab()
+    assert model.config.vocab_size == len(saved) == len(base) + 1
 
 
 @pytest.mark.parametrize("tie", [True, False])

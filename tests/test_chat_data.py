@@ -1,0 +1,76 @@
+"""Chats as token ids: one beginning, a frozen date that is reported, tool turns; what each row learns."""
+
+import json
+
+import pytest
+from tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from distill.data.chat import FROZEN_DAY
+from distill.data.load import load_data
+from distill.data.packing import IGNORED
+from distill.recipe import Data
+
+TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(source, tokenizer, **more):
+    return load_data(Data(source=source, max_length=128, packing=False, **more), tokenizer, seed=0)
+
+
+def learned(row, tokenizer):
+    return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+
+
+def all_rows(splits):
+    return [*splits.train, *splits.validation]
+
+
+def test_a_template_that_writes_the_beginning_itself_gives_one_and_not_two(tmp_path):
+    """Llama's template holds bos_token, and its tokenizer puts one before every text."""
+    tokenizer = tiny_tokenizer(chat_template="{{ bos_token }}" + CHAT_TEMPLATE.replace("<|start|>", "["))
+    tokenizer.bos_token = "<|start|>"
+    number = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|start|> $A", None, [("<|start|>", number)])
+    assert tokenizer("a")["input_ids"][0] == number
+    chats = load(write(tmp_path / "a.jsonl", [{"messages": TURNS}] * 4), tokenizer)
+    pairs = load(write(tmp_path / "b.jsonl", [{"prompt": f"Q{n}", "completion": "A"} for n in range(4)]), tokenizer,
+                 chat_template="none")  # fmt: skip
+    for row in [*all_rows(chats), *all_rows(pairs)]:
+        assert row["input_ids"][0] == number and row["input_ids"].count(number) == 1
+        assert row["labels"][0] == IGNORED and learned(row, tokenizer) == "A<|end|>"
+
+
+def test_a_template_that_stamps_the_date_is_frozen_and_the_day_reported(tmp_path):
+    tokenizer = tiny_tokenizer(chat_template="{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE)
+    splits = load(write(tmp_path / "a.jsonl", [{"messages": TURNS}] * 4), tokenizer)
+    assert splits.report.frozen_date == FROZEN_DAY.isoformat()
+    assert f"the chat template's date is frozen at {FROZEN_DAY.isoformat()}" in str(splits.report)
+    assert all(tokenizer.decode(r["input_ids"]).startswith(FROZEN_DAY.strftime("%d %b %Y")) for r in all_rows(splits))
+
+
+def test_tool_calls_are_learned_token_by_token_and_their_results_are_not(tmp_path):
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "[{{ call.function.name }}]{% endfor %}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [
+        {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."},
+    ]  # fmt: skip
+    tokenizer = tiny_tokenizer(chat_template=template)
+    path = write(tmp_path / "a.jsonl", [{"messages": turns}] * 4)
+    assert learned(load(path, tokenizer).train[0], tokenizer) == "[add]<|end|>Two.<|end|>"
+    assert learned(load(path, tokenizer, train_on="last").train[0], tokenizer) == "Two.<|end|>"
