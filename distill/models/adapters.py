@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,9 @@ def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora") ->
         bias="none",
         task_type=TaskType.CAUSAL_LM,
     )
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():  # PEFT reads a property that transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, config)
 
 
 def _matching(wanted: Sequence[str], known: dict[str, list[str]], field: str) -> list[str]:
