@@ -40,6 +40,7 @@ app = typer.Typer(
     distill check chat-8b-to-1b.yaml           will it fit, how long will it take?
     distill inspect chat-8b-to-1b.yaml         what will be learned, token by token
     distill cache chat-8b-to-1b.yaml           the teacher once, onto the disk
+    distill sample my.yaml --prompts q.txt ... answers of teacher or student, as data
     distill run chat-8b-to-1b.yaml             teach
     distill run quickstart train.steps=20      a shipped recipe, one setting changed
     distill report quickstart                  a page about the run
