@@ -22,9 +22,13 @@ teacher: {model: teacher}
 student: {model: student}
 data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
 loss: {terms: [{type: jsd}, {type: cross_entropy, weight: 0.5}]}
-train: {steps: 3, batch_size: 1, tokens_per_step: 64, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
+train: {steps: 3, batch_size: 1, tokens_per_step: 64, learning_rate: 3e-3, warmup: 0, log_every: 1}
 generate: {prompts: [], max_new_tokens: 4}
 """
+ON = {
+    "cpu": ["train.device=cpu"],
+    "cuda": ["train.device=cuda", "train.precision=float32", "train.deterministic=true"],
+}
 SHARDED = ["parallel.strategy=fsdp", "parallel.teacher=sharded"]
 # two processes: one micro-batch each for 64 tokens, four for 256
 CASES = {
@@ -46,7 +50,7 @@ def recipe(*overrides):
     return parse(RECIPE, overrides)
 
 
-def both(folder):
+def both(folder, device):
     """What each of the two processes does."""
     from accelerate.state import AcceleratorState, PartialState
 
@@ -56,15 +60,21 @@ def both(folder):
     save = distill.run._save
 
     def save_shards(recipe, models, trainer, *more):
-        for model in (models.teacher, trainer.model):
-            assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "not sharded"
+        sharded = recipe.parallel.strategy == "fsdp"
+        for model in (models.teacher, trainer.model):  # the head may still be gathered from the last forward
+            layers = [p for name, p in model.named_parameters() if ".layers." in name]
+            assert all(isinstance(p, DTensor) == sharded for p in layers), "not as asked"
         save(recipe, models, trainer, *more)
 
     distill.run._save = save_shards
     os.chdir(folder)
     torch.set_num_threads(1)
-    for name, overrides in CASES.items():
-        run(recipe(*overrides, *SHARDED), name=name)
+    on = ON[device]
+    ways = {name: [*overrides, *SHARDED] for name, overrides in CASES.items()}
+    if device == "cuda":
+        ways |= {f"{name}-ddp": [*overrides, "parallel.strategy=ddp"] for name, overrides in CASES.items()}
+    for name, overrides in ways.items():
+        run(recipe(*overrides, *on), name=name)
         AcceleratorState._reset_state()
         PartialState._shared_state.clear()
     if torch.distributed.get_rank() == 0:  # as if it had been killed after step 2
@@ -73,14 +83,13 @@ def both(folder):
         shutil.rmtree("runs/again/checkpoint-3", ignore_errors=True)  # what transformers saves at the end
         (Path("runs/again/result.json")).unlink()
     torch.distributed.barrier()
-    run(recipe(*CASES["tied"], *SHARDED), name="again", resume=True)
+    run(recipe(*CASES["tied"], *SHARDED, *on), name="again", resume=True)
 
 
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
+def made_by_two(folder, device):
+    """The folder in which two processes have made all runs."""
     from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-    folder = tmp_path_factory.mktemp("sharded")
     tokenizer = tiny_tokenizer()
     save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, hidden=48, seed=1), tokenizer)
     save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
@@ -88,44 +97,73 @@ def workplace(tmp_path_factory):
     save_tiny(folder / "untied", tiny_model(tokenizer, seed=4, tie=False), tokenizer)
     (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests"))),
-        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(
+            [*map(str, (ROOT, ROOT / "kernels", ROOT / "tests")), os.environ.get("PYTHONPATH", "")]
+        ),
         "OMP_NUM_THREADS": "1",
     }
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(folder)]  # fmt: skip
+               "--rdzv-endpoint=localhost:0", __file__, str(folder), device]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     (folder / "out.txt").write_text(done.stdout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return folder
 
 
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return made_by_two(tmp_path_factory.mktemp("sharded"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def workplace_on_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return made_by_two(tmp_path_factory.mktemp("sharded"), "cuda")
+
+
 def weights(folder):
     return {path.name: load_file(path) for path in sorted(folder.glob("*.safetensors"))}["model.safetensors"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_shards_end_as_one_process_does(workplace, monkeypatch, name):
+def hold_against_one(name, case, device, exact):
+    """The run `name` of two processes against the case in one; `exact` is the tolerance in float32."""
     from transformers import AutoModelForCausalLM
 
     from distill.run import run
 
-    monkeypatch.chdir(workplace)
-    alone = run(recipe(*CASES[name]), name=f"{name}-alone")
+    alone = run(recipe(*CASES[case], *ON[device]), name=f"{name}-alone")
     found = json.loads(Path(f"runs/{name}/result.json").read_text())
-    loose = 2e-2 if name == "bf16" else 1e-4
-    assert found["before"] == pytest.approx(alone.before._asdict(), rel=1e-5)
+    loose = 2e-2 if case == "bf16" else exact
+    assert found["before"] == pytest.approx(alone.before._asdict(), rel=loose / 10)
     assert found["after"] == pytest.approx(alone.after._asdict(), rel=loose)
     assert alone.after.forward_kl < 0.999 * alone.before.forward_kl
     ours, theirs = weights(Path(f"runs/{name}/student")), weights(Path(f"runs/{name}-alone/student"))
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
-        assert ours[key].dtype == value.dtype == (torch.bfloat16 if name == "bf16" else torch.float32)
+        assert ours[key].dtype == value.dtype == (torch.bfloat16 if case == "bf16" else torch.float32)
         torch.testing.assert_close(ours[key], value, rtol=loose, atol=loose, msg=key)
     AutoModelForCausalLM.from_pretrained(f"runs/{name}/student")
-    if "lora" in str(CASES[name]):
+    if case == "lora":
         assert Path(f"runs/{name}/adapter/adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_end_as_one_process_does(workplace, monkeypatch, case):
+    monkeypatch.chdir(workplace)
+    hold_against_one(case, case, "cpu", 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", ["", "-ddp"])
+def test_two_gpus_end_as_one_does(workplace_on_gpus, monkeypatch, case, way):
+    monkeypatch.chdir(workplace_on_gpus)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hold_against_one(case + way, case, "cuda", 1e-3)
 
 
 def test_resumed_shards_end_as_shards_left_alone(workplace):
@@ -141,5 +179,5 @@ def test_one_process_speaks_and_says_who_is_sharded(workplace):
 
 
 if __name__ == "__main__":
-    both(sys.argv[1])
+    both(*sys.argv[1:])
     torch.distributed.destroy_process_group()

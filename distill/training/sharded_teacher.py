@@ -61,8 +61,8 @@ def load_sharded_teacher(
     report = None
     devices = [device] if device.type == "cuda" else []
     if attention is not None:
-        with torch.random.fork_rng(devices):
-            small = AutoModelForCausalLM.from_config(_two_layers(config), **options).to(device).eval()
+        with torch.random.fork_rng(devices), device:
+            small = AutoModelForCausalLM.from_config(_two_layers(config), **options).eval()
         backend = attention(small)
         report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=None).verdicts)
         del small
