@@ -261,7 +261,7 @@ def test_a_small_tail_keeps_its_digits(where):
     z = torch.zeros(1, V, device=where)
     z[0, 0] = 26.0
     teacher = torch.tensor([[-1e-3]], device=where)
-    one = FusedTopKKLLoss()(torch.ones(1, 1, device=where), z.T.contiguous(), torch.zeros(1, 1, dtype=int), teacher)
+    one = FusedTopKKLLoss()(torch.ones(1, 1, device=where), z.T.contiguous(), torch.zeros_like(teacher).long(), teacher)
     s, t = F.log_softmax(z.double(), -1), teacher.double()
     rest_s, rest_t = s[0, 1:].logsumexp(0), (1 - t.exp()).log()
     exact = t.exp() * (t - s[0, 0]) + rest_t.exp() * (rest_t - rest_s)
