@@ -46,6 +46,13 @@ for kinds, temperature in (["forward_kl"], 1.0), (["jsd", "cross_entropy"], 2.0)
 """,
         {"_fold_rows_kernel", "_row_kernel"},
     ),
+    "mixture of teachers": (
+        """
+two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]
+ours.FusedDistillationLoss([ours.LossTerm("forward_kl", 1.0)], 2.0)(x, w, teachers=two, return_stats=True)[0].backward()
+""",
+        {"_mix_kernel", "_row_kernel"},
+    ),
     "top-k losses": (
         """
 ids, given = torch.ones(130, 64, dtype=torch.int32), t(130, 64, dtype=torch.float32, grad=False)
