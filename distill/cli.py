@@ -17,7 +17,15 @@ import typer
 
 from distill import __version__, console
 from distill.commands import cache, doctor, judge, plan, sample, share
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, complete_recipe, load_recipe, say_json
+from distill.commands.arguments import (
+    AsJson,
+    Overrides,
+    RecipeArgument,
+    complete_recipe,
+    load_recipe,
+    plugin_override,
+    say_json,
+)
 from distill.faults import RunError
 from distill.folders import run_folder
 from distill.recipe import Recipe, dump
@@ -87,6 +95,10 @@ def run(
     lock: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Refuse to run unless all is as in this lock.yaml of a run.")
     ] = None,
+    plugin: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.py", help="Run this Python file: its TERMS become types of loss.terms."),
+    ] = None,
 ) -> None:
     """Run a recipe: load teacher and student, train, evaluate, save the student.
 
@@ -108,16 +120,16 @@ def run(
     \b
     distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
     """
-    path, resolved = load_recipe(recipe, overrides)
+    path, resolved = load_recipe(recipe, [*(overrides or ()), *plugin_override(plugin)])
     first = os.environ.get("RANK", "0") == "0"  # of several processes, one may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume) if first else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
-        raise typer.Exit(_start(processes, resolved, recipe, overrides or [], name, resume, lock))
+        raise typer.Exit(_start(processes, resolved, recipe, overrides or [], name, resume, lock, plugin))
     from distill.run import run as run_recipe
 
     try:
-        run_recipe(resolved, recipe_path=path, name=name, resume=resume, lock=lock)
+        run_recipe(resolved, recipe_path=path, name=name, resume=resume, lock=lock, plugin=plugin)
     except KeyboardInterrupt:
         if folder is not None:
             _say_how_to_resume(folder, recipe, overrides or [])
@@ -126,7 +138,7 @@ def run(
 
 def _start(
     processes: int, resolved: Recipe, recipe: str, overrides: Sequence[str], name: str | None, resume: bool,
-    lock: Path | None,
+    lock: Path | None, plugin: Path | None,
 ) -> int:  # fmt: skip
     """Start this very command once a GPU; what the number of processes makes impossible is refused before."""
     from distill.training.arguments import accumulation_steps
@@ -134,6 +146,7 @@ def _start(
     accumulation_steps(resolved.train, resolved.data, processes)
     more = [*(["--name", name] if name else []), *(["--resume"] if resume else [])]
     more += ["--lock", str(lock)] if lock else []
+    more += ["--plugin", str(plugin)] if plugin else []
     return launch.start(processes, ["run", recipe, *overrides, *more])
 
 
