@@ -7,7 +7,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from distill.judging.bootstrap import interval, share_interval
 from distill.judging.evaluate import evaluate
-from distill.judging.judge import FIGURES, _calibration_error, _count, judge
+from distill.judging.judge import FIGURES, _calibration_error, _count, _product, judge
 
 KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
 
@@ -44,6 +44,16 @@ def test_rows_are_kept_apart_in_a_batch():
     assert seen == [4, 3] and np.array_equal(alone.counts, together.counts)
     assert np.allclose(alone.sums, together.sums, rtol=1e-5) and len(set(alone.sums[:, 0])) > 3
     assert together.calibration_error == pytest.approx(alone.calibration_error, abs=1e-6)
+
+
+def test_logits_of_16_bit_models_are_not_rounded(device):
+    """A teacher in bfloat16 beside the same weights in float32 but for the rounding of hidden states."""
+    hidden = torch.randn(40, 64, dtype=torch.bfloat16, device=device)
+    weight = torch.randn(300, 64, dtype=torch.bfloat16, device=device)
+    exact = hidden.double() @ weight.double().T
+    assert _product(hidden, weight).dtype == torch.float32
+    assert (_product(hidden, weight) - exact).abs().max() < 1e-4
+    assert ((hidden @ weight.T) - exact).abs().max() > 1e-2, "which rounding would not pass"
 
 
 def test_masked_rows_are_an_error():
