@@ -280,6 +280,21 @@ def test_a_run_with_the_recipes_section(workplace):
     assert (folder / "student" / "config.json").exists()
 
 
+def test_memory_is_counted():
+    from distill.planning.memory import shape_of, step_memory
+    from distill.training.arguments import resolve_precision
+
+    recipe, shape = parse(RECIPE), shape_of(tiny_model())
+    precision = resolve_precision(recipe, torch.device("cpu"))
+    with_own, without = (
+        step_memory(made, shape, shape, precision, memory_bytes=2**34, accumulation=1)
+        for made in (recipe, parse(RECIPE, ["data.on_policy.fraction=0"]))
+    )
+    cache = 1.5 * 64 * 64 * 2 * 2 * 16 * 4  # batch, slots, keys and values, layers, their width, bytes
+    assert with_own.parts["cache of rollouts"] == cache
+    assert with_own.peak - without.peak == cache and "cache of rollouts" not in without.parts
+
+
 @pytest.mark.parametrize(
     "override, message",
     [

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
 SLOTS_STEP = 128
-KEPT = 3  # captured steps, each with its cache
+KEPT = 2  # captured steps, each with its cache
 
 
 @dataclass

@@ -215,7 +215,8 @@ def step_memory(
         teacher_weights -= teacher.linear * (precision.teacher.itemsize - 1)
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + gathered_teacher(teacher, precision))
-    held = teacher_weights + weights + states + buckets
+    rollouts = _rollout_cache(recipe, student, compute)
+    held = teacher_weights + weights + states + buckets + rollouts
     kept = gradients if accumulation > 1 else 0.0
     forward = held + kept + copies + activations
     in_loss = forward + workspace + head_gradient + stream
@@ -237,6 +238,8 @@ def step_memory(
         parts["gradient buckets"] = buckets
     if gathered:
         parts["gathered weights"] = gathered
+    if rollouts:
+        parts["cache of rollouts"] = rollouts
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
     if loading:
         moments[LOADING] = loading
@@ -245,6 +248,14 @@ def step_memory(
         moments,
         logits_avoided=(2.0 if soft else 1.0) * tokens * columns * 4,
     )
+
+
+def _rollout_cache(recipe: Recipe, student: Shape, compute: int) -> float:
+    """Keys and values that the student's own answers are generated with: kept, of the last two batch sizes."""
+    section = recipe.data.on_policy
+    if section is None or section.fraction == 0 or section.engine != "distill":
+        return 0.0
+    return 1.5 * section.batch_size * recipe.data.max_length * 2 * student.layers * student.key_value * compute
 
 
 def _workspace(
