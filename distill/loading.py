@@ -121,6 +121,10 @@ def load_models(
         compare(tokenizer, student_tokenizer).require()
     if sharing.teacher_sharded:
         teacher = _sharded_teacher(recipe, device, precision, choices or AttentionChoices(recipe))
+    elif _fits_only_in_fp8(recipe, device, precision):
+        from distill.models.fp8_teacher import load_a_layer_at_a_time
+
+        teacher = load_a_layer_at_a_time(recipe.teacher, device=device, dtype=precision.teacher)
     else:
         teacher = load_teacher(recipe.teacher, device=device, dtype=precision.teacher)
     bare_section = section.model_copy(update={"lora": None})
@@ -189,6 +193,18 @@ def with_plugin(models: Models, plugin: Plugin) -> Models:
     return models._replace(objective=functools.partial(PluginObjective, functions=plugin.terms))
 
 
+def _fits_only_in_fp8(recipe: Recipe, device: torch.device, precision: Precision) -> bool:
+    """Whether an fp8 teacher is too large to be loaded whole before it is quantised."""
+    if recipe.teacher.dtype != "fp8" or device.type != "cuda":
+        return False
+    from distill.planning.memory import USABLE, loaded_whole, shape_of
+    from distill.planning.preflight import meta_models
+
+    teacher, student = (shape_of(model) for model in meta_models(recipe))
+    total = torch.cuda.get_device_properties(device).total_memory
+    return loaded_whole(teacher, student, precision) > USABLE * total
+
+
 def check_length(recipe: Recipe, model: Any, field: str) -> None:
     """Refuse sequences that are longer than the model's positions."""
     most = getattr(bare(model).config.get_text_config(), "max_position_embeddings", None)  # type: ignore[union-attr,operator]
@@ -203,9 +219,10 @@ def patch_models(models: Models, recipe: Recipe, choices: AttentionChoices | Non
     from distill.models.patching import patch
 
     choices = choices or AttentionChoices(recipe)
-    for model, role in _by_role(models):
+    for place, (model, role) in enumerate(_by_role(models)):  # teachers first
         if is_sharded(model):
             continue
-        report = patch(model, role, attention=choices.of(model, role))
+        choice = choices.of(model, role, place if role == "teacher" else 0)
+        report = patch(model, role, attention=choice)
         if is_first():
             console.say(f"{'kernels':<12}{role}: {report}")

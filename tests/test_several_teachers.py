@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.data.collator import Collator
 from distill.data.load import load_data
+from distill.models import attention_choice
 from distill.recipe import RecipeError, Teacher, dump, parse
 from distill.recipe import load as load_recipe
 from distill.run import run
@@ -393,3 +394,15 @@ def test_recipes_with_several_teachers():
         with pytest.raises(RecipeError) as error:
             parse(f"{text}\n{base}")
         assert len(error.value.faults) == 1 and told in error.value.faults[0]
+
+
+def test_each_teacher_has_its_own_attention(monkeypatch):
+    """Back ends are chosen by a model's heads, so one teacher's choice is not the next one's."""
+    text = "teachers: [{model: a}, {model: b, attention: sdpa}, {model: c}]\nstudent: {model: s}\n"
+    recipe = parse(text + "data: {source: x.jsonl}\ntrain: {steps: 3}\n")
+    names = iter(("first", "third", "student"))
+    monkeypatch.setattr(attention_choice.attention, "choose_attention", lambda *_, **__: (next(names), {}))
+    monkeypatch.setattr(attention_choice, "broadcast_object_list", lambda values: values)
+    choices = attention_choice.AttentionChoices(recipe)
+    found = [choices.of(None, "teacher", number) for number in (0, 1, 2, 0, 2)]
+    assert [*found, choices.of(None, "student")] == ["first", None, "third", "first", "third", "student"]

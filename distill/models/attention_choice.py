@@ -38,25 +38,28 @@ class AttentionChoices:
         self.recipe = recipe
         self.found: dict[str, Any] = dict(recorded or {})
 
-    def of(self, model: nn.Module, role: str) -> str | None:
+    def of(self, model: nn.Module, role: str, number: int = 0) -> str | None:
         """The back end for `model`; None where it keeps its own attention. The same on every process.
 
         Args:
             model: On its device; only its heads are looked at.
             role: "teacher" or "student".
+            number: which teacher, where there are several.
         """
-        section = self.recipe.teacher if role == "teacher" else self.recipe.student
+        teachers = [self.recipe.teacher, *self.recipe.teachers[1:]]
+        section = teachers[number] if role == "teacher" else self.recipe.student
+        place = f"{role} {number + 1}" if number else role
         if section.attention != "auto":
             return None
-        if role not in self.found:
+        if place not in self.found:
             choice = None
             if is_first():
                 name, times = attention.choose_attention(
                     model, self.recipe.train.batch_size, self.recipe.data.max_length, backward=role == "student"
                 )
                 choice = {"backend": name, "milliseconds": {key: round(value, 4) for key, value in times.items()}}
-            (self.found[role],) = broadcast_object_list([choice])
-        return str(self.found[role]["backend"])
+            (self.found[place],) = broadcast_object_list([choice])
+        return str(self.found[place]["backend"])
 
     def write(self, folder: Path) -> None:
         """Put what was found into the run's folder; nothing where nothing was timed."""
