@@ -35,14 +35,14 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in DISK:
             raise
-        raise RunError(_disk(DISK[error.errno], error.filename or folder, folder)) from error
+        raise RunError(_disk(error.errno, error.filename or folder, folder)) from error
     except Exception as error:  # libraries wrap what the system said into their own exceptions
         text = str(error)
         full = next((code for code, words in SAID.items() if words in text), None)
         if full is None and any(words in text for words in CUT_SHORT):
             full = errno.ENOSPC if _free(folder) < GIB else errno.EFBIG
         if full is not None:
-            raise RunError(_disk(DISK[full], folder, folder)) from error
+            raise RunError(_disk(full, folder, folder)) from error
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             raise RunError(
                 f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
@@ -80,8 +80,13 @@ def out_of_memory(recipe: Recipe, error: BaseException) -> str:
     )
 
 
-def _disk(what: str, where: object, folder: Path) -> str:
-    return f"{where}: {what} ({_free(folder) / GIB:.1f} GiB free); make room there{_continue(folder)}"
+def _disk(code: int, where: object, folder: Path) -> str:
+    advice = (
+        f"({_free(folder) / GIB:.1f} GiB free); make room there"
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        else "; make it writable, or start in another folder"
+    )
+    return f"{where}: {DISK[code]} {advice}{_continue(folder)}".replace(" ;", ";")
 
 
 def _free(folder: Path) -> int:

@@ -139,4 +139,4 @@ class _OnlyIndexes(pickle.Unpickler):
 
 def _first(error: BaseException) -> str:
     text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]:.160}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[0].split('. ')[0]:.160}" if text else type(error).__name__
