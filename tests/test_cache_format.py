@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitShape
+from distill.recipe import Loss
 from distill.teachers import cache_format as layout
 from distill.teachers.cache_encode import CHUNK_ELEMENTS, encode, normalised, surplus_of
+from distill.teachers.cache_settings import default_tail
 
 
 @given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))
@@ -137,3 +139,11 @@ def test_errors_of_few_tokens_on_peaked_distributions():
         found = gradient(FusedTopKKLLoss()(x, w, said.ids, normalised(said.logprobs, said.tail)))
         errors.append(float((found - full).norm() / full.norm()))
     assert errors[0] > errors[1] > errors[2] and errors[2] < 0.02 < errors[0], errors
+
+
+def test_the_default_reading_follows_from_the_loss():
+    def named(*terms):
+        return default_tail(Loss.model_validate({"terms": [{"type": term} for term in terms]}))
+
+    assert named("forward_kl") == named("forward_kl", "cross_entropy") == "sampled"
+    assert named("reverse_kl") == named("reverse_kl", "cross_entropy") == "bucket"

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     (place / "tiny.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        command = "cache tiny.yaml --top-k 259 --dtype float32 --out exact --json"
+        command = "cache tiny.yaml --top-k 259 --tail bucket --dtype float32 --out exact --json"
         assert run_command(command.split()) == 0
     return place
 
@@ -127,6 +127,7 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
     assert sorted(here.iterdir()) == before, "--report writes nothing"
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "sized", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["cache"]["tail"] == "sampled", "the default where the loss is the forward KL"
     assert {row["k"] for row in found["errors"]} == {8, 16, 20, 32, 64, 128, 256}
     size = sum(path.stat().st_size for path in (here / "sized").glob("shard-*"))
     assert found["cache"]["positions"] * (20 * 4 + 6) < size < found["cache"]["positions"] * (20 * 4 + 6) * 1.1 + 4096

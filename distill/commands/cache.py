@@ -30,8 +30,11 @@ def cache(
     hidden: Annotated[bool, typer.Option("--hidden", help="Store the last hidden states instead.")] = False,
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Else caches/<recipe>.")] = None,
     tail: Annotated[
-        str, typer.Option(metavar="HOW", help="bucket, renormalize, or sampled (tokens drawn, unbiased).")
-    ] = "bucket",
+        str | None,
+        typer.Option(
+            metavar="HOW", help="sampled (unbiased; forward KL only), bucket or renormalize; else by the loss."
+        ),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float16 (hidden: bfloat16) or float32.")] = None,
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Rows at a time, else train.batch_size.")
@@ -48,15 +51,15 @@ def cache(
     distill cache chat-8b-to-1b.yaml --top-k 64 --out caches/chat
     distill run chat-8b-to-1b.yaml "teacher={type: cache, path: caches/chat}"
     """
-    from distill.teachers.cache_settings import Settings
+    from distill.teachers.cache_settings import Settings, default_tail
 
     _, resolved = load_recipe(recipe, overrides)
-    settings = Settings(top_k, hidden, tail, dtype, batch_size).checked()
+    settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
     processes = 1
     if not report:
         processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
-        again = ["cache", recipe, *(overrides or []), "--top-k", str(top_k), "--tail", tail]
+        again = ["cache", recipe, *(overrides or []), "--top-k", str(top_k), "--tail", settings.tail]
         again += ["--hidden"] if hidden else []
         again += ["--json"] if as_json else []
         for name, value in (("--out", out), ("--dtype", dtype), ("--batch-size", batch_size)):
