@@ -9,9 +9,11 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill.cli import run_command
+from distill.data.load import DataReport
 from distill.models.load import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
+from distill.teachers.cache_make import fewer_rows
 from distill.teachers.cache_make import load as load_for_cache
 from distill.teachers.cache_objective import CachedObjective
 from distill.training.progress import read_metrics
@@ -124,6 +126,9 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
     assert run_command(["cache", "tiny.yaml", "--report"]) == 0
     out = capsys.readouterr().out
     assert "seen" in out and "renormalize" in out and "held-out positions" in out
+    report = DataReport("x", rows_read=1000, tokens=5120)
+    assert "4 steps see 10% of these 5,120 tokens: data.max_rows=111" in fewer_rows(recipe(), report)
+    assert fewer_rows(recipe("train.steps=40"), report) is None
     assert sorted(here.iterdir()) == before, "--report writes nothing"
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "sized", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

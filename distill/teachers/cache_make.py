@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from distill.data.load import Splits, load_data
+from distill.data.load import DataReport, Splits, load_data
 from distill.environment import environment
 from distill.judging.samples import generate
 from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
@@ -215,6 +215,24 @@ def _announce(
     say(
         f"{folder}: {work.learned:,} positions of {len(work.entries):,} documents, {bytes_a_token(plan)} bytes each, "
         f"{_size(total)} in {len(work.shards)} shards; {state}"
+    )
+    if (advice := fewer_rows(loaded.recipe, loaded.splits.report)) is not None:
+        say(advice)
+
+
+def fewer_rows(recipe: Recipe, report: DataReport) -> str | None:
+    """A run of few steps sees a part of the data: how to cache no more than that; None where it sees all."""
+    train = recipe.train
+    if train.steps is None or report.tokens == 0:
+        return None
+    step = train.tokens_per_step or train.batch_size * recipe.data.max_length * world_size()
+    share = train.steps * step / report.tokens
+    if share > 0.8:
+        return None
+    rows = max(int(report.rows_read * share * 1.1) + 1, 2)
+    return (
+        f"{train.steps:,} steps see {share:.0%} of these {report.tokens:,} tokens: data.max_rows={rows}, here and "
+        "in the run, would cache about that part alone"
     )
 
 
