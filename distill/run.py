@@ -268,8 +268,14 @@ def _same_recipe(recipe: Recipe, folder: Path) -> None:
 
 def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> None:
     """Turn the teacher's linear layers to fp8 and say what that costs."""
-    from distill.models.fp8_teacher import quantise_teacher
+    from distill.models.fp8_teacher import is_quantised, quantise_teacher
 
+    if is_quantised(trainer.objective.teacher):
+        if is_first():
+            console.say(
+                f"{'fp8':<12}quantised while it was loaded, since it does not fit whole: the cost is not measured"
+            )
+        return
     report = quantise_teacher(trainer.objective, _first_held_out(trainer, splits, batch_size))
     if is_first():
         console.say(f"{'fp8':<12}{report}")

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from distill_kernels.matmul.fp8 import Fp8Linear
+from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
 from test_trainer import rows
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.models.fp8_teacher import quantise_teacher
-from distill.recipe import RecipeError, parse
+from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise_teacher
+from distill.models.load import load_teacher
+from distill.recipe import RecipeError, Teacher, parse
 from distill.training.objective import DistillationObjective
 
 
@@ -57,3 +58,39 @@ def test_fp8_is_for_teachers():
     assert parse(text % "").teacher.dtype == "fp8"
     with pytest.raises(RecipeError, match="fp8 is for teachers"):
         parse(text % ", dtype: fp8")
+
+
+def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path):
+    section = Teacher(model=str(save_tiny(tmp_path, tiny_model(layers=3, hidden=64))))
+    whole = load_teacher(section, dtype=torch.float32)
+    assert not is_quantised(whole)
+    swap_linears_for_fp8(whole)
+    ours = load_a_layer_at_a_time(section, device=torch.device("cpu"), dtype=torch.float32)
+    assert is_quantised(ours) and type(ours.lm_head) is torch.nn.Linear
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(ours(input_ids=ids).logits, whole(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("gib, alone", [(140, False), (20, False), (18, True)])
+def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
+    """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
+    from types import SimpleNamespace
+
+    from distill.loading import _fits_only_in_fp8
+    from distill.training.arguments import resolve_precision
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
+    recipe = parse(
+        """
+        teacher: {init: random, config: llama-3.1-8b, dtype: fp8}
+        student: {init: random, config: llama-3.2-1b, dtype: bfloat16}
+        data: {source: synthetic, max_length: 64}
+        train: {steps: 1}
+        """
+    )
+    device = torch.device("cuda", 0)
+    precision = resolve_precision(recipe, device)
+    assert _fits_only_in_fp8(recipe, device, precision) == alone
+    assert not _fits_only_in_fp8(recipe, torch.device("cpu"), precision)

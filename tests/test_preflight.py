@@ -230,12 +230,10 @@ def test_several_teachers_are_all_held_and_all_run():
 
 
 def test_an_fp8_teacher_is_loaded_before_it_is_small():
+    """Whole, to measure what fp8 costs; a layer at a time where it does not fit whole: 70B on one GPU."""
     report = of_70b("teacher.dtype=fp8", gpu="H200", gpus=1)
     assert report.memory.parts["teacher"] < 0.52 * 2 * PUBLISHED["llama-3.1-70b"]
-    (problem,) = report.problems
-    assert not report.fits and "loaded in bfloat16 first" in problem and "distill cache" in problem
-    step = max(size for name, size in report.memory.moments.items() if name != LOADING)
-    assert step < 0.95 * report.device.memory_bytes, "a step itself would fit"
+    assert report.fits and not report.problems and LOADING not in report.memory.moments
     small = of("teacher.dtype=fp8")
     assert small.fits and small.memory.moments[LOADING] == 2 * PUBLISHED["llama-3.1-8b"] + 4 * PUBLISHED["llama-3.2-1b"]
 

@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss
-from distill_kernels.matmul.fp8 import swap_linears_for_fp8
+from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
+from torch import nn
 from torch.nn import functional as F
 
 from distill.models.head import bare, decoder_of, find_head, read_head
+from distill.models.load import load_teacher
+from distill.models.pruning import find_layers
+from distill.recipe import Teacher
 from distill.training.objective import IGNORE, DistillationObjective
 
 
@@ -37,6 +41,31 @@ class Quantised(NamedTuple):
             f"{self.layers} linear layers in fp8, the head as it was; on one batch KL(teacher, fp8 teacher) "
             f"{self.teacher_kl:.4f} beside KL(teacher, student) {self.student_kl:.4f}"
         )
+
+
+def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: torch.dtype) -> Any:
+    """An fp8 teacher that in `dtype` would not fit the device: read into host memory, quantised layer by layer.
+
+    The device never holds more than the quantised layers and one that is not yet. What fp8 costs is not measured then,
+    since the teacher as it was is never there to compare with.
+
+    Args:
+        section: The recipe's `teacher`.
+        device: Where the model goes.
+        dtype: Of what stays unquantised: embedding, norms, head.
+
+    Raises:
+        ValueError: as `load_teacher`; a teacher without linear layers whose sizes divide by 16.
+    """
+    model = load_teacher(section, device="cpu", dtype=dtype)
+    for layer in find_layers(model)[1]:
+        swap_linears_for_fp8(layer.to(device))
+    return model.to(device)  # type: ignore[arg-type]
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether some linear layers of `model` are in fp8 already."""
+    return any(isinstance(module, Fp8Linear) for module in model.modules())
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps 
     optimizer       torch's AdamW keeps one temporary the size of the trained weights; fused ones none
 
 The peak is the largest of three moments: inside the loss, in the backward, in the optimizer; with an fp8 teacher also
-while it is loaded, since it comes in bfloat16 and is quantised on the device. What the CUDA context and
+while it is loaded, since it comes in bfloat16 and is quantised on the device (a layer at a time where it does not fit
+in bfloat16). What the CUDA context and
 the allocator's fragments take comes on top, and is why a device counts as full at 95 %.
 """
 
@@ -33,6 +34,7 @@ from distill.recipe import Recipe
 from distill.training.arguments import FUSED, Precision
 
 GIB = 2**30
+USABLE = 0.95  # of the memory; the rest goes to the CUDA context and to fragmentation
 LOADING = "loading of the teacher"
 # bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
 STATES = {"8bit": 0.5, "4bit": 0.25, "adafactor": 0.01, "sgd": 0.0, "lion": 1.0}
@@ -142,6 +144,13 @@ def gathered_teacher(teacher: Shape, precision: Precision) -> float:
     return max(2 * teacher.linear / teacher.layers, teacher.head) * precision.teacher.itemsize
 
 
+def loaded_whole(teacher: Shape, student: Shape, precision: Precision) -> float:
+    """Bytes of a teacher as it is loaded, before it is quantised, beside the student."""
+    adapters = student.trained if student.rank else 0
+    held = (student.parameters - adapters) * precision.student.itemsize + 4 * adapters
+    return float(teacher.parameters * precision.teacher.itemsize + held)
+
+
 def step_memory(
     recipe: Recipe,
     teacher: Shape,
@@ -211,7 +220,9 @@ def step_memory(
     teacher_weights = 0.0 if recipe.teacher.is_cached else float(teacher.parameters * precision.teacher.itemsize)
     loading = 0.0
     if recipe.teacher.dtype == "fp8":  # one byte for what is in linear layers, whose head stays as it was
-        loading = teacher_weights + weights  # it is loaded whole, and quantised when both models are there
+        # it is loaded whole, and quantised when both models are there; a layer at a time where that does not fit
+        loading = loaded_whole(teacher, student, precision)
+        loading = loading if loading <= USABLE * memory_bytes else 0.0
         teacher_weights -= teacher.linear * (precision.teacher.itemsize - 1)
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + gathered_teacher(teacher, precision))

@@ -24,7 +24,7 @@ from distill.models.adapters import add_lora
 from distill.models.load import load_config, load_tokenizer
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
 from distill.planning.devices import Device
-from distill.planning.memory import GIB, LOADING, Memory, Shape, shape_of, step_memory
+from distill.planning.memory import GIB, USABLE, Memory, Shape, shape_of, step_memory
 from distill.recipe import Lora, ModelSection, Recipe, Teacher
 from distill.teachers.cache_identity import on_disk
 from distill.teachers.cache_read import TeacherCache
@@ -34,7 +34,6 @@ from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
 log = logging.getLogger(__name__)
 
-USABLE = 0.95  # of the memory; the rest goes to the CUDA context and to fragmentation
 SUSTAINED = 0.5  # of the bf16 peak that a step is assumed to reach; measured on an H200: 0.58
 
 
@@ -203,16 +202,10 @@ def _fits(memory: Memory, device: Device) -> bool:
 
 
 def _too_much(memory: Memory, device: Device) -> str:
-    problem = (
+    return (
         f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
         f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
     )
-    if memory.peak == memory.moments.get(LOADING):
-        problem += (
-            "; an fp8 teacher is loaded in bfloat16 first: share a bfloat16 one over several GPUs, or have several "
-            "GPUs write what it says (distill cache) and train from that"
-        )
-    return problem
 
 
 def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:

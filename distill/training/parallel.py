@@ -72,8 +72,8 @@ def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
     Raises:
         ValueError: an fp8 teacher that would have to be sharded.
     """
-    from distill.planning.memory import shape_of
-    from distill.planning.preflight import USABLE, meta_models
+    from distill.planning.memory import USABLE, shape_of
+    from distill.planning.preflight import meta_models
     from distill.training.arguments import resolve_precision
 
     asked = recipe.parallel
