@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
 from distill_kernels.losses.rows import _load, _normaliser, run_rows
@@ -46,12 +47,12 @@ def _mix_kernel(
         a = _load(mixed_ptr, mixed_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_a + log_rest
         b = _load(next_ptr, next_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_b + log_share
         top = tl.maximum(a, b)
-        ratio = tl.exp(tl.where(top == -float("inf"), 0.0, tl.minimum(a, b) - top))
-        z = (top + tl.log(1.0 + ratio)) * temperature
+        ratio = exp(tl.where(top == -float("inf"), 0.0, tl.minimum(a, b) - top))
+        z = (top + log_of_normal(1.0 + ratio)) * temperature
         shift = tl.max(z, 1)
         shift = tl.where(shift == -float("inf"), 0.0, shift)
         z -= shift[:, None]
-        total = tl.sum(tl.exp(z * inverse_t), 1)
+        total = tl.sum(exp(z * inverse_t), 1)
         z = tl.where(z == -float("inf"), z, tl.maximum(z, -65504.0))
         tl.store(mixed_ptr + columns, z.to(mixed_ptr.dtype.element_ty), mask=columns < V)
         tl.store(shift_ptr + row * tiles + tile, shift, mask=tile < tiles)
