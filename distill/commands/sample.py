@@ -58,8 +58,11 @@ def sample(
     distill run my.yaml data.source=answers.jsonl
     """
     _, resolved = load_recipe(recipe, overrides)
+    import transformers
+
     from distill.generation.sample import sample as run
 
+    transformers.utils.logging.disable_progress_bar()
     with _progress() as progress:
         result = run(
             resolved, prompts, out, who=who.value, engine=engine.value, batch_size=batch_size,
