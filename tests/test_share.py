@@ -75,6 +75,27 @@ def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
     assert "--teacher: needed with a model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "teacher, message",
+    [
+        (
+            "teachers: [{model: teacher}, {model: other, weight: 2}]",
+            "had several teachers; name the one to compare with",
+        ),
+        ("teacher: {type: cache, path: gone}", "read its teacher from a cache; name the model that made it"),
+    ],
+)
+def test_a_run_whose_teacher_is_not_one_model_asks_for_its_name(teacher, message, folder, capsys):
+    Path("runs/mine/recipe.yaml").write_text("{" + RECIPE[1:].replace("teacher: {model: teacher}", teacher, 1))
+    assert run_command(["generate", "mine", "-p", "x", "--beside-teacher"]) == 2
+    assert f"--teacher: this run {message}" in capsys.readouterr().err
+    assert run_command(["generate", "mine", "-p", "x", "--teacher", "teacher", "--max-new-tokens", "2"]) == 0
+    assert "--- teacher" in capsys.readouterr().out
+    assert run_command(["report", "mine"]) == 0
+    found = Path("runs/mine/report.html").read_text()
+    assert ("0.33 x teacher + 0.67 x other" in found) is ("several" in message)
+
+
 # ---------------------------------------------------------------- export
 
 

@@ -103,7 +103,7 @@ def _run_tasks(
     folder: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """The student, the student before and the teacher, where they are known, on the harness's tasks."""
-    from distill.judging.targets import Target, find_target, load_its_teacher, load_target
+    from distill.judging.targets import Target, find_target, knows_one_teacher, load_its_teacher, load_target
     from distill.judging.tasks import check_tasks, run_tasks
     from distill.recipe import Student
 
@@ -114,7 +114,7 @@ def _run_tasks(
         models = {"student": student}
         if before is not None:
             models["before"], _ = load_target(Target(Student(model=before)))
-        if teacher is not None or found.recipe is not None:
+        if teacher is not None or knows_one_teacher(found):
             models["teacher"] = load_its_teacher(found, teacher)
     scores = run_tasks(models, tokenizer, names, manager=manager, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:

@@ -60,18 +60,31 @@ def load_its_teacher(target: Target, teacher: str | None) -> Any:
     """The teacher named, else the recipe's.
 
     Raises:
-        ValueError: neither.
+        ValueError: neither, or a run whose teacher is not one model that can be loaded.
     """
-    if teacher is None and target.recipe is None:
+    if teacher is not None:
+        section = Teacher(model=teacher)
+    elif target.recipe is None:
         raise ValueError("--teacher: needed with a model; a run knows its own")
-    if teacher is None and (target.recipe.teachers or target.recipe.student.vocabulary == "cross"):  # type: ignore[union-attr]
-        raise ValueError(
-            "--teacher: needed: a run with several teachers, or with a tokenizer of the student's own, is not compared "
-            "with one teacher token by token; its result.json holds the figures against what it learned from"
-        )
-    section = Teacher(model=teacher) if teacher is not None else target.recipe.teacher  # type: ignore[union-attr]
+    elif target.recipe.teachers:
+        names = ", ".join(str(one.model) for one in target.recipe.teachers)
+        raise ValueError(f"--teacher: this run had several teachers; name the one to compare with ({names})")
+    else:
+        section = target.recipe.teacher
+        if section.is_cached:
+            if section.model is None:
+                raise ValueError("--teacher: this run read its teacher from a cache; name the model that made it")
+            section = section.model_copy(update={"type": "model", "path": None})
     device = device_here()
     return load_teacher(section, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def knows_one_teacher(target: Target) -> bool:
+    """Whether `load_its_teacher` needs no name."""
+    recipe = target.recipe
+    return (
+        recipe is not None and not recipe.teachers and not (recipe.teacher.is_cached and recipe.teacher.model is None)
+    )
 
 
 def held_out_rows(target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int) -> Sequence[Any]:

@@ -139,13 +139,18 @@ def _recipe_facts(run: Run) -> dict[str, str]:
     recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
     weighted = [term for term in recipe.loss.terms if term.weight > 0]
     plain = len(weighted) == 1 and weighted[0].weight == 1
-    terms = " + ".join(("" if plain else f"{term.weight:g} ") + term.type.replace("_", " ") for term in weighted)
+    terms = " + ".join(("" if plain else f"{term.weight:g} ") + _term(term) for term in weighted)
     return {
         "teacher": teacher_name(recipe),
         "student": model_name(recipe.student),
         "data": recipe.data.source,
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
     }
+
+
+def _term(term: Any) -> str:
+    """A loss term in words; one of a person's own by its function's name."""
+    return str(getattr(term, "function", term.type)).replace("_", " ")
 
 
 def _summary(run: Run) -> str:
