@@ -150,7 +150,8 @@ def test_a_disk_too_small_for_the_tokens(disk, given, tmp_path, monkeypatch, cap
 
 def test_a_disk_that_is_read_only(disk, given, capsys):
     disk(4000, "ro")
-    ends_in_one_line(capsys, given, says=["the disk is read-only; make it writable, or start in another folder", "runs"])
+    says = ["the disk is read-only; make it writable, or start in another folder", "runs"]
+    ends_in_one_line(capsys, given, says=says)
 
 
 def test_files_that_may_not_grow(given, whole, tmp_path, monkeypatch, capsys):

@@ -1,8 +1,9 @@
 """Nobody else's code is run, nothing is written outside of the run's folder, nothing but the hub is called.
 
-Each payload would leave a file called `touched` behind, and is shown to do so where it is let.
+Each payload would leave a file called `touched` behind; pickles and models are shown to do so where they are let.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
 from distill import run as run_module
 from distill.cli import run_command
+from distill.models.load import load_tokenizer
 from distill.recipe import RecipeError, Teacher, load, parse
 from distill.training.soundness import fault_of
 
@@ -108,12 +110,13 @@ def test_remote_code_runs_where_the_recipe_says_so_with_a_warning(remote, touche
 
 
 @pytest.mark.parametrize("side", ["teacher", "student"])
-def test_a_tokenizer_brings_no_code_either(workplace, touched, side, capsys):
+def test_a_tokenizer_brings_no_code_either(workplace, touched, side):
     save_tiny(workplace / "student", tiny_model(), tiny_tokenizer())
     edit(workplace / side / "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", None]},
          tokenizer_class="Own")  # fmt: skip
     (workplace / side / "own.py").write_text(REMOTE.format(touched=str(touched)))
-    run_command(["run", "r.yaml", "student={model: student}"])
+    with contextlib.suppress(ValueError):
+        load_tokenizer(Teacher(model=side))
     assert not touched.exists()
 
 
@@ -202,11 +205,10 @@ def test_a_checkpoint_that_hides_code_is_passed_over(stopped, touched, capsys):
     assert "continuing from runs/x/checkpoint-1" in out and not touched.exists()
 
 
-def test_what_nothing_reads_may_hold_anything(stopped, touched, capsys):
+def test_what_nothing_reads_may_hold_anything(stopped, touched):
     for name in ("training_args.bin", "pytorch_model.bin", "other.pkl"):
         torch.save(Payload(touched), stopped / "checkpoint-2" / name)
-    assert run_command(["run", "r.yaml", "--name", "x", "--resume"]) == 0
-    assert "continuing from runs/x/checkpoint-2" in capsys.readouterr().out and not touched.exists()
+    assert fault_of(stopped / "checkpoint-2") is None and not touched.exists()
 
 
 def test_a_sharded_checkpoint_may_hold_tensors_and_numbers_alone(stopped, touched):
