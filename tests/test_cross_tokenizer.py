@@ -318,6 +318,8 @@ def test_recipes_that_cannot_cross():
     ):
         with pytest.raises(RecipeError, match=told):
             parse(text + "\n" + base)
+    with pytest.raises(RecipeError, match=r"fp8 does not work with student\.vocabulary: cross"):
+        parse(base + "student: {model: s, vocabulary: cross}", ["teacher.dtype=fp8"])
     several = base.replace("teacher: {model: t}", "teachers: [{model: t}]") + "student: {model: s, vocabulary: cross}"
     with pytest.raises(RecipeError, match="cross compares with one teacher"):
         parse(several)

@@ -90,6 +90,8 @@ class Recipe(Section):
             raise ValueError("student.vocabulary: cross compares with one teacher, and came with several teachers")
         if self.teacher.is_cached and self.student.vocabulary == "cross":
             raise ValueError("student.vocabulary: cross needs a loaded teacher; came teacher.type: cache")
+        if self.teacher.dtype == "fp8" and self.student.vocabulary == "cross":
+            raise ValueError("teacher.dtype: fp8 does not work with student.vocabulary: cross; use bfloat16")
         return self
 
     @model_validator(mode="after")
