@@ -10,7 +10,7 @@ from distill import cli
 from distill.recipe import dump, parse
 from distill.recipe.loss import Loss
 from distill.training.objective import DistillationObjective
-from distill.training.plugin import PluginObjective, load_plugin
+from distill.training.plugin import PluginObjective, allowed_plugin, load_plugin
 
 PLUGIN = """
 def own_kl(student_logits, teacher_logits, labels):
@@ -90,6 +90,30 @@ def test_figures_are_there_without_any_fused_term(plugin):
     _, expected, _ = outcome(lambda t, s: DistillationObjective(t, s, "forward_kl"))
     torch.testing.assert_close(found, expected)
     assert objective.divergence == ("kl", 1.0)
+
+
+def test_a_file_that_is_not_the_recipes_is_not_taken(plugin):
+    recipes = loss([{"type": "own_kl"}], plugin)
+    with pytest.raises(ValueError, match="expected the file with SHA-256 0000"):
+        allowed_plugin(recipes, plugin)
+    right = recipes.model_copy(
+        update={"plugin": recipes.plugin.model_copy(update={"sha256": load_plugin(plugin).sha256})}
+    )
+    assert set(allowed_plugin(right, plugin).terms) == {"own_kl", "own_cross_entropy"}
+    with pytest.raises(ValueError, match="was not resolved with it"):
+        allowed_plugin(Loss(), plugin)
+
+
+def test_held_out_figures_do_not_call_the_functions(plugin):
+    from distill.judging.evaluate import evaluate
+
+    def never(*_):
+        raise AssertionError("called")
+
+    student, teacher = tiny_model(), tiny_model(seed=1, hidden=64)
+    objective = PluginObjective(teacher, student, loss([{"type": "own_kl"}], plugin), functions={"own_kl": never})
+    rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "position_ids": [0, 1, 2, 3]}]
+    assert evaluate(student, teacher, rows, objective=objective).tokens == 3
 
 
 RECIPE = """
