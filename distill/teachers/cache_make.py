@@ -14,6 +14,7 @@ from distill.data.load import DataReport, Splits, load_data
 from distill.environment import environment
 from distill.judging.samples import generate
 from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
+from distill.models.fp8_teacher import is_quantised
 from distill.models.head import LogitShape, bare, decoder_of, find_head, probe_logits, read_head
 from distill.models.load import load_student, save_student
 from distill.recipe import Recipe
@@ -105,7 +106,7 @@ def load(recipe: Recipe) -> Loaded:
         cut = load_student(bare_section, teacher=models.teacher, device="cpu", dtype=precision.student)
     if device.type == "cuda":
         patch_models(models, recipe)
-        if recipe.teacher.dtype == "fp8":
+        if recipe.teacher.dtype == "fp8" and not is_quantised(models.teacher):
             from distill_kernels import swap_linears_for_fp8
 
             swap_linears_for_fp8(bare(models.teacher))
