@@ -17,7 +17,7 @@ from distill.models.load import kept_layers, load_config, load_student, load_tea
 from distill.models.patching import Role
 from distill.models.vocabulary import compare, extend_student
 from distill.recipe import Recipe
-from distill.teachers.cache_read import TeacherCache
+from distill.teachers.cache.read import TeacherCache
 from distill.training.arguments import Precision
 from distill.training.launch import is_first
 from distill.training.objective import DistillationObjective
@@ -73,7 +73,7 @@ def read_tokenizer(recipe: Recipe) -> Any:
 def read_data(recipe: Recipe, tokenizer: Any) -> Splits:
     """The recipe's data, tokenised by `tokenizer`, and by the teacher's own where the student keeps its own."""
     if recipe.student.vocabulary == "cross":
-        from distill.teachers.cross_data import load_cross_data
+        from distill.teachers.cross.data import load_cross_data
 
         return load_cross_data(recipe.data, tokenizer, load_tokenizer(recipe.teacher), seed=recipe.train.seed)
     size = synthetic_size(recipe, tokenizer)
@@ -106,11 +106,11 @@ def load_models(
 
         return load_several(recipe, tokenizer, device, precision, sharing, choices)
     if recipe.student.vocabulary == "cross":
-        from distill.teachers.cross import load_cross
+        from distill.teachers.cross.objective import load_cross
 
         return load_cross(recipe, tokenizer, device, precision, sharing, choices)
     if recipe.teacher.is_cached:
-        from distill.teachers.cache_models import load_cached
+        from distill.teachers.cache.models import load_cached
 
         return load_cached(recipe, tokenizer, device, precision)
     section = recipe.student

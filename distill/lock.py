@@ -31,7 +31,7 @@ from distill.models.head import bare
 from distill.models.load import STUDENT_SEED, TEACHER_SEED
 from distill.recipe import Recipe
 from distill.recipe.yaml_text import parse_yaml, to_yaml
-from distill.teachers.cache_format import cache_hash
+from distill.teachers.cache.format import cache_hash
 
 LOCK_FILE = "lock.yaml"
 FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environment")

@@ -11,8 +11,8 @@ from distill import console
 from distill.judging.evaluate import HeldOut, gap_closed
 from distill.judging.samples import TITLES
 from distill.recipe import ModelSection, Recipe, Teacher
-from distill.teachers.cache_identity import cached_name, description
-from distill.teachers.cache_read import TeacherCache
+from distill.teachers.cache.identity import cached_name, description
+from distill.teachers.cache.read import TeacherCache
 from distill.training.metrics import parameters_of
 from distill.training.objective import DistillationObjective
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -318,7 +319,10 @@ def _before(
     if path.exists():
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
-            return HeldOut(**kept["held_out"]), dict(kept["answers"])
+            figures: dict[str, Any] = {
+                name: math.nan if value is None else value for name, value in kept["held_out"].items()
+            }
+            return HeldOut(**figures), dict(kept["answers"])
         except (ValueError, KeyError, TypeError):
             log.warning("%s is damaged; its figures are made again", path)
     before = _held_out(recipe, models, trainer, splits, precision)
@@ -330,7 +334,7 @@ def _before(
             if is_first() or is_sharded(model):  # shards answer together
                 answers[name] = _generate(recipe, models, model)
     if is_first():
-        _write(path, json.dumps({"held_out": before._asdict(), "answers": answers}, indent=1))
+        _write(path, json.dumps(console.plain({"held_out": before, "answers": answers}), indent=1))
     return before, answers
 
 
@@ -396,4 +400,4 @@ def _save(
         "answers": answers,
         "environment": environment(),
     }
-    _write(folder / "result.json", json.dumps(summary, indent=1))
+    _write(folder / "result.json", json.dumps(console.plain(summary), indent=1))

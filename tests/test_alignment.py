@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from two_tokenizers import BYTES, PIECES, PLAIN_PIECES, SPELLED, TOKENIZERS, WORDS
 
-from distill.teachers.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
+from distill.teachers.cross.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
 
 # SentencePiece cannot tell U+2581 from a space; "<" could begin one of its bytes' names
 texts = st.text(

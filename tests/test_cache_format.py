@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitShape
 from distill.recipe import Loss
-from distill.teachers import cache_format as layout
-from distill.teachers.cache_encode import CHUNK_ELEMENTS, encode, normalised, surplus_of
-from distill.teachers.cache_settings import default_tail
+from distill.teachers.cache import format as layout
+from distill.teachers.cache.encode import CHUNK_ELEMENTS, encode, normalised, surplus_of
+from distill.teachers.cache.settings import default_tail
 
 
 @given(st.integers(1, 1 << 24), st.integers(1, 21), st.integers(0, 10**6))

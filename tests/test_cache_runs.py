@@ -13,9 +13,9 @@ from distill.data.load import DataReport
 from distill.models.load import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.cache_make import fewer_rows
-from distill.teachers.cache_make import load as load_for_cache
-from distill.teachers.cache_objective import CachedObjective
+from distill.teachers.cache.make import fewer_rows
+from distill.teachers.cache.make import load as load_for_cache
+from distill.teachers.cache.objective import CachedObjective
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))

@@ -7,8 +7,8 @@ from distill_kernels import FusedDistillationLoss, LossTerm
 from helpers import assert_as_good_as_torch, realistic_heads
 from two_tokenizers import dense_spans
 
-from distill.teachers import cross_loss
-from distill.teachers.cross_loss import CrossTokenizerLoss, Spans
+from distill.teachers.cross import loss as cross_loss
+from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
 
 VS, VT = 40, 50
 TERMS = [LossTerm("forward_kl", 0.6), LossTerm("jsd", 0.4, beta=0.3), LossTerm("cross_entropy", 0.2)]

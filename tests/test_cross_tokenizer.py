@@ -19,10 +19,10 @@ from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import Data, RecipeError, parse
 from distill.run import run
-from distill.teachers.cross import CrossObjective, compare_by_bytes
-from distill.teachers.cross_data import NAMES, CrossCollator, load_cross_data
-from distill.teachers.cross_encode import PairEncoder, end_pairs
-from distill.teachers.cross_loss import Spans
+from distill.teachers.cross.data import NAMES, CrossCollator, load_cross_data
+from distill.teachers.cross.encode import PairEncoder, end_pairs
+from distill.teachers.cross.loss import Spans
+from distill.teachers.cross.objective import CrossObjective, compare_by_bytes
 from distill.training.objective import DistillationObjective
 
 CLOSED = (

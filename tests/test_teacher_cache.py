@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from distill.data.collator import Collator
 from distill.judging.evaluate import evaluate
 from distill.recipe import Loss, parse
-from distill.teachers import cache_format as layout
-from distill.teachers.cache_error import measure, take_sample
-from distill.teachers.cache_make import load, make_cache
-from distill.teachers.cache_objective import HiddenObjective, TopKObjective
-from distill.teachers.cache_read import TeacherCache
-from distill.teachers.cache_settings import Settings
+from distill.teachers.cache import format as layout
+from distill.teachers.cache.error import measure, take_sample
+from distill.teachers.cache.make import load, make_cache
+from distill.teachers.cache.objective import HiddenObjective, TopKObjective
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.cache.settings import Settings
 from distill.training.objective import DistillationObjective
 from scripts.bench import teacher_cache as bench
 

@@ -51,7 +51,7 @@ def cache(
     distill cache chat-8b-to-1b.yaml --top-k 64 --out caches/chat
     distill run chat-8b-to-1b.yaml "teacher={type: cache, path: caches/chat}"
     """
-    from distill.teachers.cache_settings import Settings, default_tail
+    from distill.teachers.cache.settings import Settings, default_tail
 
     _, resolved = load_recipe(recipe, overrides)
     settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
@@ -65,7 +65,7 @@ def cache(
         for name, value in (("--out", out), ("--dtype", dtype), ("--batch-size", batch_size)):
             again += [] if value is None else [name, str(value)]
         raise typer.Exit(launch.start(processes, again))
-    from distill.teachers.cache_make import load, make_cache
+    from distill.teachers.cache.make import load, make_cache
 
     quiet = as_json or not launch.is_first()
     with contextlib.nullcontext() if quiet else console.working("loading teacher, student and data"):
@@ -80,7 +80,7 @@ def cache(
             return
     table: Sequence[Any] = []
     if report or not hidden:
-        from distill.teachers.cache_error import KS, measure, take_sample
+        from distill.teachers.cache.error import KS, measure, take_sample
 
         with contextlib.nullcontext() if quiet else console.working("measuring what K tokens lose"):
             ks = sorted({*KS, top_k})

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distill import console
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, plain, say_json
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
 
 if TYPE_CHECKING:
     from distill.planning.preflight import Preflight
@@ -62,12 +62,12 @@ def check(
 
 
 def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
-    found = plain(report)
+    found = console.plain(report)
     found["memory"]["peak"] = report.memory.peak
     found["advice"] = [{"change": c, "saves_gib": round(g, 3), "then_fits": f} for c, g, f in report.advice]
     found |= {"seconds": report.seconds, "ok": report.ok}
     if measured is not None:
-        found["measured"] = plain(measured) | {"predicted_over_measured": report.memory.peak / measured.peak}
+        found["measured"] = console.plain(measured) | {"predicted_over_measured": report.memory.peak / measured.peak}
     return found
 
 

@@ -63,12 +63,13 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             for key in sorted({*settings, *first})
             if settings.get(key) != first.get(key)
         }  # fmt: skip
-        after = [run.result["after"] for run in members]
+        after = [run.held_out["after"] for run in members]
+        gaps = [math.nan if run.result["gap_closed"] is None else run.result["gap_closed"] for run in members]
         kl = [figures["forward_kl"] for figures in after]
         made.append(
             Group(
                 members[0].folder.name, [run.folder.name for run in members], kl,
-                [figures["agreement"] for figures in after], [run.result["gap_closed"] for run in members], changed,
+                [figures["agreement"] for figures in after], gaps, changed,
                 welch(made[0].kl, kl) if made else None,
             )
         )  # fmt: skip

@@ -35,7 +35,7 @@ from distill.models.pruning import check_kept, cut_layers, find_layers, layers_t
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source
 from distill.recipe import ModelSection, Student, Teacher
 from distill.recipe.shipped import find_architecture
-from distill.teachers.cache_format import TEACHER, TOKENIZER, maker_of, stored_folder
+from distill.teachers.cache.format import TEACHER, TOKENIZER, maker_of, stored_folder
 
 __all__ = [
     "load_config",

@@ -26,8 +26,8 @@ from distill.models.pruning import check_kept, cut_config, layers_to_keep
 from distill.planning.devices import Device
 from distill.planning.memory import GIB, USABLE, Memory, Shape, shape_of, step_memory
 from distill.recipe import Lora, ModelSection, Recipe, Teacher
-from distill.teachers.cache_identity import on_disk
-from distill.teachers.cache_read import TeacherCache
+from distill.teachers.cache.identity import on_disk
+from distill.teachers.cache.read import TeacherCache
 from distill.training.arguments import FUSED, Precision, accumulation_steps, resolve_precision, total_steps
 from distill.training.metrics import NO_WORK, Work, work_of
 from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
@@ -280,7 +280,7 @@ def _check_vocabulary(recipe: Recipe, report: Preflight) -> Any:
         report.vocabulary = f"not compared ({problem}); heads of {rows[0]:,} and {rows[1]:,} rows"
         return teacher
     if recipe.student.vocabulary == "cross":
-        from distill.teachers.cross import compare_by_bytes, readers_of
+        from distill.teachers.cross.objective import compare_by_bytes, readers_of
 
         try:
             report.vocabulary = str(compare_by_bytes(*readers_of(student, teacher, recipe.data.chat_template)))
@@ -331,7 +331,7 @@ def _check_data(
 ) -> float | None:
     """Read data that are on this machine; returns (query, key) pairs a token."""
     from distill.data.load import load_data
-    from distill.teachers.cross_data import load_cross_data
+    from distill.teachers.cross.data import load_cross_data
 
     source = recipe.data.source
     synthetic = source.partition(":")[0] == "synthetic"

@@ -50,7 +50,12 @@ class Run(NamedTuple):
     def held_out(self) -> dict[str, dict[str, float]]:
         """Held-out figures by `before` and `after`, those there are."""
         found = {"before": self.before.get("held_out"), "after": self.result.get("after")}
-        return {name: figures for name, figures in found.items() if figures}
+        # a figure that is not finite is null in the file
+        return {
+            name: {key: math.nan if value is None else value for key, value in figures.items()}
+            for name, figures in found.items()
+            if figures
+        }
 
 
 def find_run(argument: str | Path) -> Path:

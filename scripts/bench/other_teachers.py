@@ -20,7 +20,7 @@ from distill_kernels import FusedDistillationLoss, FusedKLLoss, LossTerm, Teache
 from distill_kernels.losses.linear import Batch, Head, Wanted, reference_linear_divergence
 from distill_kernels.losses.mixture import Mixture
 
-from distill.teachers.cross_loss import CrossTokenizerLoss, Spans
+from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
 from scripts.bench.harness import Row, time_in_turn
 from scripts.bench.losses import FLOOR_ROWS, KL, MAIN, MOST_ERROR, Inputs, floor, gradient_errors
 

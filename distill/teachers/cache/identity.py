@@ -11,7 +11,7 @@ from distill.data.chat import load_template
 from distill.data.token_cache import tokenizer_hash
 from distill.models.source import resolve_model_source
 from distill.recipe import Recipe, Teacher
-from distill.teachers.cache_format import MANIFEST, no_cache, read_json
+from distill.teachers.cache.format import MANIFEST, no_cache, read_json
 
 WEIGHTS = ("*.safetensors", "config.json")
 

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from distill.data.collator import Collator
 from distill.data.packing import IGNORED
 from distill.models.head import HeadWeights, LogitShape, decoder_of, find_head, read_head
-from distill.teachers.cache_encode import Said, encode, log_probabilities, normalised, surplus_of
-from distill.teachers.cache_make import Loaded
-from distill.teachers.cache_settings import TAILS
+from distill.teachers.cache.encode import Said, encode, log_probabilities, normalised, surplus_of
+from distill.teachers.cache.make import Loaded
+from distill.teachers.cache.settings import TAILS
 
 KS = (8, 16, 32, 64, 128, 256)
 

@@ -20,10 +20,10 @@ from distill.data.chat import load_template
 from distill.models.head import HeadWeights, find_head, whole
 from distill.models.load import load_tokenizer
 from distill.recipe import Recipe
-from distill.teachers.alignment import Shared, shared_tokens
-from distill.teachers.cross_data import CrossCollator
-from distill.teachers.cross_encode import Reader, end_pairs
-from distill.teachers.cross_loss import CrossTokenizerLoss, Spans
+from distill.teachers.cross.alignment import Shared, shared_tokens
+from distill.teachers.cross.data import CrossCollator
+from distill.teachers.cross.encode import Reader, end_pairs
+from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
 from distill.training.arguments import Precision
 from distill.training.objective import Comparison, DistillationObjective, Reading, last_hidden
 

@@ -17,7 +17,7 @@ from distill.data.chat import ChatTemplate
 from distill.data.formats import Format, Sample
 from distill.data.sources import Row, RowFault
 from distill.data.tokenise import Tally, _blocks, _clean, _origin
-from distill.teachers.alignment import common_boundaries, token_bytes, token_ends
+from distill.teachers.cross.alignment import common_boundaries, token_bytes, token_ends
 
 SMALLEST_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

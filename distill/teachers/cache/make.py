@@ -18,7 +18,7 @@ from distill.models.fp8_teacher import is_quantised
 from distill.models.head import LogitShape, bare, decoder_of, find_head, probe_logits, read_head
 from distill.models.load import load_student, save_student
 from distill.recipe import Recipe
-from distill.teachers.cache_format import (
+from distill.teachers.cache.format import (
     ANSWERS,
     HEAD,
     STUDENT,
@@ -29,10 +29,10 @@ from distill.teachers.cache_format import (
     write_json,
     write_tensors,
 )
-from distill.teachers.cache_identity import teacher_identity, text_hashes
-from distill.teachers.cache_read import data_settings
-from distill.teachers.cache_settings import MOST_ON_GPUS, Settings
-from distill.teachers.cache_write import (
+from distill.teachers.cache.identity import teacher_identity, text_hashes
+from distill.teachers.cache.read import data_settings
+from distill.teachers.cache.settings import MOST_ON_GPUS, Settings
+from distill.teachers.cache.write import (
     Teacher,
     Work,
     close,

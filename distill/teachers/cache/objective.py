@@ -10,9 +10,9 @@ from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TokenStats
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitShape, find_head, probe_logits
-from distill.teachers.cache_encode import normalised, surplus_of
-from distill.teachers.cache_format import HEAD
-from distill.teachers.cache_read import PREFIX, CachedRows, TeacherCache, spread
+from distill.teachers.cache.encode import normalised, surplus_of
+from distill.teachers.cache.format import HEAD
+from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache, spread
 from distill.training.objective import Comparison, DistillationObjective, LossSpec, Reading
 
 

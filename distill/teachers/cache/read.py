@@ -18,7 +18,7 @@ import torch
 
 from distill.data.collator import valid_rows
 from distill.recipe import Generate, Recipe
-from distill.teachers.cache_format import (
+from distill.teachers.cache.format import (
     ANSWERS,
     FIGURES,
     KEY_BYTES,

@@ -13,10 +13,10 @@ from distill.models.load import load_student, load_tokenizer
 from distill.models.pruning import check_kept, layers_to_keep
 from distill.models.vocabulary import compare, extend_student
 from distill.recipe import FromTeacher, Recipe
-from distill.teachers.cache_format import STUDENT, TEACHER, read_json
-from distill.teachers.cache_identity import require_same_teacher
-from distill.teachers.cache_objective import HiddenObjective, TopKObjective
-from distill.teachers.cache_read import TeacherCache
+from distill.teachers.cache.format import STUDENT, TEACHER, read_json
+from distill.teachers.cache.identity import require_same_teacher
+from distill.teachers.cache.objective import HiddenObjective, TopKObjective
+from distill.teachers.cache.read import TeacherCache
 
 if TYPE_CHECKING:
     from distill.loading import Models

@@ -27,7 +27,7 @@ from distill.data.sources import Source, open_source
 from distill.data.token_cache import keep, key_of, tokenizer_hash
 from distill.data.tokenise import Tally
 from distill.recipe import Data
-from distill.teachers.cross_encode import Pair, PairEncoder, Reader
+from distill.teachers.cross.encode import Pair, PairEncoder, Reader
 
 if TYPE_CHECKING:
     import datasets

@@ -20,7 +20,7 @@ from distill_kernels.losses.scaling import scale_gradient_
 from distill_kernels.losses.terms import make_objective
 from torch import nn
 
-from distill.teachers.cross_spans import Outcomes, Side, compare_spans, span_figures
+from distill.teachers.cross.spans import Outcomes, Side, compare_spans, span_figures
 
 CHUNK_ELEMENTS = 8 << 20  # logits of both models in one chunk; about six fp32 copies of them exist at a time
 CHUNK_SHARE = 24 * 24  # of a GPU's memory: what those copies may take

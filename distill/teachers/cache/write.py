@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from distill.data.collator import Collator
 from distill.data.packing import IGNORED, best_fit
 from distill.models.head import HeadWeights, LogitShape
-from distill.teachers.cache_encode import encode
-from distill.teachers.cache_format import (
+from distill.teachers.cache.encode import encode
+from distill.teachers.cache.format import (
     DTYPES,
     FIGURES,
     KEY_BYTES,
