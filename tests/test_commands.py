@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = typer.main.get_command(cli.app).commands
 NAMES = sorted(COMMANDS)
 PRINTS_NO_TABLE = {"run"}
-NEEDS = {"export": ["-o", "out"], "generate": ["-p", "Hello"]}
+NEEDS = {
+    "export": ["-o", "out"],
+    "generate": ["-p", "Hello"],
+    "sample": ["--prompts", "p.txt", "--out", "o.jsonl", "--from", "teacher"],
+}
 ESCAPE = "\x1b"
 
 

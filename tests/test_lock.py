@@ -66,7 +66,7 @@ def change_template(workplace):
 @pytest.mark.parametrize(
     "change, expected",
     [
-        (change_text, r"data\.rows_sha256 differs"),
+        (change_text, r"data\.source differs"),
         (change_teacher, r"teacher\.weights differs"),
         (change_template, r"data\.chat_template differs"),
         ("train.learning_rate=1e-3", r"recipe\.train\.learning_rate differs: locked 0\.003, here 0\.001"),
