@@ -215,7 +215,7 @@ def test_a_data_worker_that_dies(given, whole, tmp_path, monkeypatch, capsys):
         patch.setattr(DistillationTrainer, "training_step", kill_once)
         # so little is prefetched that the worker is missed
         more = ("data.workers=1", "train.arguments={dataloader_prefetch_factor: 1}", "train.steps=40")
-        says = ["a data worker died", "lower data.workers (now 1)", "checkpoint-2 with --resume"]
+        says = ["a data worker died", "lower data.workers (now 1)", "then continue from runs/x/checkpoint-"]
         ends_in_one_line(capsys, given, *more, says=says)
     assert killed[0] >= 1
 

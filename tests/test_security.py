@@ -227,6 +227,9 @@ def test_a_sharded_checkpoint_may_hold_tensors_and_numbers_alone(stopped, touche
     index = (place / ".metadata").read_bytes()
     (place / ".metadata").write_bytes(pickle.dumps(Payload(touched)))
     assert "it names " in fault_of(folder) and not touched.exists()
+    for names in (("torch", "Size", "mro"), ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING", "mro")):
+        (place / ".metadata").write_bytes("cbuiltins\ngetattr\n(c{}\n{}\nV{}\ntR.".format(*names).encode())
+        assert "it names attribute mro" in fault_of(folder)
     (place / ".metadata").write_bytes(index)
     shards.save({"more": Payload(touched)}, checkpoint_id=place, no_dist=True)
     assert "cannot be read as what it should hold" in fault_of(folder) and not touched.exists()

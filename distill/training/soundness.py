@@ -11,6 +11,7 @@ weights are taken from safetensors alone.
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import pickle
@@ -134,7 +135,16 @@ class _OnlyIndexes(pickle.Unpickler):
         """The class, if it is one of those that an index is made of."""
         if name in PLAIN.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how early releases of Python 3.11 write an enum's member
+            return _member
         raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _member(owner: Any, name: str) -> Any:
+    """A member of an enum that the index may name, and no other attribute."""
+    if not (isinstance(owner, enum.EnumMeta) and name in owner.__members__):
+        raise pickle.UnpicklingError(f"it names attribute {name} of {owner!r:.80}")
+    return owner.__members__[name]
 
 
 def _first(error: BaseException) -> str:
