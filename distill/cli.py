@@ -233,4 +233,7 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """The console script."""
-    sys.exit(run_command())
+    code = run_command()
+    if launch.is_one_of_several():
+        launch.leave(code)
+    sys.exit(code)

@@ -11,8 +11,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import hypothesis
 import pytest
 import torch
+
+# A change is judged by the same examples however busy the machine; on one's own machine they are new ones each time.
+SLOW = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, suppress_health_check=SLOW)
+hypothesis.settings.register_profile("own", deadline=None, suppress_health_check=SLOW)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "own")
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:

@@ -67,5 +67,5 @@ def test_two_ranks_equal_one(tmp_path):
         )
         for rank in range(2)
     ]
-    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+    outputs = [worker.communicate(timeout=400)[0] for worker in workers]
     assert all(output.strip().endswith("equal") for output in outputs), "\n".join(outputs)

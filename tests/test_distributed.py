@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distill.training.launch import leave
+
 ROOT = Path(__file__).resolve().parents[1]
 DDP_CASES = ["tied", "untied", "lora"]
 FSDP_CASES = [(kind, accumulation) for kind in ("tied", "untied", "lora") for accumulation in (1, 4)]
@@ -175,6 +177,7 @@ def run_all(folder):
         torch.save(results, folder / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)
 
 
 @pytest.fixture(scope="module")

@@ -101,3 +101,26 @@ def test_a_users_mistake_keeps_its_exit_code_and_shows_no_traceback(workplace):
     done = program(workplace, START, "run", "tiny.yaml", "data.source=absent.txt")
     assert done.returncode == 2
     assert "absent.txt" in done.stderr and "Traceback" not in done.stderr and "ChildFailedError" not in done.stderr
+
+
+def test_one_of_several_leaves_with_its_code_and_all_it_had_to_do(tmp_path):
+    """What happens at exit happens, threads end, output arrives; the interpreter's own end is never reached."""
+    code = """
+import atexit, sys, threading, time
+from distill.training.launch import leave
+
+def late():
+    time.sleep(0.5)
+    print("thread done")
+
+class Kept:
+    def __del__(self):
+        print("the interpreter's end")
+
+kept = Kept()
+atexit.register(print, "at exit")
+threading.Thread(target=late).start()
+leave(7)
+"""
+    done = program(tmp_path, ["-c", code])
+    assert (done.returncode, done.stdout.splitlines()) == (7, ["thread done", "at exit"]), done.stderr

@@ -18,6 +18,7 @@ from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
 from distill.recipe import RecipeError, parse
 from distill.training.checkpoints import checkpoints
+from distill.training.launch import leave
 from distill.training.progress import MetricsFile, read_metrics
 from distill.training.trainer import DistillationTrainer, PlainRows
 
@@ -341,4 +342,4 @@ if __name__ == "__main__":  # one of two processes
     if torch.distributed.get_rank() == 0:
         torch.save(result, Path(sys.argv[1]) / "two.pt")
     torch.distributed.barrier()
-    os._exit(0)  # a thread of gloo may outlive the interpreter
+    leave(0)

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distill.training.launch import leave
+
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 KINDS = ["tied", "untied"]
@@ -224,3 +226,4 @@ if __name__ == "__main__":
         torch.save(results, Path(sys.argv[1]) / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
+    leave(0)

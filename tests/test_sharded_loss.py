@@ -27,6 +27,8 @@ from distill_kernels import (
 from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
 
+from distill.training.launch import leave
+
 ROOT = Path(__file__).resolve().parents[1]
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
 HARD = {"label_smoothing": 0.1, "z_loss": 1e-3}
@@ -242,8 +244,7 @@ def run_all(folder, device):
     torch.save(results, folder / f"results{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of gloo may still run, and the interpreter's own end would then abort
+    leave(0)
 
 
 def start(folder, device):

@@ -26,7 +26,7 @@ class Turns:
     """Ranks as threads, of which one runs at a time; they hand tensors over where they would meet in a collective."""
 
     def __init__(self, size):
-        self.size, self.baton, self.barrier = size, threading.Lock(), threading.Barrier(size, timeout=120)
+        self.size, self.baton, self.barrier = size, threading.Lock(), threading.Barrier(size, timeout=400)
         self.slots = [None] * size
 
     def run(self, work):

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
+from distill.training.launch import leave
+
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 name: tiny
@@ -181,3 +183,4 @@ def test_one_process_speaks_and_says_who_is_sharded(workplace):
 if __name__ == "__main__":
     both(*sys.argv[1:])
     torch.distributed.destroy_process_group()
+    leave(0)

@@ -28,6 +28,7 @@ from transformers.trainer_pt_utils import safe_globals
 from distill.contract.invariants import Finding, Subject, difference
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
+from distill.training.launch import leave
 from distill.training.trainer import DistillationTrainer
 
 MINUTES = 10
@@ -226,6 +227,7 @@ def _main(folder: Path) -> None:
         save_file(weights, folder / "two.safetensors")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,15 @@ starts nothing. To use fewer GPUs than there are: `CUDA_VISIBLE_DEVICES=0,1 dist
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from distill import console
 
@@ -90,3 +95,25 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher started this process, so that it may have joined a process group of torch.distributed."""
+    return "torch" in sys.modules and any(name in os.environ for name in LAUNCHED)
+
+
+def leave(code: int) -> NoReturn:
+    """End one of several processes, once its threads are done and all that is to happen at exit has happened.
+
+    A thread of gloo keeps tensors until after the process group is destroyed, as long as anything (a device mesh)
+    holds the group. Dropping them needs Python, and before 3.14 a thread that asks a finished interpreter for Python
+    aborts the process: one in six ended so, after all its work. So the interpreter is not finished.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
