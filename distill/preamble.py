@@ -9,6 +9,7 @@ from torch import nn
 
 from distill import console
 from distill.judging.evaluate import HeldOut, gap_closed
+from distill.judging.measure import KL, Measure
 from distill.judging.samples import TITLES
 from distill.recipe import ModelSection, Recipe, Teacher
 from distill.teachers.cache.identity import cached_name, description
@@ -92,13 +93,9 @@ def preamble(
     return [f"{key:<12}{value}" for key, value in lines.items()]
 
 
-def result_table(before: HeldOut, after: HeldOut, *, by_bytes: bool = False) -> tuple[list[str], list[list[str]], str]:
-    """Heading, rows and the closing line of the table of held-out figures.
-
-    `by_bytes`: two tokenizers were compared, so what is measured is no KL, and perplexities are of spans of text.
-    """
-    measure, unit = ("divergence", "aligned spans") if by_bytes else ("KL", "tokens")
-    heading = ["held out", f"{measure} to teacher", "agreement", "perplexity"]
+def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:
+    """Heading, rows and the closing line of the table of held-out figures."""
+    heading = ["held out", f"{measure.name} to teacher", "agreement", "perplexity"]
     rows = [
         ["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"],
         *(
@@ -109,7 +106,8 @@ def result_table(before: HeldOut, after: HeldOut, *, by_bytes: bool = False) -> 
     return (
         heading,
         rows,
-        f"gap closed  {gap_closed(before, after):.1%} of the {measure}, over {after.tokens:,} held-out {unit}",
+        f"gap closed  {gap_closed(before, after):.1%} of the {measure.name}, over {after.tokens:,} held-out "
+        f"{measure.unit}s",
     )
 
 

@@ -174,6 +174,7 @@ def _run(
         callbacks=[MetricsFile(folder / "metrics.jsonl"), progress],
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
     )
+    progress.measure = trainer.objective.measure
     trainer.remove_callback(transformers.PrinterCallback)
     if device.type == "cuda":
         patch_models(models, recipe, attention)
@@ -320,7 +321,8 @@ def _before(
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
             figures: dict[str, Any] = {
-                name: math.nan if value is None else value for name, value in kept["held_out"].items()
+                name: math.nan if value is None else value
+                for name, value in trainer.objective.measure.read(kept["held_out"]).items()
             }
             return HeldOut(**figures), dict(kept["answers"])
         except (ValueError, KeyError, TypeError):
@@ -334,7 +336,9 @@ def _before(
             if is_first() or is_sharded(model):  # shards answer together
                 answers[name] = _generate(recipe, models, model)
     if is_first():
-        _write(path, json.dumps(console.plain({"held_out": before, "answers": answers}), indent=1))
+        measure = trainer.objective.measure
+        kept = {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
+        _write(path, json.dumps(console.plain(kept), indent=1))
     return before, answers
 
 
@@ -365,7 +369,7 @@ def _save(
     if not is_first():
         return
     save_student(student, models.tokenizer, folder / "student")
-    by_bytes = recipe.student.vocabulary == "cross"
+    measure = trainer.objective.measure
     write_model_card(
         folder / "student",
         name=recipe.name,
@@ -381,19 +385,20 @@ def _save(
             for section in (recipe.teacher, *recipe.teachers[1:], recipe.student)
             if section.model and not Path(section.model).exists()
         ),
-        by_bytes=by_bytes,
+        measure=measure,
     )
     if answers:
         write_samples(folder / "samples.md", recipe.generate.prompts, answers)
         show_samples(recipe.generate.prompts, answers)
-    draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title=folder.name)
-    heading, rows, closing = result_table(result.before, result.after, by_bytes=by_bytes)
+    draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title=folder.name, measure=measure)
+    heading, rows, closing = result_table(result.before, result.after, measure)
     console.say("")
     console.show_table(heading, rows, numbers=True)
     console.say(f"{closing}\nstudent     {folder / 'student'}")
     summary = {
-        "before": result.before._asdict(),
-        "after": result.after._asdict(),
+        "before": measure.written(result.before._asdict()),
+        "after": measure.written(result.after._asdict()),
+        "measure": measure,
         "gap_closed": result.gap_closed,
         "steps": result.steps,
         "prompts": recipe.generate.prompts,

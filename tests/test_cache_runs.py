@@ -88,7 +88,19 @@ def test_a_run_from_a_cache_is_the_online_run(here, capsys):
     assert r"teacher \(cached\)" in (ours.folder / "student" / "README.md").read_text()
     assert "cache_sha256" in (ours.folder / "lock.yaml").read_text()
     assert AutoModelForCausalLM.from_pretrained(ours.folder / "student").config.num_hidden_layers == 2
+    assert "  kl over 260 outcomes " in out and "KL over 260 outcomes to teacher" in out, (
+        "the 259 and all others as one"
+    )
+    assert "| forward KL over 260 outcomes |" in (ours.folder / "student" / "README.md").read_text()
     assert run_command(["report", "cached"]) == 0
+    page = (ours.folder / "report.html").read_text()
+    assert "reverse KL over 260 outcomes" in page and "KL over 260 outcomes to teacher (nats a token)" in page
+    kept = json.loads((ours.folder / "result.json").read_text())
+    assert kept["measure"] == {"name": "KL over 260 outcomes", "unit": "token", "key": "kl"}
+    assert kept["after"]["forward_kl"] == ours.after.forward_kl
+    assert run_command(["compare", "online", "cached"]) == 0
+    out = capsys.readouterr().out
+    assert "measure" in out and "another measure" in out and "KL over 260 outcomes" in out
 
 
 def test_hidden_states_take_every_divergence(here, capsys):
@@ -101,6 +113,8 @@ def test_hidden_states_take_every_divergence(here, capsys):
         [row["loss"] for row in read_metrics(r.folder / "metrics.jsonl") if "loss" in row] for r in (ours, online)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=2e-4)
+    kept = json.loads((ours.folder / "result.json").read_text())
+    assert kept["measure"]["name"] == "KL", "hidden states lose no outcome"
 
 
 @pytest.mark.parametrize("tail, loss", [("sampled", "forward_kl"), ("renormalize", "reverse_kl")])
@@ -110,6 +124,11 @@ def test_few_tokens_teach_another_student_with_lora(here, tail, loss):
     result = run(cached(tail, student, "train.learning_rate=2e-2", f"loss.terms.0.type={loss}"), name=f"lora-{tail}")
     assert result.after.forward_kl < result.before.forward_kl
     assert (result.before.reverse_kl != result.before.reverse_kl) == (tail == "sampled")  # NaN: not known
+    card = (result.folder / "student" / "README.md").read_text()
+    name = {"sampled": "estimated KL", "renormalize": "KL over 12 tokens"}[tail]
+    assert f"| forward {name} |" in card and ("| unknown |" in card) == (tail == "sampled") and "nan" not in card
+    # resumed, the figures from before training are read back
+    assert run_command(["report", result.folder.name, "--json"]) == 0
 
 
 def test_random_tokens_need_no_tokenizer(here):

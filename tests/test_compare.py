@@ -8,20 +8,23 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.judging.compare_runs import welch
+from distill.judging.measure import KL, SPANS, measure_of
+from distill.recipe import parse
 
 
-def make_run(name, kl, *, seed=0, rate="1e-4", result=True):
+def make_run(name, kl, *, seed=0, rate="1e-4", result=True, student="{model: b}"):
     from pathlib import Path
 
     folder = Path("runs") / name
     folder.mkdir(parents=True)
+    key = "divergence" if "cross" in student else "kl"
     (folder / "recipe.yaml").write_text(
-        f"name: {name}\nteacher: {{model: a}}\nstudent: {{model: b}}\ndata: {{source: x.txt}}\n"
+        f"name: {name}\nteacher: {{model: a}}\nstudent: {student}\ndata: {{source: x.txt}}\n"
         f"train: {{steps: 5, seed: {seed}, learning_rate: {rate}}}\n"
     )
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "kl": 2.0, "eval_kl": kl}) + "\n")
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, key: 2.0, f"eval_{key}": kl}) + "\n")
     if result:
-        after = {"forward_kl": kl, "agreement": 0.5}
+        after = {f"forward_{key}": kl, "agreement": 0.5}
         (folder / "result.json").write_text(json.dumps({"after": after, "gap_closed": 1 - kl}))
 
 
@@ -64,6 +67,54 @@ def test_mistakes(runs, message, folder, capsys):
     make_run("half", 1.0, result=False)
     assert run_command(["compare", *runs]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_measures_are_not_tested_against_each_other(folder, capsys):
+    """A run across tokenizers beside one of KL: each line says what it is of, and no p-value is made up."""
+    for number in range(2):
+        make_run(f"cross-{number}", 0.1 * number, seed=number, student="{model: b, vocabulary: cross}")
+    assert run_command(["compare", *ALL, "cross-0", "cross-1", "--plot", "both.html"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:4] == ["run", "seeds", "measure", "to"] and "KL to teacher" not in lines[0]
+    assert "span divergence" in lines[3] and lines[3].endswith("another measure")
+    assert lines[1].split()[2] == "KL" and float(lines[2].split()[-1]) < 0.01, "runs of one measure are tested"
+    page = (folder / "both.html").read_text()
+    assert ">KL to the teacher (nats a token)<" in page and ">span divergence to the teacher (nats an" in page
+    assert run_command(["compare", *ALL, "cross-0", "cross-1", "--json"]) == 0
+    groups = json.loads(capsys.readouterr().out)
+    assert "kl" in groups[0] and groups[2]["divergence"] == [0.0, 0.1] and "kl" not in groups[2]
+    assert [group["p_value"] is None for group in groups] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "manifest, name",
+    [
+        ({"kind": "hidden"}, "KL"),
+        ({"kind": "top_k", "k": 64, "tail": "bucket", "temperature": 1.0}, "KL over 65 outcomes"),
+        ({"kind": "top_k", "k": 64, "tail": "renormalize", "temperature": 2}, "KL over 64 tokens at T = 2"),
+        ({"kind": "top_k", "k": 64, "tail": "sampled", "temperature": 1.0}, "estimated KL"),
+        (None, "KL over what is cached"),
+    ],
+)
+def test_a_cached_teachers_divergence_is_named_for_its_outcomes(manifest, name, tmp_path):
+    text = (
+        f"teacher: {{type: cache, path: {tmp_path}}}\nstudent: {{model: b}}\ndata: {{source: x}}\ntrain: {{steps: 1}}"
+    )
+    if manifest is not None:
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    found = measure_of(parse(text))
+    assert found.name == name and found.key == "kl" and found.each == "nats a token"
+    assert found.called("kl") == name.replace("KL", "kl") and found.called("divergence") == "divergence"
+    assert measure_of(parse(text), found._asdict()) == found, "kept with the run, it is not looked for again"
+
+
+def test_figures_of_spans_are_not_written_as_kl():
+    figures = {"tokens": 3, "forward_kl": 1.0, "reverse_kl": 2.0, "agreement": 0.5}
+    told = SPANS.written(figures)
+    assert told == {"spans": 3, "forward_divergence": 1.0, "reverse_divergence": 2.0, "agreement": 0.5}
+    assert SPANS.read(told) == SPANS.read(figures) == figures, "runs from before the names were told apart are read too"
+    assert KL.written(figures) == KL.read(figures) == figures
+    assert SPANS.called("divergence") == "span divergence"
 
 
 def test_welch_gives_the_tabulated_values():

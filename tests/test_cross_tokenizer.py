@@ -1,6 +1,8 @@
 """A student with its own tokenizer: data by both tokenizers, the objective, the contract, and a whole run."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from tiny import CHAT_TEMPLATE, save_tiny, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from two_tokenizers import MERGED, PIECES, WORDS, dense_spans, readers
 
+from distill.cli import run_command
 from distill.contract.doctor import prepare
 from distill.data.collator import Collator
 from distill.data.formats import Format
@@ -293,8 +296,16 @@ def test_a_run_learns_across_tokenizers(folders, tmp_path, monkeypatch, capsys):
     assert result.after.forward_kl < 0.9 * result.before.forward_kl
     said = capsys.readouterr().out
     assert "tokens are the same" in said and "of the teacher's probability is on shared tokens" in said
-    assert "one token of each" in said and "divergence to teacher" in said and "KL" not in said
-    assert "different tokenizers" in (result.folder / "student" / "README.md").read_text()
+    assert "one token of each" in said and "span divergence to teacher" in said
+    assert "step 4/12  loss " in said and "  span divergence " in said and "aligned spans" in said
+    card = (result.folder / "student" / "README.md").read_text()
+    assert "different tokenizers" in card and "| forward span divergence |" in card
+    told = _what_commands_say(result, capsys)
+    kept = json.loads((result.folder / "result.json").read_text())
+    assert kept["after"]["forward_divergence"] == result.after.forward_kl and "forward_kl" not in kept["after"]
+    assert kept["after"]["spans"] == result.after.tokens and kept["measure"]["name"] == "span divergence"
+    for text in (said, card.split("## Recipe")[0].replace("are not KL", ""), *told):
+        assert not [text[max(0, m.start() - 60) : m.end()] for m in re.finditer(r"(?<![a-z_])kl|KL", text)]
     # the student keeps its tokenizer
     kept = AutoTokenizer.from_pretrained(result.folder / "student")
     assert kept.get_vocab() == PIECES.get_vocab()
@@ -308,6 +319,39 @@ def test_a_run_learns_across_tokenizers(folders, tmp_path, monkeypatch, capsys):
         one, other = torch.tensor(getattr(again, name)), torch.tensor(getattr(result.after, name))
         assert_as_good_as_torch(one, other, other, torch.float32, name)
     assert again.tokens == result.after.tokens
+
+
+def _what_commands_say(result, capsys):
+    """The report's page, the comparison's table and page, and the judgement of a run; held to its own figures."""
+    name = str(result.folder)
+    assert run_command(["report", name]) == run_command(["compare", name, "--plot", "c.html"]) == 0
+    page = (result.folder / "report.html").read_text().split("<h2>Recipe")[0]
+    for expected in ("forward span divergence", "held-out aligned spans", "of the span divergence to the teacher",
+                     "span divergence to teacher (nats an aligned span)", "loss (nats an aligned span)"):  # fmt: skip
+        assert expected in page, expected
+    said = capsys.readouterr().out
+    assert "span divergence to teacher" in said
+    plot = Path("c.html").read_text()
+    assert "span divergence to the teacher (nats an aligned span)" in plot and plot.count("<polyline") == 2
+    assert run_command(["compare", name, "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)
+    assert group["divergence"] == [result.after.forward_kl] and group["measure"] == "span divergence"
+    assert run_command(["eval", name]) == 0
+    table = capsys.readouterr().out
+    assert "forward span divergence" in table and f"over {result.after.tokens:,} aligned spans" in table
+    assert "calibration" not in table
+    assert run_command(["eval", name, "--before", name + "/student", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["spans"] == result.after.tokens and found["figures"]["gap_closed"]["value"] == 0
+    for key, field in (
+        ("forward_divergence", "forward_kl"), ("reverse_divergence", "reverse_kl"), ("agreement", "agreement"),
+        ("student_cross_entropy",) * 2, ("teacher_cross_entropy",) * 2, ("student_entropy",) * 2,
+        ("teacher_entropy",) * 2,
+    ):  # fmt: skip
+        figure = found["figures"][key]
+        assert figure["value"] == pytest.approx(getattr(result.after, field), rel=1e-4)
+        assert figure["low"] <= figure["value"] <= figure["high"]
+    return [page, said, plot, table, json.dumps(group), json.dumps(found)]
 
 
 def test_recipes_that_cannot_cross():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +58,7 @@ def evaluate(
         _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
         return
     from distill.judging.judge import judge
+    from distill.judging.measure import KL, SPANS
     from distill.judging.targets import (
         Target,
         find_target,
@@ -69,33 +71,55 @@ def evaluate(
     from distill.recipe import Student, Teacher
 
     found = find_target(target)
+    across = found.recipe is not None and found.recipe.student.vocabulary == "cross"
+    measure = SPANS if across else KL  # of a run from a cache too: the teacher is loaded here
     with console.working("loading models and data"):
         large = load_its_teacher(found, teacher)
         section = Teacher(model=teacher) if teacher is not None or found.recipe is None else found.recipe.teacher
         tokenizer = load_tokenizer(section)
         student, own = load_target(found)
-        columns = shared_vocabulary(student, large, own, tokenizer)
-        rows = held_out_rows(found, data, tokenizer, max_rows, max_length)
+        if across:
+            look = _across(found, own, tokenizer)
+            rows = held_out_rows(found, data, own, max_rows, max_length, tokenizer)
+        else:
+            columns = shared_vocabulary(student, large, own, tokenizer)
+            look = functools.partial(judge, vocab_size=columns, batch_size=batch_size)
+            rows = held_out_rows(found, data, tokenizer, max_rows, max_length)
     with console.progress("comparing", len(rows) * (1 if before is None else 2)) as advance:
-        settings: Any = {"vocab_size": columns, "batch_size": batch_size, "advance": advance}
-        after = judge(student, large, rows, **settings)
+        after = look(student, large, rows, advance=advance)
         closed = None
         if before is not None:
             first, _ = load_target(Target(Student(model=before)))
-            closed = after.gap_closed(judge(first, large, rows, **settings))
-    figures = dict(after.figures)
+            closed = after.gap_closed(look(first, large, rows, advance=advance))
+    figures: dict[str, Any] = measure.written(after.figures)
     figures |= {f"{who}_perplexity": after.perplexity(who) for who in ("student", "teacher")}
     if closed is not None:
         figures["gap_closed"] = closed
     if as_json:
         errors = {"student": after.calibration_error, "teacher": after.teacher_calibration_error}
-        say_json({"tokens": after.tokens, "rows": after.rows, "figures": figures, "calibration_error": errors})
+        told = {"measure": measure.name, "rows": after.rows, "figures": figures, "calibration_error": errors}
+        say_json(measure.written({"tokens": after.tokens}) | told)
         return
-    shown = [[name.replace("_", " "), *(f"{value:.4f}" for value in figure)] for name, figure in figures.items()]
-    shown.append(["student calibration error", f"{after.calibration_error:.4f}", "", ""])
-    shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
+    names = {f"{way}_{measure.key}": f"{way} {measure.name}" for way in ("forward", "reverse")}
+    shown = [
+        [names.get(name, name.replace("_", " ")), *(f"{value:.4f}" for value in figure)]
+        for name, figure in figures.items()
+    ]
+    if not across:
+        shown.append(["student calibration error", f"{after.calibration_error:.4f}", "", ""])
+        shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
     console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
-    console.say(f"over {after.tokens:,} tokens in {after.rows:,} rows; intervals by resampling rows")
+    console.say(f"over {after.tokens:,} {measure.unit}s in {after.rows:,} rows; intervals by resampling rows")
+
+
+def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:
+    """What judges a student that keeps its own tokenizer."""
+    from distill.judging.judge_spans import judge_spans
+    from distill.teachers.cross.objective import compare_by_bytes, readers_of
+
+    template = found.recipe.data.chat_template
+    readers = readers_of(student_tokenizer, teacher_tokenizer, template)
+    return functools.partial(judge_spans, shared=compare_by_bytes(*readers).shared)
 
 
 def _run_tasks(
@@ -151,17 +175,26 @@ def compare(
             raise ValueError(f"--plot: the folder {plot.parent} does not exist")
         plot.write_text(curves_page(read), encoding="utf-8")
     if as_json:
-        say_json(groups)
+        say_json([group.as_dict() for group in groups])
         return
+    measures = {group.measure.name for group in groups}
+    name = measures.pop() if len(measures) == 1 else ""  # of several each line names its own
+
+    def p_of(group: Any) -> str:
+        if group is groups[0] or group.measure != groups[0].measure:
+            return "" if group is groups[0] else "another measure"
+        return "one seed" if group.p_value is None else f"{group.p_value:.3f}"
+
     rows = [
         [
-            group.name, str(len(group.runs)), mean_and_spread(group.kl), mean_and_spread(group.agreement),
-            mean_and_spread(group.gap), "" if group is groups[0] else "one seed" if group.p_value is None
-            else f"{group.p_value:.3f}",
+            group.name, str(len(group.runs)), *([] if name else [group.measure.name]),
+            *map(mean_and_spread, (group.divergence, group.agreement, group.gap)), p_of(group),
         ]
         for group in groups
     ]  # fmt: skip
-    console.show_table(["run", "seeds", "KL to teacher", "agreement", "gap closed", "p (KL)"], rows, numbers=True)
+    heading = [f"{name} to teacher"] if name else ["measure", "to teacher"]
+    p = f"p ({name})" if name else "p"
+    console.show_table(["run", "seeds", *heading, "agreement", "gap closed", p], rows, numbers=True)
     for group in groups[1:]:
         changes = ", ".join(f"{key}={value}" for key, value in group.differs.items())
         console.say(f"{group.name} differs from {groups[0].name} in {changes}")
@@ -188,7 +221,16 @@ def report(
     folder = find_run(run)
     if as_json:
         found = read_run(folder)
-        say_json({"run": str(folder), "held_out": found.held_out, "result": found.result, "metrics": found.metrics})
+        told = {when: found.measure.written(figures) for when, figures in found.held_out.items()}
+        say_json(
+            {
+                "run": str(folder),
+                "measure": found.measure.name,
+                "held_out": told,
+                "result": found.result,
+                "metrics": found.metrics,
+            }
+        )
         return
     if output is not None and not output.parent.is_dir():
         raise ValueError(f"--output: the folder {output.parent} does not exist")

@@ -1,8 +1,8 @@
 """`distill compare`: several runs side by side, and whether a difference is more than the luck of the seed.
 
 Runs whose recipes differ in nothing but `name` and `train.seed` are one group. Groups are compared with the first by
-Welch's t-test (1947) on the held-out forward KL, one figure a run: with a single run in a group there is no spread, so
-no test, and the table says so.
+Welch's t-test (1947) on the held-out divergence, one figure a run: with a single run in a group there is no spread, so
+no test, and the table says so; nor is there one between measures, such as KL and the divergence of aligned spans.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from distill.judging.measure import Measure
 from distill.recipe import parse
 from distill.reports.report import Run, points
 from distill.reports.svg_plot import Series, line_chart
@@ -23,18 +24,26 @@ class Group(NamedTuple):
     Attributes:
         name: of the first run.
         runs: names.
-        kl, agreement, gap: one figure a run.
+        measure: what the divergence is.
+        divergence, agreement, gap: one figure a run.
         differs: settings by which this group's recipe differs from the first group's.
         p_value: that a difference from the first group as large comes from seeds alone; None where it cannot be told.
     """
 
     name: str
     runs: list[str]
-    kl: list[float]
+    measure: Measure
+    divergence: list[float]
     agreement: list[float]
     gap: list[float]
     differs: dict[str, Any]
     p_value: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the divergence by its key in `metrics.jsonl`."""
+        found = self._asdict()
+        figures = found.pop("divergence")
+        return {self.measure.key: figures, **found, "measure": self.measure.name}
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -65,12 +74,14 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         }  # fmt: skip
         after = [run.held_out["after"] for run in members]
         gaps = [math.nan if run.result["gap_closed"] is None else run.result["gap_closed"] for run in members]
-        kl = [figures["forward_kl"] for figures in after]
+        divergence = [figures["forward_kl"] for figures in after]
+        measure = members[0].measure
+        alike = bool(made) and made[0].measure == measure
         made.append(
             Group(
-                members[0].folder.name, [run.folder.name for run in members], kl,
+                members[0].folder.name, [run.folder.name for run in members], measure, divergence,
                 [figures["agreement"] for figures in after], gaps, changed,
-                welch(made[0].kl, kl) if made else None,
+                welch(made[0].divergence, divergence) if alike else None,
             )
         )  # fmt: skip
     return made
@@ -119,16 +130,19 @@ def _tail(t: float, freedom: float, steps: int = 20_000) -> float:
 
 
 def curves_page(runs: Sequence[Run]) -> str:
-    """The held-out KL of all runs over the steps (that of training where none was held out), as an HTML page."""
+    """The held-out divergence of all runs over the steps (in training where none was held out), as an HTML page."""
     import html
 
     from distill.reports.style import STYLE
 
     charts = []
-    for key, title in (("kl", "KL to the teacher (nats a token)"), ("agreement", "top-1 agreement with the teacher")):
+    measures = dict.fromkeys(run.measure for run in runs)
+    wanted = [(one.key, f"{one.name} to the teacher ({one.each})", [one]) for one in measures]
+    for key, title, among in [*wanted, ("agreement", "top-1 agreement with the teacher", list(measures))]:
         lines = [
             Series(run.folder.name, points(run.metrics, f"eval_{key}") or points(run.metrics, key), number % 6)
             for number, run in enumerate(runs)
+            if run.measure in among
         ]
         if any(line.points for line in lines):
             charts.append(f"<figure><figcaption>{title}</figcaption>{line_chart(lines, title)}</figure>")

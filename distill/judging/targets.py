@@ -87,21 +87,32 @@ def knows_one_teacher(target: Target) -> bool:
     )
 
 
-def held_out_rows(target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int) -> Sequence[Any]:
+def held_out_rows(
+    target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int, teacher_tokenizer: Any = None
+) -> Sequence[Any]:
     """The rows that the run held out, or up to `max_rows` documents of `data`.
+
+    With a tokenizer of the teacher's own they hold both readings.
 
     Raises:
         ValueError: neither a run nor data.
     """
+
+    def read(section: Data, seed: int) -> Sequence[Any]:
+        if teacher_tokenizer is None:
+            return load_data(section, tokenizer, seed=seed).validation
+        from distill.teachers.cross.data import load_cross_data
+
+        return load_cross_data(section, tokenizer, teacher_tokenizer, seed=seed).validation
+
     if data is not None:
         section = Data(
             source=data, max_length=max_length, cache=False, validation=Validation(fraction=0.999, max_rows=max_rows)
         )
-        return load_data(section, tokenizer, seed=0).validation
+        return read(section, 0)
     if target.recipe is None:
         raise ValueError("--data: needed with a model; a run knows what it held out")
-    recipe = target.recipe
-    return load_data(recipe.data, tokenizer, seed=recipe.train.seed).validation
+    return read(target.recipe.data, target.recipe.train.seed)
 
 
 def shared_vocabulary(student: Any, teacher: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.judging.measure import KL, Measure
+
 INK, QUIET, TRAIN, HELD_OUT = "#1f2937", "#9ca3af", "#2563eb", "#dc2626"
 
 
@@ -26,29 +28,33 @@ class Panel(NamedTuple):
     from_zero: bool = False
 
 
-PANELS = (
-    Panel("loss", "loss (nats a token)"),
-    Panel("kl", "KL to teacher (nats a token)", from_zero=True),
-    Panel("divergence", "divergence (nats a token)", from_zero=True),
-    Panel("agreement", "agreement with teacher (%)", 100.0),
-    Panel("learning_rate", "learning rate", from_zero=True),
-    Panel("tokens_per_second", "tokens per second", from_zero=True),
-    Panel("grad_norm", "gradient norm", from_zero=True),
-)
+def panels_of(measure: Measure = KL) -> list[Panel]:
+    """The plots of a run whose divergence is `measure`; one trained by another than the KL logs `divergence`."""
+    name = measure.called("divergence")
+    return [
+        Panel("loss", f"loss ({measure.each})"),
+        Panel("kl", f"{measure.name} to teacher ({measure.each})", from_zero=True),
+        Panel("divergence", f"{name} to teacher ({measure.each})", from_zero=True),
+        Panel("agreement", "agreement with teacher (%)", 100.0),
+        Panel("learning_rate", "learning rate", from_zero=True),
+        Panel("tokens_per_second", "tokens per second", from_zero=True),
+        Panel("grad_norm", "gradient norm", from_zero=True),
+    ]
 
 
-def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> bool:
+def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "", *, measure: Measure = KL) -> bool:
     """Draw the figures in `rows` into a PNG; a half-written file is never left.
 
     Args:
         rows: Of `metrics.jsonl`: `step` and figures by name; a figure may be missing or None in any of them.
         path: The PNG.
         title: Above the picture, such as the run's name.
+        measure: What the divergence is.
 
     Returns:
         False where there was nothing to draw, and then no file.
     """
-    panels = [panel for panel in PANELS if _points(rows, panel) or _points(rows, panel, "eval_")]
+    panels = [panel for panel in panels_of(measure) if _points(rows, panel) or _points(rows, panel, "eval_")]
     if not panels:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distill.judging.evaluate import HeldOut, gap_closed
+from distill.judging.measure import KL, SPANS, Measure, shown
 
 MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~<>&$])")
 
@@ -28,7 +29,7 @@ def write_model_card(
     after: HeldOut | None = None,
     versions: Mapping[str, str] | None = None,
     hub_models: tuple[str, ...] = (),
-    by_bytes: bool = False,
+    measure: Measure = KL,
 ) -> Path:
     """Write `README.md` into `folder`.
 
@@ -42,7 +43,7 @@ def write_model_card(
         before, after: Held-out figures; the table needs both.
         versions: Of the libraries that trained it.
         hub_models: Hub ids that this student descends from, for the card's metadata; others are left out.
-        by_bytes: Teacher and student have different tokenizers, and the figures are over aligned spans of text.
+        measure: What the divergences are.
 
     Returns:
         The file.
@@ -62,8 +63,8 @@ def write_model_card(
     if before is not None and after is not None:
         parts += [
             "## Held-out figures",
-            figures_table(before, after, by_bytes=by_bytes),
-            _explanation(before, after, by_bytes),
+            figures_table(before, after, measure),
+            _explanation(before, after, measure),
         ]
     parts += [
         "## Use",
@@ -86,30 +87,35 @@ def write_model_card(
     return path
 
 
-def figures_table(before: HeldOut, after: HeldOut, *, by_bytes: bool = False) -> str:
+def figures_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str:
     """Held-out figures of teacher, student before and student after, as a Markdown table."""
-    measure = "divergence" if by_bytes else "KL"
-    lines = [f"| | forward {measure} | reverse {measure} | top-1 agreement | perplexity |", "|---|---:|---:|---:|---:|"]
+    name = measure.name
+    lines = [f"| | forward {name} | reverse {name} | top-1 agreement | perplexity |", "|---|---:|---:|---:|---:|"]
     lines.append(f"| teacher | 0 | 0 | 100 % | {after.teacher_perplexity:,.2f} |")
     for title, row in (("student before", before), ("student after", after)):
         lines.append(
-            f"| {title} | {row.forward_kl:.4f} | {row.reverse_kl:.4f} | {100 * row.agreement:.1f} % "
+            f"| {title} | {shown(row.forward_kl)} | {shown(row.reverse_kl)} | {100 * row.agreement:.1f} % "
             f"| {row.student_perplexity:,.2f} |"
         )
     return "\n".join(lines)
 
 
-def _explanation(before: HeldOut, after: HeldOut, by_bytes: bool) -> str:
-    if by_bytes:
+def _explanation(before: HeldOut, after: HeldOut, measure: Measure) -> str:
+    if measure == SPANS:
         return (
             f"Means over {after.tokens:,} held-out spans of text, in nats; teacher and student have different "
             "tokenizers and are compared where both have read the same bytes: shared tokens, spans of text, and the "
             "rest by sorted probabilities, so that the two divergences are not KL. Share of the gap closed: "
             f"**{100 * gap_closed(before, after):.1f} %**."
         )
+    stored = (
+        ""
+        if measure == KL
+        else f"The teacher was read from a cache, so that these are not the KL but the {measure.name}. "
+    )
     return (
         f"Means over {after.tokens:,} held-out tokens, in nats; the student against the teacher's next-token "
-        f"distributions. Share of the gap closed, (KL before - KL after) / KL before: "
+        f"distributions. {stored}Share of the gap closed, (before - after) / before: "
         f"**{100 * gap_closed(before, after):.1f} %**."
     )
 

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from distill.faults import RecipeError
 from distill.folders import RECIPE_FILE, RUNS
-from distill.reports.curves import PANELS, Panel
+from distill.judging.measure import Measure, measure_of, shown
+from distill.reports.curves import Panel, panels_of
 from distill.reports.style import STYLE
 from distill.reports.svg_plot import Series, line_chart, short
 
-CHARTS = (*PANELS, Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True))
+MEMORY = Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True)
 # the report's words for what training.phases times
 PHASES = {
     "teacher": "teacher", "student, both ways": "student", "loss": "loss", "optimizer": "optimizer",
@@ -48,14 +49,22 @@ class Run(NamedTuple):
 
     @property
     def held_out(self) -> dict[str, dict[str, float]]:
-        """Held-out figures by `before` and `after`, those there are."""
+        """Held-out figures by `before` and `after`, those there are, named as in `HeldOut` whatever the measure."""
         found = {"before": self.before.get("held_out"), "after": self.result.get("after")}
         # a figure that is not finite is null in the file
         return {
-            name: {key: math.nan if value is None else value for key, value in figures.items()}
+            name: {key: math.nan if value is None else value for key, value in self.measure.read(figures).items()}
             for name, figures in found.items()
             if figures
         }
+
+    @property
+    def measure(self) -> Measure:
+        """What its divergence is."""
+        from distill.recipe import parse
+
+        stored = self.result.get("measure") or self.before.get("measure")
+        return measure_of(parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE)), stored)
 
 
 def find_run(argument: str | Path) -> Path:
@@ -115,7 +124,7 @@ def page(run: Run) -> str:
     sections = [
         _summary(run),
         _section("Held out", _held_out(run)),
-        _section("Training, by optimizer step", _charts(run.metrics)),
+        _section("Training, by optimizer step", _charts(run.metrics, run.measure)),
         _section("Time", _time(run.metrics)),
         _section("Samples", _samples(run)),
         _section(
@@ -144,7 +153,7 @@ def _recipe_facts(run: Run) -> dict[str, str]:
     recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
     weighted = [term for term in recipe.loss.terms if term.weight > 0]
     plain = len(weighted) == 1 and weighted[0].weight == 1
-    terms = " + ".join(("" if plain else f"{term.weight:g} ") + _term(term) for term in weighted)
+    terms = " + ".join(("" if plain else f"{term.weight:g} ") + _term(term, run.measure) for term in weighted)
     return {
         "teacher": teacher_name(recipe),
         "student": model_name(recipe.student),
@@ -153,20 +162,21 @@ def _recipe_facts(run: Run) -> dict[str, str]:
     }
 
 
-def _term(term: Any) -> str:
+def _term(term: Any, measure: Measure) -> str:
     """A loss term in words; one of a person's own by its function's name."""
-    return str(getattr(term, "function", term.type)).replace("_", " ")
+    name = str(getattr(term, "function", term.type))
+    return (name.removesuffix("_kl") + f" {measure.name}" * name.endswith("_kl")).replace("_", " ")
 
 
 def _summary(run: Run) -> str:
     facts = "".join(f"<span><b>{key}</b> {html.escape(value)}</span>" for key, value in _recipe_facts(run).items())
-    cards = []
+    cards, name = [], html.escape(run.measure.name)
     if "gap_closed" in run.result and run.result["gap_closed"] is not None:
-        cards.append(("gap closed", f"{run.result['gap_closed']:.1%}", "of the KL to the teacher"))
+        cards.append(("gap closed", f"{run.result['gap_closed']:.1%}", f"of the {name} to the teacher"))
     after, before = run.held_out.get("after"), run.held_out.get("before")
     if after:
         was = f"was {before['forward_kl']:.4f}" if before else ""
-        cards.append(("KL to teacher", f"{after['forward_kl']:.4f}", was))
+        cards.append((f"{name} to teacher", f"{after['forward_kl']:.4f}", was))
         was = f"was {before['agreement']:.1%}" if before else ""
         cards.append(("agreement", f"{after['agreement']:.1%}", was))
     speeds = sorted(row["tokens_per_second"] for row in run.metrics if row.get("tokens_per_second"))
@@ -194,13 +204,14 @@ def _held_out(run: Run) -> str:
     for name, row in figures.items():
         rows.append(
             [
-                WHO[name], f"{row['forward_kl']:.4f}", f"{row['reverse_kl']:.4f}", f"{100 * row['agreement']:.1f} %",
+                WHO[name], shown(row["forward_kl"]), shown(row["reverse_kl"]), f"{100 * row['agreement']:.1f} %",
                 perplexity(row["student_cross_entropy"]), f"{row['student_entropy']:.3f}",
             ]
         )  # fmt: skip
-    head = ["", "forward KL", "reverse KL", "agreement", "perplexity", "entropy"]
-    note = f"Means over {last['tokens']:,} held-out tokens, in nats; teacher and student see the same text."
-    return table(head, rows) + f'<p class="note">{note}</p>'
+    measure = run.measure
+    head = ["", f"forward {measure.name}", f"reverse {measure.name}", "agreement", "perplexity", "entropy"]
+    note = f"Means over {last['tokens']:,} held-out {measure.unit}s, in nats; teacher and student see the same text."
+    return table(head, rows) + f'<p class="note">{html.escape(note)}</p>'
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -219,11 +230,11 @@ def points(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> 
     ]
 
 
-def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
+def _charts(rows: Sequence[Mapping[str, Any]], measure: Measure) -> str:
     charts = []
-    for panel in CHARTS:
-        if panel.key == "loss" and all(_same(row.get("loss"), row.get("kl")) for row in rows if "loss" in row):
-            continue  # the loss is the KL: one chart is enough
+    for panel in (*panels_of(measure), MEMORY):
+        if panel.key == "loss" and all(_same(row.get("loss"), row.get(measure.key)) for row in rows if "loss" in row):
+            continue  # the loss is the divergence: one chart is enough
         lines = [
             Series("training", points(rows, panel.key, panel.factor), 0),
             Series("held out", points(rows, f"eval_{panel.key}", panel.factor), 1),
@@ -240,8 +251,8 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
 
 
-def _same(loss: Any, kl: Any) -> bool:
-    return isinstance(loss, float) and isinstance(kl, float) and math.isclose(loss, kl, rel_tol=1e-3)
+def _same(loss: Any, other: Any) -> bool:
+    return isinstance(loss, float) and isinstance(other, float) and math.isclose(loss, other, rel_tol=1e-3)
 
 
 def _time(rows: Sequence[Mapping[str, Any]]) -> str:

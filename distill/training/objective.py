@@ -28,6 +28,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from distill.judging.measure import KL as KL_MEASURE
+from distill.judging.measure import Measure
 from distill.models.head import HeadWeights, LogitShape, bare, call_head, decoder_of, find_head, probe_logits, whole
 from distill.recipe.loss import Loss
 
@@ -233,6 +235,11 @@ class DistillationObjective:
     def caveat(self) -> str | None:
         """What must be known of the divergences reported; None where they are those of two whole distributions."""
         return None
+
+    @property
+    def measure(self) -> Measure:
+        """What the divergences reported are called, and what they are means over."""
+        return KL_MEASURE
 
     @property
     def columns(self) -> int:

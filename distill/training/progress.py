@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from distill.judging.measure import KL, Measure
+
 
 class MetricsFile(TrainerCallback):
     """Writes `metrics.jsonl`: one JSON object per step that logged, evaluation figures of a step in the same object.
@@ -75,7 +77,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class ProgressReport(TrainerCallback):
-    """A progress bar with loss, KL, agreement, tokens/s and time left; a plain line per logging step elsewhere."""
+    """A progress bar with loss, KL, agreement, tokens/s and time left; a plain line per logging step elsewhere.
+
+    `measure` says what the divergence is called.
+    """
+
+    measure: Measure = KL
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -108,7 +115,7 @@ class ProgressReport(TrainerCallback):
         """Show the figures of a logging step."""
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        figures = figures_line(logs)
+        figures = figures_line(logs, self.measure)
         if self._bar is not None:
             self._bar.update(self._task, figures=figures)
         else:
@@ -133,10 +140,10 @@ class ProgressReport(TrainerCallback):
         return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
-def figures_line(logs: dict[str, Any]) -> str:
+def figures_line(logs: dict[str, Any], measure: Measure = KL) -> str:
     """Loss, divergence, agreement and speed of one logging step, in words."""
     parts = [f"loss {logs['loss']:.4f}"]
-    parts += [f"{name} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
+    parts += [f"{measure.called(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
     if "agreement" in logs:
         parts.append(f"agreement {logs['agreement']:.1%}")
     if "tokens_per_second" in logs:

@@ -9,6 +9,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TokenStats
 from torch import nn
 
+from distill.judging.measure import Measure, over_stored
 from distill.models.head import HeadWeights, LogitShape, find_head, probe_logits
 from distill.teachers.cache.encode import normalised, surplus_of
 from distill.teachers.cache.format import HEAD
@@ -101,6 +102,11 @@ class TopKObjective(CachedObjective):
             "renormalize": f"over the stored tokens alone, {at}: blind to what the student does elsewhere",
             "sampled": f"estimates of the full forward KL from sampled tokens, {at}, unbiased; no reverse KL",
         }[self.cache.manifest["tail"]]
+
+    @property
+    def measure(self) -> Measure:
+        """Over the outcomes that are stored."""
+        return over_stored(self.cache.manifest)
 
     def _columns(self, rows: int) -> int:
         if rows < self.cache.columns:

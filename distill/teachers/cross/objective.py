@@ -17,6 +17,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
 from distill.data.chat import load_template
+from distill.judging.measure import SPANS, Measure
 from distill.models.head import HeadWeights, find_head, whole
 from distill.models.load import load_tokenizer
 from distill.recipe import Recipe
@@ -160,7 +161,12 @@ class CrossObjective(DistillationObjective):
     def divergence(self) -> tuple[str | None, float]:
         """Never called a KL: a part of it is by size."""
         name, weight = super().divergence
-        return None if name is None else "divergence", weight
+        return None if name is None else self.measure.key, weight
+
+    @property
+    def measure(self) -> Measure:
+        """Means over aligned spans, of no KL."""
+        return SPANS
 
     def collator(self, plain: Callable[[list[Any]], dict[str, Any]]) -> Callable[[list[Any]], dict[str, Any]]:
         """Batches with the teacher's reading and the spans."""
