@@ -26,6 +26,7 @@ from distill_kernels.launch import next_power_of_2
 from distill_kernels.sampling import sample_tokens
 from torch import nn
 
+from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
 from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
 
@@ -300,7 +301,7 @@ def why_not(model: nn.Module) -> str | None:
     """Why `DecodeLoop` cannot serve `model`, found by trying it on a few tokens; None where it can.
 
     Two prompts of different lengths and two more tokens of each must give the logits of the model's own forward
-    without a cache, up to the rounding of its dtype.
+    without a cache (soft cap of the attention scores included), up to the rounding of its dtype.
     """
     inner: Any = bare(model)
     if not getattr(inner, "_supports_attention_backend", False):
@@ -313,7 +314,8 @@ def why_not(model: nn.Module) -> str | None:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
+        with soft_cap_kept(model):
+            expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
         cache = RaggedCache(inner.config, 2, 8, device)
         with attention_for_ragged_cache(model):
             positions = torch.arange(3, device=device)[None]

@@ -6,6 +6,8 @@ device whether a batch is packed, which stalls the host, and then builds a dense
 `PreallocatedCache` decodes on our kernel, prompts padded on the left included; other calls with a padding mask or a
 key-value cache run on the attention that the model had before.
 
+`keep_soft_cap(model)` sees to it that a model's own attention applies its soft cap.
+
 `fastest_attention` times the back ends on the shapes of a run.
 """
 
@@ -133,6 +135,49 @@ def refuse_sinks(kwargs: dict[str, Any]) -> None:
         raise ValueError("attention: learned attention sinks are not supported; set attention: eager for this model")
 
 
+def keep_soft_cap(model: nn.Module, asked: str = "auto", field: str = "attn_implementation") -> None:
+    """Have `model` attend by an implementation that applies the soft cap of its attention scores.
+
+    PyTorch's attention has none. transformers 5.17 gives it to Gemma 2 and VaultGemma all the same, and their cap is
+    dropped without a word; 5.23 takes `eager`, as this does.
+
+    Args:
+        model: A model of transformers, bare or inside PEFT; left as it is where no cap would be dropped.
+        asked: The implementation that somebody asked for, or "auto".
+        field: What the error names.
+
+    Raises:
+        ValueError: `asked` is what would drop the cap.
+    """
+    configs = _configs(model)
+    kept = [_capping(config) for config in configs]
+    if all(config._attn_implementation == name for config, name in zip(configs, kept, strict=True)):
+        return
+    if asked != "auto":
+        raise ValueError(
+            f"{field}: {asked} drops the soft cap of this model's attention scores; expected auto, or an "
+            "implementation that applies it, such as eager"
+        )
+    log.info("%s: eager, since PyTorch's attention drops the soft cap of this model's attention scores", field)
+    for config, name in zip(configs, kept, strict=True):
+        config._attn_implementation = name
+
+
+@contextlib.contextmanager
+def soft_cap_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is as `keep_soft_cap` leaves it."""
+    configs = _configs(model)
+    with _implementations(configs, [_capping(config) for config in configs]):
+        yield
+
+
+def _capping(config: Any) -> Any:
+    """The attention implementation that `config` names, or eager where that one would drop the soft cap."""
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    name = config._attn_implementation
+    return "eager" if capped and name == "sdpa" else name
+
+
 def _torch_attention(
     backend: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
 ) -> torch.Tensor:
@@ -164,6 +209,7 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
     original = decoder.__dict__.get("forward")
     before = [config._attn_implementation for config in configs]
     decoder.__dict__["_distill_attention_undo"] = (original, before)
+    unfused = [_capping(config) for config in configs]
     for config in configs:
         config._attn_implementation = NAME
     for module in model.modules():
@@ -184,7 +230,7 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
             with _implementations(configs, [DECODE] * len(configs)):
                 return inner(*args, **kwargs, **newest)
         if masked or cached or self.config._attn_implementation != NAME:
-            with _implementations(configs, before):
+            with _implementations(configs, unfused):
                 return inner(*args, **kwargs)
         positions = kwargs.get("position_ids")
         if kwargs.get("cu_seq_lens_q") is None and positions is not None and positions.dim() == 2:

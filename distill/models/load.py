@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from distill.models.adapters import add_lora, load_and_merge, merged
+from distill.models.attention import keep_soft_cap
 from distill.models.pruning import check_kept, cut_layers, find_layers, layers_to_keep
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source
 from distill.recipe import ModelSection, Student, Teacher
@@ -216,6 +217,7 @@ def _load(
             f"{field}.model: {section.model} is quantised, which the fused loss cannot read; give the model in "
             "bfloat16, or as a .gguf file, which is expanded when loaded"
         )
+    keep_soft_cap(model, section.attention, f"{field}.attention")
     return _place(model, device)
 
 
@@ -243,6 +245,7 @@ def _random(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{field}.config: {section.config} makes no causal language model: {error}") from error
+    keep_soft_cap(model, section.attention, f"{field}.attention")
     return _place(model, device)
 
 

@@ -135,7 +135,10 @@ class AutoFusedModelForCausalLM:
         cls, *args: Any, role: Role = "student", attention: str | None = "triton", **kwargs: Any
     ) -> Any:
         """As `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, attention=attention)`."""
+        from distill.models.attention import keep_soft_cap
+
         model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
+        keep_soft_cap(model, kwargs.get("attn_implementation") or "auto")
         patch(model, role, attention=attention)
         return model
 

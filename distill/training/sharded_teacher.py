@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from distill.models.attention import keep_soft_cap
 from distill.models.load import TEACHER_SEED, load_config, load_teacher
 from distill.models.patching import PatchReport, patch
 from distill.models.pruning import cut_config
@@ -58,11 +59,13 @@ def load_sharded_teacher(
     if section.attention != "auto":
         options["attn_implementation"] = section.attention
     model = _without_memory(config, options)
+    keep_soft_cap(model, section.attention, "teacher.attention")
     report = None
     devices = [device] if device.type == "cuda" else []
     if attention is not None:
         with torch.random.fork_rng(devices), device:
             small = AutoModelForCausalLM.from_config(_two_layers(config), **options).eval()
+        keep_soft_cap(small, section.attention, "teacher.attention")
         backend = attention(small)
         report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=None).verdicts)
         del small

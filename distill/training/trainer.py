@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 
 from distill.data.collator import Collator
 from distill.generation.on_policy import OnPolicy
+from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.training.health import Health
@@ -84,6 +85,9 @@ class DistillationTrainer(Trainer):
         if args.n_gpu > 1:
             log.warning("%d GPUs are visible to one process; using one. Start with torchrun to use all.", args.n_gpu)
             args._n_gpu = 1
+        for whose, owned in (("student", model), ("teacher", teacher)):
+            if owned is not None:
+                keep_soft_cap(owned, field=f"{whose}'s attention")
         if data_collator is None:
             data_collator = PlainRows(Collator(_padding_token(processing_class, model), omit_plain_positions=True))
         super().__init__(

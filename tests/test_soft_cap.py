@@ -1,0 +1,158 @@
+"""The soft cap of attention scores: no version of transformers, no loader and no fallback of ours may drop it.
+
+`sdpa` below is set by hand, as transformers 5.17 sets it for these models: later versions raise where it is called.
+"""
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import save_tiny, tiny_config, tiny_model
+from transformers import TrainingArguments
+
+from distill.generation import decode_loop
+from distill.generation.decode_loop import DecodeLoop, why_not
+from distill.models import ragged_cache
+from distill.models.attention import keep_soft_cap, soft_cap_kept, stop_fused_attention, use_fused_attention
+from distill.models.head import decoder_of
+from distill.models.load import load_student, load_teacher
+from distill.models.patching import AutoFusedModelForCausalLM
+from distill.recipe import Student, Teacher
+from distill.recipe.models import FromTeacher
+from distill.training.trainer import DistillationTrainer
+
+IDS = torch.randint(3, 259, (2, 11), generator=torch.Generator().manual_seed(1))
+KINDS = ["gemma2", "vaultgemma"]
+
+
+def capped(kind="gemma2", cap=1.0, dtype=torch.float32, implementation="sdpa"):
+    """A tiny model whose scores go far beyond its cap."""
+    model = tiny_model(kind=kind, tie=False, attn_logit_softcapping=cap, query_pre_attn_scalar=1, sliding_window=6)
+    set_implementation(model, implementation)
+    return model.to(dtype)  # the same weights: drawn in another dtype they would be others
+
+
+def set_implementation(model, name):
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_attn_implementation"):
+            module.config._attn_implementation = name
+
+
+@torch.no_grad()
+def logits(model, **inputs):
+    return model(**({"input_ids": IDS, "use_cache": False} | inputs)).logits.double()
+
+
+def truth(kind="gemma2", cap=1.0, **inputs):
+    """Of whole forwards in float64, where scores are capped by plain PyTorch."""
+    return logits(capped(kind, cap, torch.float64, "eager"), **inputs)
+
+
+def assert_capped(found, kind="gemma2", **inputs):
+    expected, dropped = truth(kind, **inputs), truth(kind, None, **inputs)
+    assert (expected - dropped).norm() > 0.05 * expected.norm()
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_left_on_pytorchs_attention_is_put_right(kind):
+    model = capped(kind)
+    with soft_cap_kept(model):
+        assert_capped(logits(model), kind)
+    assert model.config._attn_implementation == "sdpa"
+    keep_soft_cap(model)
+    assert_capped(logits(model), kind)
+
+
+@pytest.mark.parametrize("more", [{}, {"kind": "gemma2", "attn_logit_softcapping": None}])
+def test_a_model_without_a_cap_keeps_its_attention(more):
+    model = tiny_model(**more)
+    set_implementation(model, "sdpa")
+    keep_soft_cap(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaded_models_apply_it(kind, tmp_path):
+    folder = save_tiny(tmp_path / "model", capped(kind))
+    teacher = load_teacher(Teacher(model=str(folder)))
+    assert_capped(logits(teacher), kind)
+    assert_capped(logits(load_student(Student(model=str(folder))).eval()), kind)
+    cut = load_student(Student(from_teacher=FromTeacher(keep=[0, 1])), teacher=teacher).eval()
+    assert_capped(logits(cut), kind)
+    fused = AutoFusedModelForCausalLM.from_pretrained(folder, attention=None)
+    assert_capped(logits(fused.eval()), kind)
+
+
+def test_random_models_apply_it(tmp_path):
+    config = tiny_config("gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=1, initializer_range=0.15)
+    config.to_json_file(tmp_path / "config.json")
+    teacher = load_teacher(Teacher(init="random", config=str(tmp_path)))
+    found = logits(teacher)
+    set_implementation(teacher, "eager")
+    assert torch.equal(found, logits(teacher))
+
+
+@pytest.mark.parametrize("section", [Teacher, Student])
+def test_pytorchs_attention_asked_for_by_name_is_refused(section, tmp_path):
+    folder = save_tiny(tmp_path / "model", capped())
+    load = load_teacher if section is Teacher else load_student
+    with pytest.raises(ValueError, match=rf"{section.__name__.lower()}\..*(sdpa|scaled_dot_product_attention)"):
+        load(section(model=str(folder), attention="sdpa"))
+    with pytest.raises(ValueError, match="my_field: sdpa drops the soft cap"):
+        keep_soft_cap(capped(), "sdpa", "my_field")
+
+
+def test_the_trainer_sees_to_models_it_was_given(tmp_path):
+    student, teacher = capped(), capped()
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True)
+    DistillationTrainer(student, teacher, arguments, train_dataset=Dataset.from_dict({"input_ids": IDS.tolist()}))
+    assert_capped(logits(student.eval()))
+    assert_capped(logits(teacher))
+
+
+def test_patched_models_apply_it_where_kernels_do_not_serve():
+    model = capped()
+    use_fused_attention(model, decoder_of(model))
+    assert_capped(logits(model))
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = 0  # padded on the left
+    seen = mask.bool()
+    expected = truth()
+    found = logits(model, attention_mask=mask)
+    assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
+    alone = {"input_ids": IDS[:1, 4:], "position_ids": torch.arange(4, 11)[None]}
+    assert_capped(found[:1][seen[:1]][None], **alone)
+    assert_capped(logits(model, use_cache=True))
+    stop_fused_attention(model, decoder_of(model))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def whole_forwards(model, prompt, new):
+    """Greedy tokens, each from one forward over everything before it, in `model`'s dtype."""
+    ids = list(prompt)
+    for _ in range(new):
+        ids.append(int(logits(model, input_ids=torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_says_what_whole_forwards_say(kind):
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [40], list(range(30, 52))]
+    model = capped(kind)
+    assert why_not(model) is None
+    found = DecodeLoop(model, pad_token_id=2, eos_token_ids=[]).generate(prompts, max_new_tokens=6).tokens
+    exact, dropped = (capped(kind, cap, torch.float64, "eager") for cap in (1.0, None))
+    assert found == [whole_forwards(exact, prompt, 6) for prompt in prompts]
+    assert found != [whole_forwards(dropped, prompt, 6) for prompt in prompts]
+
+
+def test_a_loop_that_dropped_it_would_not_serve(monkeypatch):
+    attend = ragged_cache.ragged_attention
+    monkeypatch.setattr(
+        decode_loop, "attention_for_ragged_cache", lambda model: ragged_cache.implementations(model, "careless")
+    )
+    ragged_cache.AttentionInterface.register(
+        "careless", lambda *args, softcap=None, **kwargs: attend(*args, softcap=None, **kwargs)
+    )
+    assert "different" in why_not(capped())
+    assert why_not(capped(cap=None)) is None
