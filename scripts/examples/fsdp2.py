@@ -29,8 +29,7 @@ class Model(nn.Module):
         return hidden if loss_fn is None else head_loss(self.lm_head, loss_fn, hidden, **against)
 
     def shard(self, mesh: DeviceMesh) -> "Model":
-        """Layers and head are gathered one at a time, what is left with the root."""
-        for part in (*self.layers, self.lm_head):
+        for part in (*self.layers, self.lm_head):  # gathered one at a time, what is left with the root
             fully_shard(part, mesh=mesh)
         return fully_shard(self, mesh=mesh)
 
