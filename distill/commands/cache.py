@@ -28,7 +28,9 @@ def cache(
     overrides: Overrides = None,
     top_k: Annotated[int, typer.Option("--top-k", metavar="K", min=1, help="Tokens stored of each distribution.")] = 64,
     hidden: Annotated[bool, typer.Option("--hidden", help="Store the last hidden states instead.")] = False,
-    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Else caches/<recipe>.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Else where the recipe reads it, or caches/<recipe>.")
+    ] = None,
     tail: Annotated[
         str | None,
         typer.Option(
@@ -44,16 +46,20 @@ def cache(
 ) -> None:
     """Run the teacher once over a recipe's data and store what it says; then train without it in memory.
 
-    Killed, it goes on where it was; all visible GPUs are used. The recipe then takes it by its folder:
+    Killed, it goes on where it was; all visible GPUs are used. The recipe then takes it by its folder; one that says
+    `teacher: {type: cache, path: ..., model: ...}` is cached and run as it is:
 
     \b
     distill cache chat-8b-to-1b.yaml --report
     distill cache chat-8b-to-1b.yaml --top-k 64 --out caches/chat
     distill run chat-8b-to-1b.yaml "teacher={type: cache, path: caches/chat}"
+    distill cache llama3-8b-to-1b-cached && distill run llama3-8b-to-1b-cached
     """
     from distill.teachers.cache.settings import Settings, default_tail
 
     _, resolved = load_recipe(recipe, overrides)
+    stored = resolved.teacher.path
+    folder = out or (CACHES / resolved.name if stored is None else Path(stored).expanduser())
     settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
     processes = 1
     if not report:
@@ -73,7 +79,7 @@ def cache(
     manifest = None
     if not report:
         manifest = make_cache(
-            loaded, out or CACHES / resolved.name, settings, say=(lambda line: None) if as_json else console.say,
+            loaded, folder, settings, say=(lambda line: None) if as_json else console.say,
             progress=_silence if quiet else _bar,
         )  # fmt: skip
         if manifest is None:
@@ -92,8 +98,8 @@ def cache(
     if table:
         _show(table, len(sample.labels), resolved.loss.temperature)
     if manifest is not None:
-        folder = out or CACHES / resolved.name
-        console.say(f'train from it:  distill run {recipe} "teacher={{type: cache, path: {folder}}}"')
+        changes = f' "teacher={{type: cache, path: {folder}}}"'
+        console.say(f"train from it:  distill run {recipe}" + changes * (stored is None or folder != Path(stored)))
 
 
 def _show(table: Sequence[Any], positions: int, temperature: float) -> None:

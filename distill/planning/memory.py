@@ -31,6 +31,7 @@ from torch import nn
 
 from distill.models.head import bare, decoder_of, find_head
 from distill.recipe import Recipe
+from distill.teachers.cross.loss import CHUNK_SHARE
 from distill.training.arguments import FUSED, Precision
 
 GIB = 2**30
@@ -214,7 +215,11 @@ def step_memory(
     head_trained = not lora
     columns = min(student.vocabulary, teacher.vocabulary) if soft else student.vocabulary
     head_gradient = student.head * weight if head_trained else 0.0
-    workspace = _workspace(tokens, columns, precision, int(head_gradient), memory_bytes, 2 if soft else 1)
+    if recipe.student.vocabulary == "cross":
+        workspace = memory_bytes / CHUNK_SHARE * 24  # about six fp32 copies of a chunk, as CrossTokenizerLoss cuts it
+        head_gradient *= 4 / weight if autocast else 1.0  # it adds up in float32
+    else:
+        workspace = _workspace(tokens, columns, precision, int(head_gradient), memory_bytes, 2 if soft else 1)
     if autocast:
         workspace += student.head * compute
     teacher_weights = 0.0 if recipe.teacher.is_cached else float(teacher.parameters * precision.teacher.itemsize)

@@ -26,8 +26,10 @@ from distill.models.pruning import check_kept, cut_config, layers_to_keep
 from distill.planning.devices import Device
 from distill.planning.memory import GIB, USABLE, Memory, Shape, shape_of, step_memory
 from distill.recipe import Lora, ModelSection, Recipe, Teacher
+from distill.teachers.cache.format import MANIFEST, bytes_a_token
 from distill.teachers.cache.identity import on_disk
 from distill.teachers.cache.read import TeacherCache
+from distill.teachers.cache.settings import Settings
 from distill.training.arguments import FUSED, Precision, accumulation_steps, resolve_precision, total_steps
 from distill.training.metrics import NO_WORK, Work, work_of
 from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
@@ -169,10 +171,23 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     pairs = _check_data(recipe, tokenizer, shapes, report, gpus) if look_at_data else None
     works = [work_of(model, trains=False) for model in (teacher, *others)]
     if recipe.teacher.path is not None:
-        works, report.cache = [NO_WORK], on_disk(recipe.teacher.path)
+        works, report.cache = [NO_WORK], _cache_of(recipe, report.teacher)
     _time(recipe, works, work_of(student, trains=True), pairs, report)
     _disk(recipe, shapes[1], planned_precision(recipe, device), report)
     return report
+
+
+def _cache_of(recipe: Recipe, teacher: Shape) -> str:
+    """What the cache holds; of one that is still to be made by the model beside it, what it will take."""
+    section = recipe.teacher
+    assert section.path is not None
+    if (section.model is None and section.init != "random") or (Path(section.path).expanduser() / MANIFEST).is_file():
+        return on_disk(section.path)
+    each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": teacher.vocabulary, "dtype": "float16"})
+    return (
+        f"not loaded: {section.path}, which is still to be made: distill cache takes {each} bytes a learned token "
+        f"(k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
+    )
 
 
 def _sharing(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> Sharing:
@@ -228,10 +243,11 @@ def _changes(recipe: Recipe, device: Device, gpus: int) -> list[tuple[str, Recip
     elif train.optimizer_states == "float32" or (train.optimizer_states == "auto" and precision.student.itemsize > 2):
         label = "train.optimizer_states=bfloat16"
         changes.append((label, _with(recipe, "train", optimizer_states="bfloat16")))
-    if device.cuda and recipe.teacher.dtype != "fp8" and precision.teacher != torch.float32:
+    alone = not (recipe.teachers or recipe.teacher.is_cached or recipe.student.vocabulary == "cross")
+    if device.cuda and alone and recipe.teacher.dtype != "fp8" and precision.teacher != torch.float32:
         label = "teacher.dtype=fp8 (moves the teacher a little: the run prints by how much)"
         changes.append((label, _with(recipe, "teacher", dtype="fp8")))
-    if precision.teacher == torch.float32:
+    if precision.teacher == torch.float32 and not recipe.teacher.is_cached:
         changes.append(("teacher.dtype=bfloat16", _with(recipe, "teacher", dtype="bfloat16")))
     if recipe.student.lora is None:
         lora = _with(recipe, "student", lora=Lora(), dtype="bfloat16" if device.cuda else recipe.student.dtype)

@@ -18,6 +18,7 @@ from distill.models.fp8_teacher import is_quantised
 from distill.models.head import LogitShape, bare, decoder_of, find_head, probe_logits, read_head
 from distill.models.load import load_student, save_student
 from distill.recipe import Recipe
+from distill.recipe import Teacher as TeacherSection
 from distill.teachers.cache.format import (
     ANSWERS,
     HEAD,
@@ -78,13 +79,13 @@ class Loaded(NamedTuple):
 
 
 def load(recipe: Recipe) -> Loaded:
-    """Load data, teacher and student as a run would.
+    """Load data, teacher and student as a run would; of a recipe that reads a cache, the teacher it names beside it.
 
     Raises:
         ValueError: as `distill run` would say.
     """
     if recipe.teacher.is_cached:
-        raise ValueError("teacher.type: expected model, the teacher to run over the data, came cache")
+        recipe = recipe.model_copy(update={"teacher": _loaded(recipe.teacher)})
     if recipe.teachers:
         raise ValueError("teachers: expected one teacher, since a cache holds what one says; came several")
     if recipe.student.vocabulary == "cross":
@@ -112,6 +113,17 @@ def load(recipe: Recipe) -> Loaded:
             swap_linears_for_fp8(bare(models.teacher))
     teacher = Teacher(_hidden_states(models.teacher), read_head(find_head(models.teacher)), shape, device)
     return Loaded(recipe, splits, models, precision, teacher, student_shape, cut, below)
+
+
+def _loaded(section: TeacherSection) -> TeacherSection:
+    """The section of a cached teacher as one to load.
+
+    Raises:
+        ValueError: it does not say whose words the cache holds.
+    """
+    if section.model is None and section.init != "random":
+        raise ValueError("teacher.model: expected the teacher to run over the data beside type: cache, came none")
+    return section.model_copy(update={"type": "model", "path": None})
 
 
 def _hidden_states(model: Any) -> Callable[[Any], torch.Tensor]:
