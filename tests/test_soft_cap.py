@@ -1,13 +1,13 @@
 """The soft cap of attention scores: no version of transformers, no loader and no fallback of ours may drop it.
 
-`sdpa` below is set by hand, as transformers 5.17 sets it for these models: later versions raise where it is called.
+All versions are made to take `sdpa` for these models, as transformers 5.17 does; later ones raise where it is called.
 """
 
 import pytest
 import torch
 from datasets import Dataset
 from tiny import save_tiny, tiny_config, tiny_model
-from transformers import TrainingArguments
+from transformers import Gemma2PreTrainedModel, TrainingArguments, VaultGemmaPreTrainedModel
 
 from distill.generation import decode_loop
 from distill.generation.decode_loop import DecodeLoop, why_not
@@ -18,10 +18,18 @@ from distill.models.load import load_student, load_teacher
 from distill.models.patching import AutoFusedModelForCausalLM
 from distill.recipe import Student, Teacher
 from distill.recipe.models import FromTeacher
+from distill.training import sharded_teacher
 from distill.training.trainer import DistillationTrainer
 
 IDS = torch.randint(3, 259, (2, 11), generator=torch.Generator().manual_seed(1))
 KINDS = ["gemma2", "vaultgemma"]
+
+
+@pytest.fixture(autouse=True)
+def taken_for_able(monkeypatch):
+    """These models' classes say that PyTorch's attention serves them."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    monkeypatch.setattr(VaultGemmaPreTrainedModel, "_supports_sdpa", True)
 
 
 def capped(kind="gemma2", cap=1.0, dtype=torch.float32, implementation="sdpa"):
@@ -83,10 +91,19 @@ def test_loaded_models_apply_it(kind, tmp_path):
     assert_capped(logits(fused.eval()), kind)
 
 
-def test_random_models_apply_it(tmp_path):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_random_models_apply_it(sharded, tmp_path, monkeypatch):
     config = tiny_config("gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=1, initializer_range=0.15)
     config.to_json_file(tmp_path / "config.json")
-    teacher = load_teacher(Teacher(init="random", config=str(tmp_path)))
+    section, looked_at = Teacher(init="random", config=str(tmp_path)), []
+    if sharded:
+        monkeypatch.setattr(sharded_teacher, "shard_teacher", lambda model: None)  # one process holds all of it
+        teacher, _ = sharded_teacher.load_sharded_teacher(
+            section, device=torch.device("cpu"), dtype=torch.float32, attention=looked_at.append
+        )
+        assert [small.config._attn_implementation for small in looked_at] == ["eager"]
+    else:
+        teacher = load_teacher(section)
     found = logits(teacher)
     set_implementation(teacher, "eager")
     assert torch.equal(found, logits(teacher))

@@ -65,7 +65,6 @@ def load_sharded_teacher(
     if attention is not None:
         with torch.random.fork_rng(devices), device:
             small = AutoModelForCausalLM.from_config(_two_layers(config), **options).eval()
-        keep_soft_cap(small, section.attention, "teacher.attention")
         backend = attention(small)
         report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=None).verdicts)
         del small
