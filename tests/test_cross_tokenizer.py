@@ -11,10 +11,10 @@ from distill_kernels import LossTerm
 from helpers import assert_as_good_as_torch
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from two_tokenizers import MERGED, PIECES, WORDS, dense_spans, readers
+from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.cli import run_command
-from distill.contract.doctor import prepare
+from distill.contract.reference_spans import dense_spans
 from distill.data.collator import Collator
 from distill.data.formats import Format
 from distill.judging.evaluate import evaluate
@@ -384,9 +384,3 @@ def test_check_says_what_is_shared(folders):
     report = check(recipe, find_device("cpu"))
     assert report.problems == [] and report.vocabulary_ok and "tokens are the same" in report.vocabulary
     assert "one token of each" in report.data
-
-
-def test_what_looks_at_ids_refuses(folders):
-    recipe = parse(RECIPE.format(**{path.stem: path for path in folders.iterdir()}))
-    with pytest.raises(ValueError, match=r"student\.vocabulary: distill doctor examines one teacher over one vocab"):
-        prepare(recipe)

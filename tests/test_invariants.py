@@ -8,11 +8,13 @@ import pytest
 import torch
 from distill_kernels import FusedDistillationLoss
 from peft import LoraConfig, get_peft_model
+from subjects import rows
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.contract import invariants, invariants_runs
-from distill.contract.invariants import CHECKS, Subject
+from distill.contract.invariants import CHECKS
+from distill.contract.subject import Subject
 from distill.data.collator import Collator
 from distill.models import head
 from distill.recipe.loss import Loss
@@ -23,21 +25,6 @@ from distill.training.trainer import DistillationTrainer
 SUM = {"temperature": 2.0, "label_smoothing": 0.1, "z_loss": 1e-3,
        "terms": [{"type": "forward_kl"}, {"type": "skew_reverse_kl", "alpha": 0.2}, {"type": "jsd", "beta": 0.3},
                  {"type": "cross_entropy", "weight": 0.5}]}  # fmt: skip
-
-
-def rows(count=6):
-    """Packed rows of two documents, of different lengths, with different shares of trained tokens."""
-    generator = torch.Generator().manual_seed(4)
-    made = []
-    for number in range(count):
-        length = 10 + 3 * (number % 4)
-        ids = torch.randint(3, 250, (length,), generator=generator).tolist()
-        half = length // 2
-        labels = [-100, *ids[1:half], -100, *ids[half + 1 :]]
-        for masked in range(1, 1 + number % 3):
-            labels[masked] = -100
-        made.append({"input_ids": ids, "labels": labels, "position_ids": [*range(half), *range(length - half)]})
-    return made
 
 
 def subject(loss=None, *, student=None, dtype=torch.float32, tokenizers=True, **model):
@@ -166,9 +153,9 @@ def padding_joins_the_text(patch):
 
 
 def masked_token_counts(patch):
-    patch.setattr(invariants, "_with_masked_end", lambda row, token: {
+    patch.setattr(Subject, "with_masked_end", staticmethod(lambda row, token: {
         "input_ids": [token, *row["input_ids"]], "labels": [-100, *row["labels"]],
-        "position_ids": [0, *(p + 1 for p in row["position_ids"])]})  # fmt: skip
+        "position_ids": [0, *(p + 1 for p in row["position_ids"])]}))  # fmt: skip
 
 
 def a_norm_that_is_off(patch):

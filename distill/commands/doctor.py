@@ -47,8 +47,15 @@ def doctor(
                 console.say(str(finding))
     if as_json:
         say_json({"environment": lines, "recipe": findings})
-    failed = sum(not finding.passed for finding in findings)
+    failed = sum(finding.passed is False for finding in findings)
     if findings and not as_json:
-        console.say(f"{len(findings)} invariants, " + (f"{failed} FAILED" if failed else "all hold"))
+        console.say(_summary([finding.passed for finding in findings]))
     if failed or not all(line.fine for line in lines):
         raise typer.Exit(1)
+
+
+def _summary(passed: list[bool | None]) -> str:
+    """How many hold; those that were skipped are neither."""
+    failed, skipped = passed.count(False), passed.count(None)
+    told = f"{failed} FAILED" if failed else f"{passed.count(True)} hold" if skipped else "all hold"
+    return f"{len(passed)} invariants, {told}" + (f", {skipped} skipped" if skipped else "")

@@ -16,17 +16,28 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from distill.contract.invariants import CHECKS, Finding, Row, Subject, documents
+from distill.contract.invariants import CHECKS, Finding
+from distill.contract.own_words import OwnWords, prompts_of
+from distill.contract.subject import Row, Subject, first_learned
+from distill.contract.subject_cached import CachedTeacher, nearest
+from distill.contract.subject_cross import AcrossTokenizers
+from distill.contract.subject_several import SeveralTeachers
 from distill.environment import environment
 from distill.models.adapters import add_lora
+from distill.models.load import load_tokenizer
 from distill.recipe import Recipe
-from distill.training.arguments import resolve_device
+from distill.teachers.mixture import TeacherGroup
+from distill.training.arguments import Precision, resolve_device
+
+if TYPE_CHECKING:
+    from distill.loading import Models
 
 ROWS, TOKENS = 6, 64
 LARGE = 3_000_000_000  # parameters of both models, from which on shrunken copies are examined
@@ -146,59 +157,114 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
 
 def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     """Load what `examine` looks at."""
-    from distill.data.load import load_data
-    from distill.loading import read_tokenizer, synthetic_size
-    from distill.models.load import load_student, load_teacher, load_tokenizer
-    from distill.models.vocabulary import compare, extend_student
+    from distill.loading import load_models, read_data, read_tokenizer
 
-    for field, wanted in (
-        ("teachers", bool(recipe.teachers)),
-        ("student.vocabulary", recipe.student.vocabulary == "cross"),
-    ):
-        if wanted:
-            raise ValueError(
-                f"{field}: distill doctor examines one teacher over one vocabulary, which this recipe does not have; "
-                "examine it with one of its teachers, and a student of that family"
-            )
     device = resolve_device(recipe.train)
     torch.manual_seed(recipe.train.seed)
-    tokenizer = read_tokenizer(recipe)
-    data = recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or 512, 512)})
-    splits = load_data(data, tokenizer, seed=recipe.train.seed, vocab_size=synthetic_size(recipe, tokenizer))
-    section = recipe.student
-    own = section.init == "pretrained" and section.from_teacher is None and tokenizer is not None
-    student_tokenizer = load_tokenizer(section, "student") if own else tokenizer
-    teacher = load_teacher(recipe.teacher, device=device, dtype=torch.float32)
-    student = load_student(
-        section.model_copy(update={"lora": None}), teacher=teacher, device=device, dtype=torch.float32
-    )
-    if own and section.vocabulary == "extend":
-        extend_student(student, student_tokenizer, tokenizer)
-        student_tokenizer = tokenizer
-    elif tokenizer is not None:
-        compare(tokenizer, student_tokenizer).require()
+    plain = _in_float32(recipe)
+    tokenizer = read_tokenizer(plain)
+    splits = read_data(plain, tokenizer)
+    models = load_models(plain, tokenizer, device, Precision(torch.float32, torch.float32, torch.float32))
+    student, teacher = models.student, models.teacher
     if small is None:
-        small = sum(p.numel() for model in (teacher, student) for p in model.parameters()) > LARGE
+        small = sum(p.numel() for model in (teacher, student) if model is not None for p in model.parameters()) > LARGE
     # other layers of each: a student cut from the teacher must not become its equal, with nothing left to learn
-    short = [_two_layers(student, 1), _two_layers(teacher, -1)]
+    short = [_two_layers(student, 1), _shortened_teacher(teacher)]
     if small:
         student, teacher = short[0], short[1]
 
-    def copies() -> tuple[nn.Module, nn.Module]:
+    def copies() -> tuple[nn.Module, Any]:
         return _adapted(copy.deepcopy(short[0]), recipe), copy.deepcopy(short[1])
 
-    return Subject(
-        _adapted(copy.deepcopy(student) if small else student, recipe),
-        teacher,
-        some_rows(splits.train),
-        recipe.loss,
-        tokenizers=None if tokenizer is None else (tokenizer, student_tokenizer),
-        small=copies,
+    kind, more = _kind_of(recipe, models)
+    student = _adapted(copy.deepcopy(student) if small else student, recipe)
+    subject = kind(
+        student, teacher, some_rows(splits.train, kind=kind), recipe.loss, vocab_size=models.vocab_size,
+        tokenizers=_tokenizers(recipe, models), small=copies, **more,
+    )  # fmt: skip
+    return _with_own_words(subject, recipe, models, splits.report.format)
+
+
+def _in_float32(recipe: Recipe) -> Recipe:
+    """The recipe over some of its rows, weights in float32, without adapters: those are added to shrunken copies."""
+
+    def wide(section: Any) -> Any:
+        return section.model_copy(update={"dtype": "auto"})
+
+    return recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or 512, 512)}),
+            "teacher": wide(recipe.teacher),
+            "teachers": [wide(section) for section in recipe.teachers],
+            "student": wide(recipe.student).model_copy(update={"lora": None}),
+        }
     )
+
+
+def _kind_of(recipe: Recipe, models: Models) -> tuple[type[Subject], dict[str, Any]]:
+    """What examines this kind of teacher, and what it must know."""
+    if recipe.teachers:
+        return SeveralTeachers, {"weights": [section.weight for section in recipe.teachers]}
+    if recipe.student.vocabulary == "cross":
+        from distill.teachers.cross.objective import compare_by_bytes, readers_of
+
+        readers = readers_of(models.tokenizer, models.teacher_tokenizer, recipe.data.chat_template)
+        return AcrossTokenizers, {"shared": compare_by_bytes(*readers).shared, "readers": readers}
+    if models.cache is not None:
+        return CachedTeacher, {"cache": models.cache}
+    return Subject, {}
+
+
+def _tokenizers(recipe: Recipe, models: Models) -> tuple[Any, ...] | None:
+    """Of every teacher and, last, of the student; None for random tokens, and where each has its own."""
+    section = recipe.student
+    if models.tokenizer is None or section.vocabulary == "cross":
+        return None
+    own = section.init == "pretrained" and section.from_teacher is None and section.vocabulary == "keep"
+    several = [load_tokenizer(teacher, f"teachers.{number}") for number, teacher in enumerate(recipe.teachers)]
+    return (*(several or [models.tokenizer]), load_tokenizer(section, "student") if own else models.tokenizer)
+
+
+def _with_own_words(subject: Subject, recipe: Recipe, models: Models, format: str) -> Subject:
+    """The subject with the student's own answers for rows, where the recipe trains on such."""
+    from distill.generation.on_policy import on_policy_of
+
+    section = recipe.data.on_policy
+    if section is None or section.fraction == 0:
+        return subject
+    # shrunken copies are not worth vLLM's start, and the answers are examined, not the engine
+    asked = section.model_copy(update={"engine": "distill"}) if section.engine == "vllm" else section
+    asking = recipe.model_copy(update={"data": recipe.data.model_copy(update={"on_policy": asked})})
+    objective = subject.objective()
+    columns = objective.columns
+    objective.detach()
+    on_policy_of(
+        asking, subject.student, models.tokenizer, format=format, vocab_size=columns
+    )  # refuses what run refuses
+    words = OwnWords.asked(asking, subject.student, models.tokenizer, columns)
+    documents = [document for row in subject.rows for document in subject.documents(row)]
+    answers = zip(words.answered(subject.student, documents, len(documents)), prompts_of(documents), strict=True)
+    kept = [(row, prompt) for row, prompt in answers if first_learned(row) is not None]
+    if len(kept) < 2:
+        raise ValueError(f"data.on_policy: expected at least 2 answers of the student's, found {len(kept)}")
+    rows = [row for row, _ in kept]
+    packed = [subject.joined(rows[at : at + 2]) for at in range(0, len(rows) - 2, 2)]
+    packed.append(subject.joined(rows[2 * len(packed) :]))
+    rows = packed if len(packed) > 1 and recipe.data.packing else rows
+    return replace(subject, rows=rows, own_words=words, prompts=[prompt for _, prompt in kept])
 
 
 def _adapted(student: Any, recipe: Recipe) -> nn.Module:
     return student if recipe.student.lora is None else add_lora(student, recipe.student.lora)
+
+
+def _shortened_teacher(teacher: Any) -> Any:
+    """Two layers of the teacher, or of each of several; None where it is a cache."""
+    if teacher is None:
+        return None
+    if isinstance(teacher, TeacherGroup):
+        return TeacherGroup([_two_layers(model, -1) for model in teacher.members], teacher.shares)
+    return _two_layers(teacher, -1)
 
 
 def _two_layers(model: Any, second: int) -> Any:
@@ -209,20 +275,23 @@ def _two_layers(model: Any, second: int) -> Any:
         return cut_layers(model, [0, second % total] if total > 2 else range(total)).to(model.device)
 
 
-def some_rows(rows: Sequence[Any], count: int = ROWS, tokens: int = TOKENS) -> list[Row]:
-    """Rows cut short around what is learned: at most two documents each, `tokens` long or little more."""
+def some_rows(
+    rows: Sequence[Any], count: int = ROWS, tokens: int = TOKENS, *, kind: type[Subject] = Subject
+) -> list[Row]:
+    """Rows cut short around what is learned: at most two documents each, `tokens` long or little more. Of a cached
+    teacher, whose documents stay whole, those whose length is the nearest to `tokens`."""
     made: list[Row] = []
-    for index in range(len(rows)):
-        parts = []
-        for part in documents(rows[index]):
-            first = next((at for at, label in enumerate(part["labels"]) if label != -100), None)
-            if first is not None:
-                end = max(tokens // 2, min(first + tokens // 4, 8 * tokens))
-                parts.append({name: values[:end] for name, values in part.items()})
-        if parts:
-            made.append({name: [item for part in parts[:2] for item in part[name]] for name in parts[0]})
-        if len(made) == count:
-            break
+    if issubclass(kind, CachedTeacher):
+        whole = [part for row in rows for document in kind.documents(row) if (part := kind.shortened(document, tokens))]
+        chosen = nearest(whole, 2 * count, tokens)
+        made = [kind.joined(chosen[at : at + 2]) for at in range(0, len(chosen), 2)]
+    else:
+        for row in rows:
+            parts = [part for document in kind.documents(row) if (part := kind.shortened(document, tokens))]
+            if parts:
+                made.append(kind.joined(parts[:2]))
+            if len(made) == count:
+                break
     if len(made) < 2:
         raise ValueError(f"data.source: expected at least 2 rows with something to learn, found {len(made)}")
     return made

@@ -8,7 +8,8 @@
 the fused loss and plain logits, eight rows at once and one by one, documents packed and alone. Differences are
 relative norms; what rounding may do in each dtype is in `TOLERANCE`, and faults of the kinds these look for (a token
 counted too much, a mask off by one, a head read without its LoRA) are larger by orders of magnitude.
-Those that need whole training runs are in `distill.contract.invariants_runs`.
+What differs between kinds of teachers is in `distill.contract.subject`; the invariants that need whole training runs
+are in `distill.contract.invariants_runs`.
 """
 
 from __future__ import annotations
@@ -16,26 +17,18 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 from transformers import TrainingArguments
 
-from distill.contract.reference_loss import reference_loss, shifted
-from distill.data.collator import Collator
-from distill.models.head import bare, decoder_of, find_head, read_head
-from distill.models.vocabulary import compare
-from distill.recipe.loss import Loss
-from distill.training.objective import IGNORE, DistillationObjective
+from distill.contract.own_words import prompts_of
+from distill.contract.subject import Subject
 from distill.training.trainer import DistillationTrainer
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 SMALL_WORKSPACE_MIB = 0.25
 
-Row = Mapping[str, Sequence[int]]
 Gradients = dict[str, torch.Tensor]
 
 
@@ -44,61 +37,21 @@ class Finding(NamedTuple):
 
     Attributes:
         name: of the invariant.
-        passed: whether it holds.
-        detail: what was compared, with the figure.
+        passed: whether it holds; None where it has no meaning for what was examined.
+        detail: what was compared, with the figure; why it was not, where it has no meaning.
         seconds: it took; None where nobody looked.
     """
 
     name: str
-    passed: bool
+    passed: bool | None
     detail: str
     seconds: float | None = None
 
     def __str__(self) -> str:
+        if self.passed is None:
+            return f"skip  {self.name}: skipped: {self.detail}"
         took = "" if self.seconds is None else f" [{self.seconds:.0f} s]"
         return f"{'pass' if self.passed else 'FAIL'}  {self.name}: {self.detail}{took}"
-
-
-@dataclass
-class Subject:
-    """What is checked.
-
-    Attributes:
-        student: a causal language model, bare or inside PEFT, on one device with the teacher.
-        teacher: a causal language model.
-        rows: some rows of the training data (`input_ids`, `labels`, `position_ids`), at least two.
-        loss: the recipe's.
-        vocab_size: columns that both heads are cut to; None for the smaller head.
-        tokenizers: of teacher and student; None where the data are random tokens.
-        small: makes shrunken copies (student, teacher), for whole training runs; None copies the models.
-    """
-
-    student: nn.Module
-    teacher: nn.Module
-    rows: Sequence[Row]
-    loss: Loss
-    vocab_size: int | None = None
-    tokenizers: tuple[Any, Any] | None = None
-    small: Callable[[], tuple[nn.Module, nn.Module]] | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the models are."""
-        return next(self.student.parameters()).device
-
-    @property
-    def tolerance(self) -> float:
-        """What rounding may do in the student's dtype, relative."""
-        return TOLERANCE[next(self.student.parameters()).dtype]
-
-    def batch(self, rows: Sequence[Row] | None = None, **collator: Any) -> dict[str, torch.Tensor]:
-        """`rows` (by default all) as one batch on the device."""
-        made = Collator(0, **collator)(self.rows if rows is None else rows)
-        return {name: tensor.to(self.device) for name, tensor in made.items()}
-
-    def objective(self) -> DistillationObjective:
-        """A fresh objective on the two models."""
-        return DistillationObjective(self.teacher, self.student, self.loss, vocab_size=self.vocab_size)
 
 
 # ------------------------------------------------------------------ the invariants
@@ -106,15 +59,9 @@ class Subject:
 
 def fused_equals_reference(subject: Subject) -> Finding:
     """Loss and gradients through the fused loss equal those from the models' own full logits, in fp64 from there."""
-    loss, gradients = _fused(subject, subject.batch())
-    with _quiet(subject):
-        batch = subject.batch()
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
-        with torch.no_grad():
-            teacher = subject.teacher(**inputs, use_cache=False).logits
-        student = subject.student(**inputs, use_cache=False).logits
-        columns = subject.vocab_size or min(student.shape[-1], teacher.shape[-1])
-        expected = reference_loss(student[..., :columns], teacher[..., :columns], batch["labels"], subject.loss)
+    loss, gradients = _fused(subject)
+    with subject.quiet():
+        expected = subject.reference()
         expected.backward()
     wanted = _take_gradients(subject.student)
     return _judge("fused loss", "loss and gradients against full logits", subject,
@@ -123,101 +70,81 @@ def fused_equals_reference(subject: Subject) -> Finding:
 
 def divergence_is_one(subject: Subject) -> Finding:
     """Every divergence is 0 between the teacher and itself, and nowhere negative between student and teacher."""
-    batch = subject.batch()
-    objective = subject.objective()
-    with torch.no_grad(), _quiet(subject):
-        hidden = objective.teacher_hidden(batch)
-        body = {name: batch[name] for name in ("input_ids", "position_ids")}
-        student_hidden = decoder_of(bare(subject.student))(**body, use_cache=False).last_hidden_state
-        teacher_head, student_head = (read_head(find_head(m)) for m in (subject.teacher, subject.student))
-        reading, labels = objective.reading, shifted(batch["labels"])
-        zero, least = 0.0, 0.0
-        for term in DIVERGENCES:
-            same = FusedDistillationLoss(
-                [term], reduction="sum", student_logit_scale=reading.teacher.scale,
-                student_softcap=reading.teacher.softcap, teacher_logit_scale=reading.teacher.scale,
-                teacher_softcap=reading.teacher.softcap,
-            )  # fmt: skip
-            both = (hidden, teacher_head.weight)
-            found = same(*both, *both, labels, student_bias=teacher_head.bias, teacher_bias=teacher_head.bias)
-            zero = max(zero, abs(found.item()) / max(int((labels != IGNORE).sum()), 1))
-            pair = FusedDistillationLoss(
-                [term], reduction="none", student_logit_scale=reading.student.scale,
-                student_softcap=reading.student.softcap, teacher_logit_scale=reading.teacher.scale,
-                teacher_softcap=reading.teacher.softcap,
-            )  # fmt: skip
-            tokens = pair(
-                student_hidden, student_head.weight, hidden, teacher_head.weight, labels,
-                student_bias=student_head.bias, teacher_bias=teacher_head.bias, student_lora=student_head.lora,
-                vocab_size=reading.vocab_size,
-            )  # fmt: skip
-            least = min(least, tokens.min().item())
-    objective.detach()
+    with torch.no_grad(), subject.quiet():
+        what, zero = subject.from_itself()
+        least = min(subject.least(), 0.0)
     allowed = subject.tolerance
     return Finding(
         "divergence", zero <= allowed and least >= -allowed,
-        f"of the teacher from itself {zero:.1e}, least of any token {least:.1e} (at most {allowed:.0e} from 0)",
+        f"of {what} from itself {zero:.1e}, least of any token {least:.1e} (at most {allowed:.0e} from 0)",
     )  # fmt: skip
 
 
 def accumulation_changes_nothing(subject: Subject) -> Finding:
-    """The trainer's gradient of one batch of all rows equals that of as many micro-batches of one row."""
+    """The trainer's gradient of one batch of all rows equals that of as many micro-batches of one row; where the
+    student answers, its answers do not depend on how many are asked at once."""
     whole, single = _trainer_gradients(subject, len(subject.rows)), _trainer_gradients(subject, 1)
-    return _judge(
+    finding = _judge(
         "accumulation", f"gradients of 1 x {len(subject.rows)} rows and {len(subject.rows)} x 1", subject,
         [difference(single, whole)],
     )  # fmt: skip
+    if subject.own_words is None or not finding.passed:
+        return finding
+    alone = [document for row in subject.rows for document in subject.documents(row)]
+    together, apart = (subject.own_words.answered(subject.student, alone, n) for n in (len(alone), 1))
+    same = sum(one == other for one, other in zip(together, apart, strict=False))
+    told = f"; {same} of {len(alone)} answers of the student's own are the same asked together and one by one"
+    return finding._replace(passed=same == len(together) == len(apart), detail=finding.detail + told)
 
 
 def packing_changes_nothing(subject: Subject) -> Finding:
     """A document's per-token losses are the same alone and behind another one in a packed row."""
-    alone = [document for row in subject.rows for document in documents(row)]
+    alone = [document for row in subject.rows for document in subject.documents(row)]
     alone = [document for document in alone if len(document["input_ids"]) > 1]
     alone = (alone if len(alone) > 1 else alone * 2)[: 2 * len(subject.rows)]
-    packed = [_joined(alone[index : index + 2]) for index in range(0, len(alone), 2)]
-    apart = torch.cat([_token_losses(subject, [document]) for document in alone])
-    together = torch.cat([_token_losses(subject, [row]) for row in packed])
+    packed = [subject.joined(alone[index : index + 2]) for index in range(0, len(alone), 2)]
+    apart = torch.cat([subject.token_losses([document])[0] for document in alone])
+    together = torch.cat([subject.token_losses([row])[0] for row in packed])
     return _judge(
-        "packing", f"losses of {apart.numel()} tokens in {len(alone)} documents, packed and alone", subject,
+        "packing", f"losses of {len(apart)} tokens in {len(alone)} documents, packed and alone", subject,
         [difference({"losses": together}, {"losses": apart})],
     )  # fmt: skip
 
 
 def padding_changes_nothing(subject: Subject) -> Finding:
     """Padding on either side, more padding, other ids in it, and a masked last token leave every loss as it was."""
-    wanted = _token_losses(subject, subject.rows)
+    (wanted,) = subject.token_losses()
     length = max(len(row["input_ids"]) for row in subject.rows)
     found = {
-        "left": _token_losses(subject, subject.rows, padding_side="left"),
-        "more": _token_losses(subject, subject.rows, pad_to_multiple_of=length + 7),
-        "ids": _token_losses(subject, subject.rows, pad_to_multiple_of=length + 7, pad_token_id=5),
-        **{
-            f"masked {number}": _token_losses(subject, [_with_masked_end(row, number) for row in subject.rows])
-            for number in (1, 7)
-        },
+        "left": subject.token_losses(padding_side="left"),
+        "more": subject.token_losses(pad_to_multiple_of=length + 7),
+        "ids": subject.token_losses(pad_to_multiple_of=length + 7, pad_token_id=5),
     }
+    for number in (1, 7):
+        longer = [subject.with_masked_end(row, number) for row in subject.rows]
+        if None not in longer:
+            found[f"masked {number}"] = subject.token_losses(longer)  # type: ignore[arg-type]
+    masked = ", and behind a masked token" if "masked 1" in found else ""
     return _judge(
-        "padding", "losses under padding left, right, more, of other ids, and behind a masked token", subject,
-        [difference({name: value}, {name: wanted}) for name, value in found.items()],
+        "padding", f"losses under padding left, right, more, of other ids{masked}", subject,
+        [difference({name: value}, {name: wanted}) for name, (value,) in found.items()],
     )  # fmt: skip
 
 
 def patching_changes_nothing(subject: Subject) -> Finding:
-    """Loss and gradients with our kernels in both models equal those of the models as transformers made them."""
+    """Loss and gradients with our kernels in all models equal those of the models as transformers made them."""
     from distill.models.patching import patch, unpatch
 
-    loss, gradients = _fused(subject, subject.batch())
+    loss, gradients = _fused(subject)
     attention = "triton" if subject.device.type == "cuda" else None
     reports = []
     try:
-        reports += [
-            patch(subject.teacher, "teacher", attention=attention),
-            patch(subject.student, "student", attention=attention),
-        ]
-        patched_loss, patched = _fused(subject, subject.batch())
+        reports += [patch(model, "teacher", attention=attention) for model in subject.teachers]
+        reports += [patch(subject.student, "student", attention=attention)]
+        patched_loss, patched = _fused(subject)
     finally:
-        unpatch(subject.teacher)
-        unpatch(subject.student)
+        for model in subject.models:
+            unpatch(model)
     swapped = sum(sum(report.swapped.values()) for report in reports)
     return _judge(
         "patching", f"loss and gradients with {swapped} modules on our kernels", subject,
@@ -227,8 +154,8 @@ def patching_changes_nothing(subject: Subject) -> Finding:
 
 def workspace_changes_nothing(subject: Subject) -> Finding:
     """Loss and gradients do not depend on how many rows of logits are held at a time."""
-    loss, gradients = _fused(subject, subject.batch())
-    small_loss, small = _fused(subject, subject.batch(), workspace=int(SMALL_WORKSPACE_MIB * 2**20))
+    loss, gradients = _fused(subject)
+    small_loss, small = _fused(subject, workspace=int(SMALL_WORKSPACE_MIB * 2**20))
     return _judge(
         "workspace", f"loss and gradients with {SMALL_WORKSPACE_MIB} MiB of it and with as much as suits", subject,
         [difference({"loss": small_loss}, {"loss": loss}), difference(small, gradients)],
@@ -236,42 +163,44 @@ def workspace_changes_nothing(subject: Subject) -> Finding:
 
 
 def both_read_the_same(subject: Subject) -> Finding:
-    """Teacher and student get the same ids at the same positions, and each id is the same token to both."""
-    seen: dict[str, Any] = {}
-    objective, hooks = subject.objective(), []
+    """Every model gets the ids and positions that it should, and they mean the same to all; of a student that answers,
+    the prompts are the data's, and its answers alone are learned."""
+    objective, batch, hooks = subject.objective(), subject.batch(), []
+    reads = subject.decoders(batch)
+    seen: list[dict[str, torch.Tensor]] = [{} for _ in reads]
 
-    def remember(role: str) -> Callable[..., None]:
+    def remember(place: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[role] = {
-                name: kwargs[name].clone() for name in ("input_ids", "position_ids") if kwargs.get(name) is not None
-            }
+            seen[place] = {name: kwargs[name].clone() for name in reads[place][1] if kwargs.get(name) is not None}
 
         return hook
 
-    for role, model in (("teacher", subject.teacher), ("student", subject.student)):
-        hooks.append(decoder_of(bare(model)).register_forward_pre_hook(remember(role), with_kwargs=True))
-    batch = subject.batch()
+    for place, (decoder, _) in enumerate(reads):
+        hooks.append(decoder.register_forward_pre_hook(remember(place), with_kwargs=True))
     try:
-        with torch.no_grad(), _quiet(subject):
+        with torch.no_grad(), subject.quiet():
             subject.student(**objective.compare(batch))
     finally:
+        columns = objective.columns
         objective.detach()
         for hook in hooks:
             hook.remove()
     differing = [
         name
         for name in ("input_ids", "position_ids")
-        if not all(name in seen.get(r, {}) and torch.equal(seen[r][name], batch[name]) for r in ("teacher", "student"))
+        if not all(
+            name in found and torch.equal(found[name], wanted[name])
+            for found, (_, wanted) in zip(seen, reads, strict=True)
+        )
     ]
-    columns, largest = objective.columns, int(batch["input_ids"].max())
-    if differing or largest >= columns:
-        what = f"{' and '.join(differing)} differ" if differing else f"id {largest} has no column among {columns:,}"
-        return Finding("same tokens", False, what)
-    if subject.tokenizers is None:
-        return Finding("same tokens", True, "same ids and positions; no tokenizer, the data are random tokens")
-    rows = [len(find_head(model).linear.weight) for model in (subject.teacher, subject.student)]  # type: ignore[arg-type]
-    verdict = compare(*subject.tokenizers, *rows)
-    return Finding("same tokens", verdict.compatible, f"same ids and positions; {verdict}")
+    if differing:
+        return Finding("same tokens", False, f"{' and '.join(differing)} differ")
+    same, told = subject.same_tokens(columns, batch)
+    if same and subject.prompts is not None:
+        same = prompts_of(subject.rows) == [list(prompt) for prompt in subject.prompts]
+        count = len(subject.prompts)
+        told += f"; {count} answers of the student's own behind " + ("the data's prompts" if same else "other prompts")
+    return Finding("same tokens", same, told)
 
 
 CHECKS: tuple[Callable[[Subject], Finding], ...] = (
@@ -283,14 +212,6 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
     patching_changes_nothing,
     workspace_changes_nothing,
     both_read_the_same,
-)
-DIVERGENCES = (
-    LossTerm("forward_kl", 1.0),
-    LossTerm("reverse_kl", 1.0),
-    LossTerm("jsd", 1.0, beta=0.5),
-    LossTerm("skew_forward_kl", 1.0, alpha=0.1),
-    LossTerm("skew_reverse_kl", 1.0, alpha=0.1),
-    LossTerm("tvd", 1.0),
 )
 
 
@@ -314,42 +235,9 @@ def difference(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Ten
     return worst
 
 
-def documents(row: Row) -> list[dict[str, list[int]]]:
-    """The documents of a packed row, cut where positions start again."""
-    starts = [index for index, position in enumerate(row["position_ids"]) if position == 0]
-    bounds = zip(starts, [*starts[1:], len(row["position_ids"])], strict=True)
-    return [{name: list(values[a:b]) for name, values in row.items()} for a, b in bounds]
-
-
-def _joined(parts: Sequence[Row]) -> Row:
-    return {name: [item for part in parts for item in part[name]] for name in parts[0]}
-
-
-def _with_masked_end(row: Row, token: int) -> Row:
-    last = row["position_ids"][-1] + 1
-    return {
-        "input_ids": [*row["input_ids"], token],
-        "labels": [*row["labels"], IGNORE],
-        "position_ids": [*row["position_ids"], last],
-    }
-
-
 def _judge(name: str, what: str, subject: Subject, differences: Sequence[float]) -> Finding:
     worst = max(differences)
     return Finding(name, worst <= subject.tolerance, f"{what} differ by {worst:.1e} (at most {subject.tolerance:.0e})")
-
-
-@contextlib.contextmanager
-def _quiet(subject: Subject) -> Iterator[None]:
-    """Both models in eval mode: without dropout; their own mode comes back."""
-    modes = [(model, model.training) for model in (subject.student, subject.teacher)]
-    for model, _ in modes:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, training in modes:
-            model.train(training)
 
 
 def _take_gradients(model: nn.Module) -> Gradients:
@@ -358,42 +246,29 @@ def _take_gradients(model: nn.Module) -> Gradients:
     return taken
 
 
-def _fused(
-    subject: Subject, batch: dict[str, torch.Tensor], *, workspace: int | None = None
-) -> tuple[torch.Tensor, Gradients]:
+def _fused(subject: Subject, *, workspace: int | None = None) -> tuple[torch.Tensor, Gradients]:
     """Loss and gradients as training makes them."""
-    objective = subject.objective()
+    objective, batch = subject.objective(), subject.batch()
     objective.loss.workspace = workspace
-    with _quiet(subject):
+    with subject.quiet():
         loss = subject.student(**objective.compare(batch, statistics=False))["loss"]
         loss.backward()
     objective.detach()
     return loss.detach(), _take_gradients(subject.student)
 
 
-def _token_losses(subject: Subject, rows: Sequence[Row], pad_token_id: int = 0, **collator: Any) -> torch.Tensor:
-    """The loss of every trained token, row after row, without gradients."""
-    batch = Collator(pad_token_id, **collator)(rows)
-    batch = {name: tensor.to(subject.device) for name, tensor in batch.items()}
-    objective = subject.objective()
-    objective.loss.reduction = "none"
-    with torch.no_grad(), _quiet(subject):
-        losses = subject.student(**objective.compare(batch, statistics=False))["loss"]
-    objective.detach()
-    return losses.flatten()[batch["valid_rows"]]
-
-
 def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
     """Gradients that `DistillationTrainer` accumulates over all rows in micro-batches of `batch_size`."""
     count = -(-len(subject.rows) // batch_size)
-    with tempfile.TemporaryDirectory() as folder, _quiet(subject), _without_training_mode(subject.student):
+    with tempfile.TemporaryDirectory() as folder, subject.quiet(), _without_training_mode(subject.student):
         arguments = TrainingArguments(
             folder, max_steps=1, per_device_train_batch_size=batch_size, gradient_accumulation_steps=count,
             report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", save_strategy="no",
         )  # fmt: skip
         trainer = DistillationTrainer(
-            subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size
-        )
+            subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size,
+            objective=subject.objective_type,
+        )  # fmt: skip
         trainer.current_gradient_accumulation_steps = count
         batches = [
             subject.batch(subject.rows[start : start + batch_size]) for start in range(0, len(subject.rows), batch_size)

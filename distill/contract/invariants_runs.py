@@ -15,29 +15,39 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
-from distill.contract.invariants import Finding, Subject, difference
+from distill.contract.invariants import Finding, difference
+from distill.contract.own_words import OwnWords
+from distill.contract.subject import Subject
+from distill.contract.subject_cached import CachedTeacher
+from distill.contract.subject_cross import AcrossTokenizers
+from distill.contract.subject_several import SeveralTeachers
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
 from distill.training.launch import leave
 from distill.training.trainer import DistillationTrainer
 
 MINUTES = 10
+PROGRAM = ("-m", "distill.contract.invariants_runs")
+TWO = "two.safetensors"  # weights after a step of two processes
+KINDS = {kind.__name__: kind for kind in (Subject, SeveralTeachers, AcrossTokenizers, CachedTeacher)}
+
+Weights = dict[str, torch.Tensor]
 
 
 def resume_is_exact(subject: Subject) -> Finding:
     """Some steps, a stop one step before an epoch's end, and three more equal as many without the stop, packed and
     accumulated: the same bits in weights, optimizer, scheduler, random state and logged losses."""
-    start, teacher = _copies(subject)
+    subject = subject.shrunk()
     accumulation = 2 if len(subject.rows) >= 4 else 1
     stop = max(-(-len(subject.rows) // accumulation) - 1, 1)
     with tempfile.TemporaryDirectory() as name:
@@ -46,8 +56,9 @@ def resume_is_exact(subject: Subject) -> Finding:
         def trainer(folder: Path) -> DistillationTrainer:
             torch.manual_seed(1)
             return _trainer(
-                subject, folder, copy.deepcopy(start), teacher, batch_size=1, accumulation=accumulation,
-                max_steps=stop + 3, save_steps=stop, learning_rate=1e-3, lr_scheduler_type="cosine",
+                replace(subject, student=copy.deepcopy(subject.student)), folder, batch_size=1,
+                accumulation=accumulation, max_steps=stop + 3, save_steps=stop, learning_rate=1e-3,
+                lr_scheduler_type="cosine", use_cpu=subject.device.type == "cpu",
             )  # fmt: skip
 
         straight = trainer(whole)
@@ -69,28 +80,32 @@ def resume_is_exact(subject: Subject) -> Finding:
     )
 
 
-def ranks_change_nothing(
-    subject: Subject, *, program: Sequence[str] = ("-m", "distill.contract.invariants_runs")
-) -> Finding:
+def ranks_change_nothing(subject: Subject, *, program: Sequence[str] = PROGRAM) -> Finding:
     """One step of two processes equals the same step of one: gloo on a CPU, NCCL where there are two GPUs."""
-    student, teacher = _copies(subject)
-    rows = list(subject.rows)[: len(subject.rows) // 2 * 2]
-    gpus = subject.device.type == "cuda" and torch.cuda.device_count() > 1
+    return ranks_of([subject], program=program)[0]
+
+
+def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -> list[Finding]:
+    """`ranks_change_nothing` of several subjects, by the same two processes."""
+    subjects = [subject.shrunk() for subject in subjects]
+    gpus = subjects[0].device.type == "cuda" and torch.cuda.device_count() > 1
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for role, model in (("student", student), ("teacher", teacher)):
-            _base(model).cpu().float().save_pretrained(folder / role)
-        told = {"rows": [{key: list(row[key]) for key in row} for row in rows], "loss": subject.loss.model_dump(),
-                "vocab_size": subject.vocab_size}  # fmt: skip
-        (folder / "told.json").write_text(json.dumps(told))
-        code, said = _two_processes(folder, program, gpus)
+        folders = [Path(name) / f"{number:03}" for number in range(len(subjects))]
+        for folder, subject in zip(folders, subjects, strict=True):
+            folder.mkdir()
+            _write(subject, list(subject.rows)[: len(subject.rows) // 2 * 2], folder)
+        code, said = _two_processes(Path(name), program, gpus)
         if code != 0:
-            return Finding("ranks", False, f"two processes failed: {reason_of(said)}")
-        alone = _one_step(folder, batch_size=len(rows), cpu=not gpus)
-        two = load_file(folder / "two.safetensors")
-    start = {name: value.cpu() for name, value in _base(student).float().state_dict().items() if name in alone}
-    steps = [{name: step[name] - start[name] for name in alone} for step in (two, alone)]
-    off = difference(*steps)
+            return [Finding("ranks", False, f"two processes failed: {reason_of(said)}")] * len(subjects)
+        alone = [_one_step(folder, processes=1, cpu=not gpus) for folder in folders]
+        two = [load_file(folder / TWO) for folder in folders]
+    return [_compared(*each, gpus) for each in zip(subjects, two, alone, strict=True)]
+
+
+def _compared(subject: Subject, two: Weights, alone: Weights, gpus: bool) -> Finding:
+    """The steps of two processes and of one from the same start."""
+    start = {name: value.cpu() for name, value in _base(subject.student).float().state_dict().items() if name in alone}
+    off = difference(*({name: step[name] - start[name] for name in alone} for step in (two, alone)))
     allowed = subject.tolerance
     how = "NCCL" if gpus else "gloo, CPU"
     return Finding(
@@ -101,30 +116,53 @@ def ranks_change_nothing(
 RUN_CHECKS: tuple[Callable[[Subject], Finding], ...] = (resume_is_exact, ranks_change_nothing)
 
 
-def _copies(subject: Subject) -> tuple[nn.Module, nn.Module]:
-    if subject.small is not None:
-        return subject.small()
-    return copy.deepcopy(subject.student), copy.deepcopy(subject.teacher)
-
-
 def _base(model: Any) -> Any:
     """The model that `from_pretrained` can read back: LoRA merged."""
     return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
+def _write(subject: Subject, rows: Sequence[Any], folder: Path) -> None:
+    """Everything that another process needs: models, rows, loss, what else there is to the kind of teacher."""
+    for number, model in enumerate(subject.teachers):
+        _base(model).cpu().float().save_pretrained(folder / f"teacher.{number}")
+    _base(subject.student).cpu().float().save_pretrained(folder / "student")
+    told = {
+        "kind": type(subject).__name__, "teachers": len(subject.teachers), "loss": subject.loss.model_dump(),
+        "rows": [{key: list(map(int, row[key])) for key in row} for row in rows], "vocab_size": subject.vocab_size,
+        "more": subject.told(), "own_words": None if subject.own_words is None else subject.own_words.told(),
+    }  # fmt: skip
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+def _read_subject(folder: Path) -> Subject:
+    """What `_write` wrote, in float32."""
+    told = json.loads((folder / "told.json").read_text())
+    student, *teachers = (
+        AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32)
+        for role in ("student", *(f"teacher.{number}" for number in range(told["teachers"])))
+    )
+    kind = KINDS[told["kind"]]
+    teacher, more = kind.retold(told["more"], teachers)
+    words = None if told["own_words"] is None else OwnWords(**told["own_words"])
+    return kind(
+        student, teacher, told["rows"], Loss.model_validate(told["loss"]), told["vocab_size"], own_words=words, **more
+    )
+
+
 def _trainer(
-    subject: Subject, folder: Path, student: nn.Module, teacher: nn.Module, *, batch_size: int, accumulation: int,
-    **settings: Any,
-) -> DistillationTrainer:  # fmt: skip
+    subject: Subject, folder: Path, *, batch_size: int, accumulation: int = 1, **settings: Any
+) -> DistillationTrainer:
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
-        logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", seed=3,
-        **settings,
+        logging_steps=1, report_to="none", disable_tqdm=True, seed=3, **settings,
     )  # fmt: skip
     rows = Dataset.from_list([{key: list(row[key]) for key in row} for row in subject.rows])
     trainer = DistillationTrainer(
-        student, teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size, train_dataset=rows
-    )
+        subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size,
+        train_dataset=rows, objective=subject.objective_type,
+    )  # fmt: skip
+    if subject.own_words is not None:
+        trainer.on_policy = subject.own_words.of(subject.student)
     _silence(trainer)
     return trainer
 
@@ -199,32 +237,23 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
     return launcher.returncode, said
 
 
-def _one_step(folder: Path, *, batch_size: int, cpu: bool) -> dict[str, torch.Tensor]:
-    """Weights after one SGD step over the rows in `folder`; runs in one or in several processes."""
-    told = json.loads((folder / "told.json").read_text())
-    student, teacher = (
-        AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32) for role in ("student", "teacher")
-    )
-    arguments = TrainingArguments(
-        str(folder / "run"), max_steps=1, per_device_train_batch_size=batch_size, optim="sgd", learning_rate=1.0,
-        lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", report_to="none", disable_tqdm=True,
-        use_cpu=cpu, seed=3,
+def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
+    """Weights after one SGD step over the rows in `folder`, each of the processes with as many of them."""
+    subject = _read_subject(folder)
+    trainer = _trainer(
+        subject, folder / "run", max_steps=1, batch_size=len(subject.rows) // processes, optim="sgd",
+        learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", use_cpu=cpu,
     )  # fmt: skip
-    trainer = DistillationTrainer(
-        student, teacher, arguments, loss=Loss.model_validate(told["loss"]), vocab_size=told["vocab_size"],
-        train_dataset=Dataset.from_list(told["rows"]),
-    )  # fmt: skip
-    _silence(trainer)
     trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 
 
 def _main(folder: Path) -> None:
-    told = json.loads((folder / "told.json").read_text())
-    weights = _one_step(folder, batch_size=len(told["rows"]) // 2, cpu=not torch.cuda.is_available())
-    if os.environ.get("RANK", "0") == "0":
-        save_file(weights, folder / "two.safetensors")
+    for place in sorted(folder.iterdir()):
+        weights = _one_step(place, processes=2, cpu=not torch.cuda.is_available())
+        if os.environ.get("RANK", "0") == "0":
+            save_file(weights, place / TWO)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     leave(0)

@@ -22,8 +22,9 @@ from torch import nn
 
 from distill.teachers.cross.spans import Outcomes, Side, compare_spans, span_figures
 
-CHUNK_ELEMENTS = 8 << 20  # logits of both models in one chunk; about six fp32 copies of them exist at a time
-CHUNK_SHARE = 24 * 24  # of a GPU's memory: what those copies may take
+CHUNK_ELEMENTS = 8 << 20  # logits of both models in one chunk
+ELEMENT_BYTES = 24  # about six fp32 copies of them exist at a time
+CHUNK_SHARE = 24 * ELEMENT_BYTES  # of a GPU's memory: what those copies may take
 
 
 class Spans(NamedTuple):
@@ -95,9 +96,14 @@ class CrossTokenizerLoss(nn.Module):
         temperature, scale_by_temperature_squared: as of `FusedDistillationLoss`.
         student_logit_scale, student_softcap, teacher_logit_scale, teacher_softcap: how each model makes its logits.
 
+    Attributes:
+        workspace: bytes that a chunk's logits and what is made of them may take, about; None for what suits.
+
     Raises:
         ValueError: naming the field.
     """
+
+    workspace: int | None = None
 
     def __init__(
         self,
@@ -171,7 +177,7 @@ class CrossTokenizerLoss(nn.Module):
             teacher_head.cut(len(teacher_weight), dtype), spans.teacher, widths[1], teacher_ids,
             o.teacher_scale, o.teacher_softcap,
         )  # fmt: skip
-        chunks = _chunks(widths, len(student_weight), len(teacher_weight), student_hidden.device)
+        chunks = _chunks(widths, len(student_weight), len(teacher_weight), student_hidden.device, self.workspace)
 
         def run(narrow: Head) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
             narrow = narrow._replace(lora_scale=float(lora_scale))
@@ -258,11 +264,13 @@ def _part(
 
 
 def _chunks(
-    widths: torch.Tensor, student_columns: int, teacher_columns: int, device: torch.device
+    widths: torch.Tensor, student_columns: int, teacher_columns: int, device: torch.device, workspace: int | None = None
 ) -> list[tuple[int, int]]:
     """Runs of spans whose logits fit a chunk; at least one span each."""
     elements = CHUNK_ELEMENTS
-    if device.type == "cuda":
+    if workspace is not None:
+        elements = workspace // ELEMENT_BYTES
+    elif device.type == "cuda":
         elements = device_facts(device).memory_bytes // CHUNK_SHARE
     taken = (widths[0] * student_columns + widths[1] * teacher_columns).cumsum(0)
     chunks, start, before = [], 0, 0

@@ -1,0 +1,90 @@
+"""The student's own words in an examination: answers of its own in the place of the data's, as in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from distill.data.chat import load_template
+from distill.data.collator import Collator
+from distill.generation.documents import documents_of
+from distill.generation.engines import end_tokens, engine_for
+from distill.generation.on_policy import OnPolicy
+from distill.recipe import Recipe
+
+MOST_NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class OwnWords:
+    """What is needed to have a student answer; plain numbers, so that another process can be told.
+
+    Attributes:
+        engine: `distill` or `transformers`.
+        fraction: of the documents that are answered in training.
+        temperature, seed, max_length, max_new_tokens, batch_size: as of `OnPolicy`.
+        pad, ends: the padding token, and those that end an answer.
+        vocab_size: only the first so many tokens are generated.
+    """
+
+    engine: str
+    fraction: float
+    temperature: float
+    seed: int
+    max_length: int
+    max_new_tokens: int
+    batch_size: int
+    pad: int
+    ends: tuple[int, ...]
+    vocab_size: int | None
+
+    @staticmethod
+    def asked(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> OwnWords:
+        """What the recipe's `data.on_policy` asks for, with shorter answers and, in a step, no fewer than half."""
+        section = recipe.data.on_policy
+        assert section is not None
+        return OwnWords(
+            section.engine, max(section.fraction, 0.5), section.temperature, recipe.train.seed, recipe.data.max_length,
+            min(section.max_new_tokens, MOST_NEW_TOKENS), section.batch_size,
+            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            tuple(end_tokens(tokenizer, student, load_template(recipe.data.chat_template, tokenizer))), vocab_size,
+        )  # fmt: skip
+
+    def of(self, student: nn.Module, fraction: float | None = None) -> OnPolicy:
+        """What replaces answers by those of `student`."""
+        engine = engine_for(
+            self.engine, student, SimpleNamespace(pad_token_id=self.pad), ends=list(self.ends),
+            vocab_size=self.vocab_size, max_length=self.max_length, max_new_tokens=self.max_new_tokens, trains=True,
+        )  # fmt: skip
+        return OnPolicy(
+            engine, fraction=self.fraction if fraction is None else fraction, max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature, seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
+        )  # fmt: skip
+
+    def answered(self, student: nn.Module, rows: Sequence[Any], at_once: int) -> list[dict[str, list[int]]]:
+        """Rows of one document each with the student's own answer, `at_once` rows in a micro-batch.
+
+        Answers follow from weights, seed and document alone: `at_once` plays no part.
+        """
+        collate = Collator(self.pad)
+        batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
+        training = student.training
+        student.eval()
+        try:
+            made = self.of(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})
+        finally:
+            student.train(training)
+        return [row for batch in made for row in batch["rows"]]
+
+    def told(self) -> dict[str, Any]:
+        """For another process."""
+        return asdict(self)
+
+
+def prompts_of(rows: Sequence[Any]) -> list[list[int]]:
+    """What stands before each last answer of some rows."""
+    return [document.prompt for document in documents_of(Collator(0)(rows))]

@@ -1,0 +1,175 @@
+"""What the invariants look at in tests: several teachers, two tokenizers, a teacher on disk, a student that answers."""
+
+import functools
+
+import numpy as np
+import torch
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from two_tokenizers import WORDS, readers
+
+from distill.contract.own_words import OwnWords, prompts_of
+from distill.contract.subject import Subject
+from distill.contract.subject_cached import CachedTeacher, nearest
+from distill.contract.subject_cross import AcrossTokenizers
+from distill.contract.subject_several import SeveralTeachers
+from distill.data.formats import Format
+from distill.recipe import parse
+from distill.recipe.loss import Loss
+from distill.teachers.cache.make import load, make_cache
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.cache.settings import Settings
+from distill.teachers.cross.encode import PairEncoder
+from distill.teachers.cross.objective import compare_by_bytes
+from distill.teachers.mixture import TeacherGroup
+
+TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}
+KL_AND_LABELS = {
+    "temperature": 2.0,
+    "terms": [{"type": "forward_kl", "weight": 0.7}, {"type": "cross_entropy", "weight": 0.5}],
+}
+
+
+def rows(count=6):
+    """Packed rows of two documents, of different lengths, with different shares of trained tokens."""
+    generator = torch.Generator().manual_seed(4)
+    made = []
+    for number in range(count):
+        length = 10 + 3 * (number % 4)
+        ids = torch.randint(3, 250, (length,), generator=generator).tolist()
+        half = length // 2
+        labels = [-100, *ids[1:half], -100, *ids[half + 1 :]]
+        for masked in range(1, 1 + number % 3):
+            labels[masked] = -100
+        made.append({"input_ids": ids, "labels": labels, "position_ids": [*range(half), *range(length - half)]})
+    return made
+
+
+def several(loss=None, weights=(3.0, 1.0)):
+    """Two teachers of different widths, one with a soft cap; the student's head is wider than theirs."""
+    tokenizer = tiny_tokenizer()
+    teachers = [
+        tiny_model(tokenizer, hidden=64, seed=1),
+        tiny_model(tokenizer, seed=2, kind="gemma2", final_logit_softcapping=5.0),
+    ]
+    return SeveralTeachers(
+        tiny_model(tokenizer, vocab_size=272),
+        TeacherGroup(teachers, weights),
+        rows(),
+        Loss.model_validate(loss or TWO_TERMS),
+        tokenizers=(tokenizer,) * 3,
+        weights=list(weights),
+    )
+
+
+@functools.cache
+def read_by_two(student="pieces", teacher="merged"):
+    """Rows of two documents each as two tokenizers read them."""
+    both = readers(student, teacher)
+    encoder = PairEncoder(*both, Format("text", {"text": "text"}), max_length=30, train_on="all")
+    pairs, _ = encoder([(0, {"text": WORDS[:160]}), (1, {"text": WORDS[200:330]}), (2, {"text": WORDS[-120:]})])
+    documents = []
+    for pair in pairs:
+        spans = pair.spans.reshape(-1, 4)
+        labels = np.full(len(pair.student), -100)
+        labels[spans[:, 0]] = pair.student[spans[:, 0]]
+        documents.append({
+            "input_ids": pair.student.tolist(), "labels": labels.tolist(),
+            "position_ids": list(range(len(pair.student))), "teacher_input_ids": pair.teacher.tolist(),
+            "teacher_position_ids": list(range(len(pair.teacher))), "spans": spans.ravel().tolist(),
+        })  # fmt: skip
+    return both, [AcrossTokenizers.joined(documents[at : at + 2]) for at in range(0, min(len(documents), 8), 2)]
+
+
+def across(loss=None):
+    both, made = read_by_two()
+    return AcrossTokenizers(
+        tiny_model(both[0].tokenizer, 1, seed=3),
+        tiny_model(both[1].tokenizer, 2, 64, seed=1, kind="gemma2", final_logit_softcapping=9.0),
+        made,
+        Loss.model_validate(loss or TWO_TERMS),
+        shared=compare_by_bytes(*both).shared,
+        readers=both,
+    )
+
+
+class Caches:
+    """Makes subjects with a teacher on disk; what it said is stored once for each kind."""
+
+    def __init__(self, folder):
+        self.folder, self.tokenizer, self.stored = folder, tiny_tokenizer(), {}
+        for name, seed in (("teacher", 1), ("student", 2)):
+            save_tiny(folder / name, tiny_model(self.tokenizer, seed=seed), self.tokenizer)
+        lines = (f"The teacher explains line {n}; {'so ' * (n % 5)}" for n in range(30))
+        (folder / "text.txt").write_text("\n".join(lines))
+
+    def recipe(self, *overrides):
+        """Of the run that trains from the cache, with the teacher still loaded."""
+        return parse(
+            f"""
+            teacher: {{model: {self.folder}/teacher}}
+            student: {{model: {self.folder}/student}}
+            data: {{source: {self.folder}/text.txt, max_length: 48, cache: false, validation: {{fraction: 0.1}}}}
+            train: {{steps: 6, batch_size: 2, device: cpu}}
+            generate: {{prompts: []}}
+            """,
+            overrides,
+        )
+
+    def store(self, temperature, **settings):
+        """The cache at a temperature and the training rows."""
+        place = self.folder / "-".join(map(str, (temperature, *settings.values())))
+        if place not in self.stored:
+            loaded = load(self.recipe(f"loss.temperature={temperature}"))
+            make_cache(loaded, place, Settings(**settings).checked(), say=lambda line: None, progress=Silent)
+            self.stored[place] = TeacherCache(place), loaded.splits.train
+        return self.stored[place]
+
+    def subject(self, kind):
+        """One of CACHED."""
+        at_one = {"temperature": 1.0, "terms": KL_AND_LABELS["terms"]}
+        loss, settings = {
+            "bucket": (at_one, {"k": 8}),
+            "renormalize": (KL_AND_LABELS, {"k": 8, "tail": "renormalize"}),
+            "sampled": (KL_AND_LABELS, {"k": 12, "tail": "sampled"}),
+            "hidden": (TWO_TERMS, {"hidden": True}),
+        }[kind]
+        cache, train = self.store(1.0 if kind == "hidden" else loss["temperature"], **settings)
+        documents = nearest([part for row in train for part in Subject.documents(row)], 8)
+        return CachedTeacher(
+            tiny_model(self.tokenizer, seed=2), None,
+            [Subject.joined(documents[at : at + 2]) for at in range(0, 8, 2)],
+            Loss.model_validate(loss), tokenizers=(self.tokenizer, self.tokenizer), cache=cache,
+        )  # fmt: skip
+
+
+class Silent:
+    """Progress that nobody sees."""
+
+    def __init__(self, total):
+        pass
+
+    def __enter__(self):
+        return lambda positions: None
+
+    def __exit__(self, *_):
+        return None
+
+
+def answering():
+    """A student that answers: its words behind the data's prompts, two documents a row."""
+    tokenizer = tiny_tokenizer()
+    student, teacher = tiny_model(tokenizer), tiny_model(tokenizer, hidden=64, seed=1)
+    words = OwnWords("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
+    asked = [part for row in rows() for part in Subject.documents(row)]
+    for number, document in enumerate(asked):  # the first tokens are the prompt
+        document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
+    answers = words.answered(student, asked, len(asked))
+    made = [Subject.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
+    return Subject(
+        student, teacher, made, Loss.model_validate({"terms": [{"type": "reverse_kl"}]}),
+        tokenizers=(tokenizer, tokenizer), own_words=words, prompts=prompts_of(asked),
+    )  # fmt: skip
+
+
+CACHED = ("bucket", "renormalize", "sampled", "hidden")
+SUBJECTS = {"several": several, "across": across, "answering": answering}
