@@ -7,15 +7,21 @@ import signal
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
-from test_trainer import trainer, weights
+from subjects import CACHED, SUBJECTS, Caches
+from test_trainer import arguments, trainer, weights
+from tiny import tiny_model
 from transformers import TrainerCallback
 
 from distill.cli import run_command
 from distill.faults import RunError
 from distill.recipe import parse
+from distill.teachers.cache.read import TeacherCache
 from distill.training import failures
 from distill.training.checkpoints import checkpoints
+from distill.training.objective import DistillationObjective
+from distill.training.trainer import DistillationTrainer
 
 
 class Spoil(TrainerCallback):
@@ -74,6 +80,98 @@ def test_too_many_in_a_row_stop_the_run_and_save_the_batch(tmp_path):
     saved = load_file(tmp_path / "not-finite-step-6.safetensors")
     assert saved["input_ids.0"].shape == saved["labels.0"].shape and "input_ids.1" in saved
     assert made.health.skipped == 4
+
+
+# ------------------------------------------------------------------ whose fault
+
+
+def trainer_of(folder, kind, **settings):
+    """A trainer on what the invariants look at, by kind of teacher."""
+    subject = Caches(folder / "stored").subject(kind) if kind in CACHED else SUBJECTS[kind]()
+    made = DistillationTrainer(
+        subject.student, subject.teacher,
+        arguments(folder / "run", max_grad_norm=1.0, **settings), loss=subject.loss, vocab_size=subject.vocab_size,
+        objective=subject.objective_type, train_dataset=Dataset.from_list(subject.rows),
+    )  # fmt: skip
+    return made, subject
+
+
+def a_bad_row_of_the_embedding(made, subject):
+    """A token that the teacher has no finite vector for: it occurs in every batch, and the head is another matrix."""
+    model = subject.teachers[-1]
+    head = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:] = math.nan
+    model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+
+
+def a_bad_head(made, subject):
+    model = subject.teachers[0]
+    with torch.no_grad():
+        model.lm_head.weight[7, 3] = math.inf
+
+
+def a_bad_cache(made, subject):
+    said = TeacherCache.said
+    subject.stored.said = lambda given: {
+        name: value.float() * math.nan if name == "cached_logprobs" else value
+        for name, value in said(subject.stored, given).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "kind, fault, says",
+    [
+        ("several", a_bad_row_of_the_embedding, r"what the teachers\.1 says of \d+ of \d+ positions"),
+        ("several", a_bad_head, r"the weights of the teachers\.0's head"),
+        ("across", a_bad_row_of_the_embedding, r"what the teacher says of \d+ of \d+ positions"),
+        ("bucket", a_bad_cache, r"what the teacher says of \d+ of \d+ positions"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_teacher_that_is_not_finite_is_named(kind, fault, says, tmp_path, caplog):
+    (tmp_path / "stored").mkdir()
+    made, subject = trainer_of(tmp_path, kind, max_steps=9)
+    made.health.limit = 2
+    fault(made, subject)
+    with pytest.raises(
+        RunError, match=rf"stopped at step 2: the teacher is NaN or infinite \({says}\).*teacher\.dtype"
+    ):
+        made.train()
+    assert "step 1: the teacher is not finite" in caplog.text and "learning_rate" not in caplog.text
+
+
+def test_a_student_that_is_not_finite_does_not_accuse_the_teacher(tmp_path, caplog):
+    made = trainer(tmp_path, max_steps=2)
+    with torch.no_grad():
+        made.model.get_input_embeddings().weight[:] = math.nan
+    made.train()
+    assert "step 1: loss or gradient is not finite" in caplog.text and "teacher" not in caplog.text
+
+
+def test_the_teacher_is_asked_again_only_where_a_step_was_skipped(tmp_path):
+    made = trainer(tmp_path, max_steps=6)
+    Spoil(made, {3})
+    asked, blame = [], made.health.blame
+    made.health.blame = lambda batches: (asked.append(made.state.global_step + 1), blame(batches))[1]
+    made.train()
+    assert asked == [3]
+
+
+def test_a_teacher_on_another_rank(tmp_path, monkeypatch):
+    made = trainer(tmp_path, max_steps=1)
+    monkeypatch.setattr(made.accelerator, "reduce", lambda values, how: values + 1)
+    assert made._teacher_fault([]) == "on another rank"
+    monkeypatch.setattr(made.accelerator, "reduce", lambda values, how: values)
+    assert made._teacher_fault([]) is None
+
+
+def test_logits_that_are_not_finite_are_refused_before_the_run():
+    teacher = tiny_model(seed=1)
+    with torch.no_grad():
+        teacher.model.norm.weight[2] = math.nan
+    with pytest.raises(ValueError, match=r"teacher: the logits of LlamaForCausalLM are NaN or infinite: its weights"):
+        DistillationObjective(teacher, tiny_model())
 
 
 class Press(TrainerCallback):

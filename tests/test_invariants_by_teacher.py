@@ -299,3 +299,15 @@ def test_fails_where_its_fault_is_put_in(kind, check, fault, subject_of, monkeyp
         made.teacher = TeacherGroup(list(made.teacher.members), made.weights)
     finding = check(made)
     assert not finding.passed and str(finding).startswith("FAIL  "), finding
+
+
+@pytest.mark.parametrize("kind", ["several", "across"])
+def test_a_teacher_that_is_not_finite_passes_nothing(kind, subject_of):
+    made = subject_of(kind)
+    model = made.teachers[-1]
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[9:] = torch.nan
+    finding = invariants.fused_equals_reference(made)
+    assert not finding.passed and "the teacher is not finite (what the teacher" in finding.detail, finding
+    assert not invariants.divergence_is_one(made).passed

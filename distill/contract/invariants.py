@@ -25,6 +25,7 @@ from transformers import TrainingArguments
 
 from distill.contract.own_words import prompts_of
 from distill.contract.subject import Subject
+from distill.training.blame import teacher_fault
 from distill.training.trainer import DistillationTrainer
 
 SMALL_WORKSPACE_MIB = 0.25
@@ -64,19 +65,28 @@ def fused_equals_reference(subject: Subject) -> Finding:
         expected = subject.reference()
         expected.backward()
     wanted = _take_gradients(subject.student)
-    return _judge("fused loss", "loss and gradients against full logits", subject,
-                  [difference({"loss": loss}, {"loss": expected.detach()}), difference(gradients, wanted)])  # fmt: skip
+    finding = _judge(
+        "fused loss", "loss and gradients against full logits", subject,
+        [difference({"loss": loss}, {"loss": expected.detach()}), difference(gradients, wanted)],
+    )  # fmt: skip
+    if not loss.isfinite():
+        objective = subject.objective()
+        objective.detach()
+        fault = teacher_fault(objective, [subject.batch()])
+        told = "the loss is not finite" if fault is None else f"the teacher is not finite ({fault})"
+        return finding._replace(detail=f"{told}; {finding.detail}")
+    return finding
 
 
 def divergence_is_one(subject: Subject) -> Finding:
     """Every divergence is 0 between the teacher and itself, and nowhere negative between student and teacher."""
     with torch.no_grad(), subject.quiet():
         what, zero = subject.from_itself()
-        least = min(subject.least(), 0.0)
+        least = subject.least()
     allowed = subject.tolerance
     return Finding(
         "divergence", zero <= allowed and least >= -allowed,
-        f"of {what} from itself {zero:.1e}, least of any token {least:.1e} (at most {allowed:.0e} from 0)",
+        f"of {what} from itself {zero:.1e}, least of any token {min(least, 0.0):.1e} (at most {allowed:.0e} from 0)",
     )  # fmt: skip
 
 

@@ -196,7 +196,7 @@ class Subject:
 
     def least(self) -> float:
         """The least divergence of any token, by any of the divergences that the kind of teacher serves."""
-        return min(losses.min().item() for losses in self.token_losses(terms=self.divergences))
+        return torch.stack([losses.min() for losses in self.token_losses(terms=self.divergences)]).min().item()
 
     def single(self, objective: Any, term: LossTerm) -> Any:
         """The loss of one term alone."""
@@ -208,16 +208,15 @@ class Subject:
         hidden, head = self.teacher_states(objective, batch)
         objective.detach()
         shape, labels = objective.reading.teacher, shifted(batch["labels"])
-        worst = 0.0
+        found = []
         for term in self.divergences:
             same = FusedDistillationLoss(
                 [term], student_logit_scale=shape.scale, student_softcap=shape.softcap,
                 teacher_logit_scale=shape.scale, teacher_softcap=shape.softcap,
             )  # fmt: skip
             both = (hidden, head.weight)
-            found = same(*both, *both, labels, student_bias=head.bias, teacher_bias=head.bias)
-            worst = max(worst, abs(found.item()))
-        return "the teacher", worst
+            found.append(same(*both, *both, labels, student_bias=head.bias, teacher_bias=head.bias))
+        return "the teacher", worst_of(found)
 
     def teacher_states(self, objective: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """The teacher's last hidden states over a batch and its head."""
@@ -262,6 +261,11 @@ class Subject:
     def retold(cls, told: Mapping[str, Any], teachers: list[Any]) -> tuple[Any, dict[str, Any]]:
         """In that process: the teacher, and what else it was told, as arguments."""
         return teachers[0], {}
+
+
+def worst_of(losses: Sequence[torch.Tensor]) -> float:
+    """The largest size; NaN where one is."""
+    return torch.stack(list(losses)).abs().max().item()
 
 
 def bounds(positions: Sequence[int]) -> list[tuple[int, int]]:

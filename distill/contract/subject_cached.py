@@ -13,7 +13,7 @@ from distill_kernels import FusedTopKKLLoss, LossTerm
 from safetensors.torch import load_file
 
 from distill.contract.reference_loss import reference_loss, shifted, token_loss, top_k_loss
-from distill.contract.subject import Row, Subject, Verdict
+from distill.contract.subject import Row, Subject, Verdict, worst_of
 from distill.data.collator import Collator
 from distill.teachers.cache.encode import LEAST_TAIL
 from distill.teachers.cache.format import HEAD
@@ -143,11 +143,12 @@ class CachedTeacher(Subject):
         rest = (1 - said.double().exp().sum(-1, keepdim=True)).clamp_min(1e-30).log().to(said)
         z = torch.cat([said, rest], -1).clamp_min(-80.0)
         ids = torch.arange(said.shape[-1], device=said.device, dtype=torch.int32).expand(said.shape)
-        one, worst = torch.eye(z.shape[-1], device=z.device), 0.0
-        for term in self.divergences:
-            loss = FusedTopKKLLoss(term.type.removesuffix("_kl"), tail)
-            worst = max(worst, abs(loss(z, one, ids, said).item()))
-        return f"the stored {said.shape[-1]} tokens ({tail})", worst
+        one, kinds = (
+            torch.eye(z.shape[-1], device=z.device),
+            [term.type.removesuffix("_kl") for term in self.divergences],
+        )
+        found = [FusedTopKKLLoss(kind, tail)(z, one, ids, said) for kind in kinds]
+        return f"the stored {said.shape[-1]} tokens ({tail})", worst_of(found)
 
     # -------------------------------------------------------- the same tokens
 

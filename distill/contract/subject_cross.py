@@ -13,7 +13,7 @@ import torch
 from distill_kernels import LossTerm
 
 from distill.contract.reference_spans import dense_spans
-from distill.contract.subject import Row, Subject, Verdict, bounds, cut_at
+from distill.contract.subject import Row, Subject, Verdict, bounds, cut_at, worst_of
 from distill.data.collator import Collator
 from distill.models.head import find_head, read_head
 from distill.teachers.cross.alignment import Shared
@@ -129,7 +129,7 @@ class AcrossTokenizers(Subject):
 
     def least(self) -> float:
         """The least divergence of any span."""
-        return min(figures[:, 0].min().item() for figures in self.token_losses(terms=self.divergences))
+        return torch.stack([figures[:, 0].min() for figures in self.token_losses(terms=self.divergences)]).min().item()
 
     def single(self, objective: Any, term: LossTerm) -> Any:
         """The term over spans."""
@@ -142,7 +142,7 @@ class AcrossTokenizers(Subject):
         hidden, head = last_hidden(self.teacher, reading), read_head(find_head(self.teacher))
         objective.detach()
         spans, shape = Spans(batch["spans"][:, 2:], batch["spans"][:, 2:]), objective.reading.teacher
-        worst = 0.0
+        found = []
         for share in (1.0, 0.5):
             ids = torch.arange(int(share * len(head.weight)), device=self.device)
             for term in self.divergences:
@@ -151,9 +151,8 @@ class AcrossTokenizers(Subject):
                     teacher_logit_scale=shape.scale, teacher_softcap=shape.softcap,
                 )  # fmt: skip
                 both, tokens = (hidden, head.weight), reading["input_ids"]
-                found = same(*both, *both, spans, tokens, tokens, student_bias=head.bias, teacher_bias=head.bias)
-                worst = max(worst, abs(found.item()))
-        return "the teacher over its own spans", worst
+                found.append(same(*both, *both, spans, tokens, tokens, student_bias=head.bias, teacher_bias=head.bias))
+        return "the teacher over its own spans", worst_of(found)
 
     # -------------------------------------------------------- the same tokens
 

@@ -10,7 +10,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, TeacherHead
 
 from distill.contract.reference_loss import mixed_log_probabilities, shifted
-from distill.contract.subject import DIVERGENCES, Subject
+from distill.contract.subject import Subject, worst_of
 from distill.models.head import find_head, whole
 from distill.teachers.mixture import MixtureObjective, TeacherGroup
 from distill.training.objective import IGNORE, last_hidden
@@ -62,10 +62,8 @@ class SeveralTeachers(Subject):
             logits.append((share, z if not shape.softcap else shape.softcap * torch.tanh(z / shape.softcap)))
         said = mixed_log_probabilities(logits, 1.0).to(heads[0].hidden.dtype)
         one = torch.eye(said.shape[-1], dtype=said.dtype, device=said.device)
-        worst = max(
-            abs(FusedDistillationLoss([term])(said, one, teachers=heads).item()) for term in DIVERGENCES
-        )  # fmt: skip
-        return f"the mixture (over {said.shape[-1]} columns)", worst
+        found = [FusedDistillationLoss([term])(said, one, teachers=heads) for term in self.divergences]
+        return f"the mixture (over {said.shape[-1]} columns)", worst_of(found)
 
     def told(self) -> dict[str, Any]:
         """The weights."""

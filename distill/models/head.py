@@ -172,7 +172,8 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
         role: "teacher" or "student", for the error.
 
     Raises:
-        ValueError: where no known reading of the configuration reproduces the model's own logits.
+        ValueError: where the model's own logits are not finite, or no known reading of the configuration reproduces
+            them.
     """
     head = find_head(model)
     weight: Any = head.linear.weight
@@ -187,6 +188,12 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
         for module, training in modes:
             module.training = training
     product = call_head(head, hidden, _product)
+    if expected.isnan().any() or (expected == torch.inf).any():
+        narrow = product.dtype not in (torch.float32, torch.float64)
+        dtype = f", or {product.dtype} is too narrow for them: set {role}.dtype to float32" if narrow else ""
+        raise ValueError(
+            f"{role}: the logits of {_name(bare(model))} are NaN or infinite: its weights are damaged{dtype}"
+        )
     tolerance = 8 * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
     tried = []
     for shape in _candidates(config):

@@ -1,8 +1,9 @@
 """Steps that are not finite, and the wish to stop: looked at once an optimizer step, the same on every rank.
 
 A step whose loss or gradient is NaN or infinite is skipped: no weight and no optimizer state changes. It is counted
-and named in the log; after `LIMIT` of them in a row the run stops, with the last batch saved for study. SIGTERM and
-Ctrl-C end the run behind the step that is being made, with a checkpoint; a second Ctrl-C ends it at once.
+and named in the log, and so is the teacher where that is the cause; after `LIMIT` of them in a row the run stops, with
+the last batch saved for study. SIGTERM and Ctrl-C end the run behind the step that is being made, with a checkpoint; a
+second Ctrl-C ends it at once.
 
 Nothing here waits for a GPU: the flags are made on the device, the optimizer skips by its `found_inf`, and the host
 reads a step's flags while the next one runs. On a CPU, or with an optimizer that has no `found_inf`, they are read at
@@ -40,12 +41,15 @@ class Health:
         ranks: how many there are.
         folder: where a batch is saved.
         limit: steps in a row that may be skipped.
+        blame: says what of the teacher is not finite over a step's batches, None where all is; called on every rank
+            alike, for steps that are skipped.
     """
 
     def __init__(
-        self, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: int, folder: Path, limit: int = LIMIT
-    ) -> None:
-        self.reduce, self.ranks, self.folder, self.limit = reduce, ranks, folder, limit
+        self, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: int, folder: Path, limit: int = LIMIT,
+        blame: Callable[[list[dict[str, Any]]], str | None] = lambda batches: None,
+    ) -> None:  # fmt: skip
+        self.reduce, self.ranks, self.folder, self.limit, self.blame = reduce, ranks, folder, limit, blame
         self.skipped = 0
         self.stopping = False
         self.interrupted = False
@@ -112,14 +116,26 @@ class Health:
             return
         self.skipped += 1
         self._in_a_row += 1
-        log.warning("step %d: loss or gradient is not finite; the step is skipped (%d so far)", step, self.skipped)
+        fault = self.blame(seen)
+        what = "loss or gradient is not finite" if fault is None else f"the teacher is not finite ({fault})"
+        log.warning("step %d: %s; the step is skipped (%d so far)", step, what, self.skipped)
         if self._in_a_row >= self.limit:
-            path = self._save(seen, step)
-            raise RunError(
-                f"stopped at step {step}: loss or gradient was NaN or infinite {self._in_a_row} steps in a row; the "
-                f"last batch is in {path}; lower train.learning_rate, lengthen train.warmup or lower "
-                "train.max_grad_norm, and continue from the last checkpoint with --resume"
+            raise RunError(self._stopped(step, fault, self._save(seen, step)))
+
+    def _stopped(self, step: int, fault: str | None, path: Path) -> str:
+        """Why the run ends, and what to do."""
+        if fault is not None:
+            return (
+                f"stopped at step {step}: the teacher is NaN or infinite ({fault}), and so was the loss "
+                f"{self._in_a_row} steps in a row; the last batch is in {path}; fetch or make the teacher again, or "
+                "set teacher.dtype to bfloat16 or float32 where float16 is too narrow for it, and continue from the "
+                "last checkpoint with --resume"
             )
+        return (
+            f"stopped at step {step}: loss or gradient was NaN or infinite {self._in_a_row} steps in a row; the "
+            f"last batch is in {path}; lower train.learning_rate, lengthen train.warmup or lower "
+            "train.max_grad_norm, and continue from the last checkpoint with --resume"
+        )
 
     def _save(self, batches: list[dict[str, Any]], step: int) -> Path:
         path = self.folder / f"not-finite-step-{step}.safetensors"

@@ -26,6 +26,7 @@ from distill.data.collator import Collator
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
+from distill.training.blame import teacher_fault
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.training.health import Health
 from distill.training.metrics import NO_WORK, Meter, named_means, work_of
@@ -117,6 +118,7 @@ class DistillationTrainer(Trainer):
             lambda values: self.accelerator.reduce(values, "sum"),
             self.accelerator.num_processes,
             Path(args.output_dir or "."),
+            blame=self._teacher_fault,
         )
         if self.accelerator.scaler is not None:  # float16: its scale is found by steps that overflow
             self.health.limit *= 10
@@ -183,6 +185,15 @@ class DistillationTrainer(Trainer):
         count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
         count = torch.as_tensor(count, dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
+
+    def _teacher_fault(self, batches: list[dict[str, Any]]) -> str | None:
+        """What of the teacher is not finite in a step that was not; on every rank where it is so on one."""
+        with self.compute_loss_context_manager():
+            fault = teacher_fault(self.objective, [self._prepare_inputs(batch) for batch in batches])
+        found = torch.tensor(float(fault is not None), device=self.args.device)
+        if self.accelerator.reduce(found, "sum") == 0:
+            return None
+        return fault or "on another rank"
 
     # --------------------------------------------------------------- figures
 
