@@ -3,9 +3,11 @@
     python -m scripts.study --data gsm8k_train.jsonl --out scripts/study/results --device cuda
     python -m scripts.study --data gsm8k_train.jsonl --out /tmp/study --quick       the whole path, tiny, on a CPU
     python -m scripts.study --out scripts/study/results --only-verdict              tables and plot from the rows
+    python -m scripts.study --plan teachers --data gsm8k_train.jsonl --out scripts/study/results --device cuda
 
 A configuration whose row is in FOLDER is not run again: stopped at any moment, the same command goes on. FOLDER gets
-<gpu>.jsonl (a row a run), verdict.md and study.svg.
+<gpu>.jsonl (a row a run), verdict.md and study.svg; of the plan `teachers`, which compares cached teachers and the
+student's own words on GSM8K, <gpu>-teachers.jsonl, teachers.md and teachers.svg.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 for folder in (ROOT, ROOT / "kernels"):
@@ -24,20 +26,58 @@ for folder in (ROOT, ROOT / "kernels"):
         sys.path.insert(0, str(folder))
 
 
+class Plan(NamedTuple):
+    """What is run, and what is made of its rows.
+
+    Attributes:
+        setups: the configurations, in the order of running.
+        bench: makes what they share from those that have no row yet.
+        run_one: trains and judges a configuration.
+        markdown, draw: tables and picture from rows.
+        suffix: of the file of rows, behind the GPU's name.
+        names: of the tables' and the picture's file.
+    """
+
+    setups: Any
+    bench: Any
+    run_one: Any
+    markdown: Any
+    draw: Any
+    suffix: str
+    names: tuple[str, str]
+
+
+def plan_of(name: str) -> Plan:
+    """The plan called `name`."""
+    if name == "teachers":
+        from scripts.study import teacher_runs, teacher_verdict
+
+        return Plan(
+            teacher_setups, teacher_runs.TeacherBench, teacher_runs.run_one, teacher_verdict.markdown,
+            teacher_verdict.draw, "-teachers.jsonl", ("teachers.md", "teachers.svg"),
+        )  # fmt: skip
+    from scripts.study import plot, runs, verdict
+
+    return Plan(setups, runs.Bench, runs.run_one, verdict.markdown, plot.draw, ".jsonl", ("verdict.md", "study.svg"))
+
+
 def arguments(given: list[str] | None) -> argparse.Namespace:
     """What was asked for."""
     from scripts.study.plan import KNOWN, OBJECTIVES
+    from scripts.study.teachers import BASES
 
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--plan", choices=("objectives", "teachers"), default="objectives", help="what is compared")
     parser.add_argument("--data", type=Path, help="GSM8K's training split, jsonl of question and answer")
     parser.add_argument("--out", type=Path, required=True, help="folder of rows, tables and plot")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--quick", action="store_true", help="one depth, one seed, two steps: does the path work?")
     parser.add_argument("--minutes", type=float, default=None, help="start no run that would end later than this")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--layers", type=int, nargs="+", default=[10, 15])
+    parser.add_argument("--layers", type=int, nargs="+", default=None, help="10 and 15; of the plan teachers 15")
+    parser.add_argument("--parts", nargs="+", choices=tuple(BASES), default=list(BASES), help="of the plan teachers")
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), metavar="NAME", help=", ".join(KNOWN))
     parser.add_argument("--sources", nargs="+", choices=("gsm8k", "python-stdlib"), default=["gsm8k", "python-stdlib"])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe settings of every run")
@@ -56,9 +96,9 @@ def sources(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         "gsm8k": (f"data.source={args.data}", "data.fields={prompt: question, completion: answer}"),
         "python-stdlib": ("data.source=python-stdlib",),
     }
-    if "gsm8k" in args.sources and (args.data is None or not args.data.is_file()):
+    if ("gsm8k" in args.sources or args.plan == "teachers") and (args.data is None or not args.data.is_file()):
         raise ValueError(f"--data: expected GSM8K's train split as a jsonl file, came {args.data}")
-    return {name: known[name] for name in args.sources}
+    return {name: known[name] for name in (["gsm8k"] if args.plan == "teachers" else args.sources)}
 
 
 def setups(args: argparse.Namespace) -> list[Any]:
@@ -66,19 +106,30 @@ def setups(args: argparse.Namespace) -> list[Any]:
     from scripts.study.plan import QUICK, grid
 
     more = [*(QUICK if args.quick else ()), f"train.device={args.device}", *args.set]
+    layers = args.layers or [10, 15]
     return grid(
-        sources(args), layers=args.layers[:1] if args.quick else args.layers, objectives=args.objectives,
+        sources(args), layers=layers[:1] if args.quick else layers, objectives=args.objectives,
         seeds=1 if args.quick else args.seeds, more=more, probe_rates=not (args.quick or args.no_rates),
     )  # fmt: skip
 
 
-def train(args: argparse.Namespace) -> None:
+def teacher_setups(args: argparse.Namespace) -> list[Any]:
+    """The configurations of the plan `teachers`, in the order of running."""
+    from scripts.study.teachers import grid
+
+    return grid(
+        sources(args)["gsm8k"], layers=(args.layers or [15])[: 1 if args.quick else None], parts=args.parts,
+        seeds=1 if args.quick else args.seeds, more=[f"train.device={args.device}", *args.set], quick=args.quick,
+    )  # fmt: skip
+
+
+def train(args: argparse.Namespace, plan: Plan) -> None:
     """Run what has no row yet."""
     from distill.faults import RunError
     from scripts.bench.harness import environment
-    from scripts.study import runs
+    from scripts.study.runs import finished
 
-    wanted, done = setups(args), {row["key"] for row in runs.finished(args.out)}
+    wanted, done = plan.setups(args), {row["key"] for row in finished(args.out, args.plan)}
     waiting = [setup for setup in wanted if setup.key not in done]
     print(f"{len(wanted)} configurations, {len(wanted) - len(waiting)} have their row", flush=True)
     if not waiting:
@@ -87,9 +138,9 @@ def train(args: argparse.Namespace) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     began = time.perf_counter()
-    bench, facts = runs.Bench(waiting, held_out=6 if args.quick else 128), environment()
+    bench, facts = plan.bench(waiting, held_out=6 if args.quick else 128), environment()
     print(f"teacher and {len(bench.cuts)} students: {time.perf_counter() - began:.0f} s, {facts['gpu']}", flush=True)
-    path = args.out / (facts["gpu"].replace(" ", "-").lower() + ".jsonl")
+    path = args.out / (facts["gpu"].replace(" ", "-").lower() + plan.suffix)
     longest = 0.0
     for number, setup in enumerate(waiting, 1):
         start = time.perf_counter()
@@ -97,7 +148,7 @@ def train(args: argparse.Namespace) -> None:
             print(f"stopped: {len(waiting) - number + 1} configurations wait; the same command goes on", flush=True)
             return
         try:
-            row = runs.run_one(setup, bench)
+            row = plan.run_one(setup, bench)
         except RunError as error:  # not finite, at twice the learning rate for example: that is a result too
             print(f"{number}/{len(waiting)} {setup}: no row, since it broke: {str(error).splitlines()[0]}", flush=True)
             continue
@@ -117,26 +168,26 @@ def train(args: argparse.Namespace) -> None:
 def main(given: list[str] | None = None) -> int:
     """Train what is missing, then write tables and plot; 2 for a mistake of the user's."""
     args = arguments(given)
+    plan = plan_of(args.plan)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         if not args.only_verdict:
-            train(args)
+            train(args, plan)
     except ValueError as error:
         print(f"study: {error}", file=sys.stderr)
         return 2
-    from scripts.study.plot import draw
     from scripts.study.runs import finished
-    from scripts.study.verdict import markdown
 
-    rows = finished(args.out)
+    rows = finished(args.out, args.plan)
     if not rows:
         print(f"study: no rows in {args.out}", file=sys.stderr)
         return 2
-    text = markdown(rows)
-    (args.out / "verdict.md").write_text(text, encoding="utf-8")
-    draw(rows, args.out / "study.svg")
-    print(f"\n{text}\nwrote {args.out}/verdict.md and study.svg")
+    text = plan.markdown(rows)
+    tables, picture = plan.names
+    (args.out / tables).write_text(text, encoding="utf-8")
+    plan.draw(rows, args.out / picture)
+    print(f"\n{text}\nwrote {args.out}/{tables} and {picture}")
     return 0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.study.plan import KNOWN
 from scripts.study.verdict import Rows, by_objective, settings_of
@@ -13,13 +14,37 @@ from scripts.study.verdict import Rows, by_objective, settings_of
 COLORS = ("#6b7280", "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d")
 
 
+class Panel(NamedTuple):
+    """One plot.
+
+    Attributes:
+        title: above it.
+        groups: rows by what is compared; a line each.
+        figure: of the curves' points: forward_kl, reverse_kl, agreement or student_cross_entropy.
+    """
+
+    title: str
+    groups: Mapping[str, Sequence[Mapping[str, Any]]]
+    figure: str = "forward_kl"
+
+
 def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
-    """Write the picture as SVG: means over seeds as lines, the seeds' range shaded.
+    """Write the first plan's picture; objectives that it does not name are left out."""
+    panels = []
+    for data, layers in settings_of(rows):
+        groups = by_objective(rows, data, layers)
+        known = {name: groups[name] for name in KNOWN if name in groups}
+        panels.append(Panel(f"{data}, {layers} layers", known, figure))
+    draw_panels(panels, list(KNOWN), path)
+
+
+def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> None:
+    """Write a picture as SVG: means over seeds as lines, the seeds' range shaded.
 
     Args:
-        rows: Of the results; objectives that the plan does not name are left out.
+        panels: What is drawn.
+        names: Of all lines; each has its colour in every panel.
         path: The file.
-        figure: Of the curves' points: forward_kl, reverse_kl, agreement or student_cross_entropy.
     """
     import matplotlib
 
@@ -27,19 +52,17 @@ def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
     from matplotlib import pyplot as plt
 
     matplotlib.rcParams.update({"svg.hashsalt": "distill", "font.size": 9})
-    panels = settings_of(rows)
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     drawing, axes = plt.subplots(
         lines, columns, figsize=(4.8 * columns, 3.0 * lines + 0.5), layout="constrained", squeeze=False
     )
-    for place, (data, layers) in zip(axes.flat, panels, strict=False):
-        for name, color in zip(KNOWN, COLORS, strict=False):
-            group = by_objective(rows, data, layers).get(name)
-            if group:
-                _line(place, [row["curve"] for row in group], figure, name, color)
-        place.set_title(f"{data}, {layers} layers", loc="left", fontsize=10)
-        place.set(xlabel="tokens seen, M", yscale="linear" if figure == "agreement" else "log")
+    colors = dict(zip(names, COLORS, strict=False))
+    for place, panel in zip(axes.flat, panels, strict=False):
+        for name, group in panel.groups.items():
+            _line(place, [row["curve"] for row in group], panel.figure, name, colors[name])
+        place.set_title(panel.title, loc="left", fontsize=10)
+        place.set(xlabel="tokens seen, M", yscale="linear" if panel.figure == "agreement" else "log")
         for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
             axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
         place.tick_params(axis="y", which="both", labelsize=8)
@@ -48,10 +71,13 @@ def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
             place.spines[side].set_visible(False)
     for place in list(axes.flat)[len(panels) :]:
         place.set_visible(False)
-    for row in axes:
-        row[0].set_ylabel({"forward_kl": "held-out KL, nats a token"}.get(figure, figure))
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    drawing.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    for number, row in enumerate(axes):
+        figure = panels[number * columns].figure
+        row[0].set_ylabel("held-out KL, nats a token" if figure.endswith("_kl") else figure)
+    lines_drawn = {
+        label: handle for place in axes.flat for handle, label in zip(*place.get_legend_handles_labels(), strict=True)
+    }
+    drawing.legend(lines_drawn.values(), lines_drawn.keys(), loc="outside lower center", ncols=4, frameon=False)
     beside = path.with_name(path.name + ".unfinished")
     drawing.savefig(beside, format="svg", facecolor="white", metadata={"Date": None})
     os.replace(beside, path)

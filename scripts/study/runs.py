@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -114,14 +114,60 @@ class Quality(TrainerCallback):
         """Evaluate at the chosen steps, off the clock."""
         if state.global_step not in self.at or state.global_step == state.max_steps:
             return
-        assert self.trainer is not None
-        start, train = time.perf_counter(), self.recipe.train
-        found = evaluate(
-            self.trainer.model, self.bench.teacher, self.rows, batch_size=train.batch_size,  # type: ignore[arg-type]
-            autocast=self.bench.precision.autocast, objective=self.trainer.objective,
-        )  # fmt: skip
-        self.curve.append({"tokens": state.global_step * (train.tokens_per_step or 0), **_point(found)})
+        start = time.perf_counter()
+        self.curve.append({"tokens": state.global_step * (self.recipe.train.tokens_per_step or 0), **self.point()})
         self.seconds += time.perf_counter() - start
+
+    def point(self) -> dict[str, float]:
+        """The student's held-out figures as it stands."""
+        assert self.trainer is not None
+        return _point(
+            evaluate(
+                self.trainer.model,
+                self.bench.teacher,
+                self.rows,  # type: ignore[arg-type]
+                batch_size=self.recipe.train.batch_size,
+                autocast=self.bench.precision.autocast,
+                objective=self.trainer.objective,
+            )
+        )
+
+
+class Training(NamedTuple):
+    """What one training took: seconds off all evaluations, and the tokens that were learned."""
+
+    seconds: float
+    learned: int
+
+
+def train(
+    recipe: Recipe, bench: Bench, student: Any, splits: Splits, quality: Quality | None = None, **kind: Any
+) -> Training:
+    """Train `student` by `recipe`; `kind` takes the place of the bench's teacher and plain objective."""
+    transformers.set_seed(recipe.train.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = training_arguments(
+            recipe, Path(folder), rows=len(splits.train), device=bench.device, precision=bench.precision
+        )
+        trainer = DistillationTrainer(
+            student, args=arguments, loss=recipe.loss, train_dataset=splits.train,
+            processing_class=bench.tokenizer, callbacks=[quality] if quality else [],
+            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments), **({"teacher": bench.teacher} | kind),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        if quality is not None:
+            quality.trainer = trainer
+        trainer.on_policy = on_policy_of(
+            recipe, student, bench.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
+            autocast=bench.precision.autocast,
+        )  # fmt: skip
+        start = time.perf_counter()
+        trainer.train()
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start - (quality.seconds if quality else 0.0)
+    trainer.objective.detach()
+    return Training(seconds, int(sum(row.get("trained_tokens", 0) for row in trainer.state.log_history)))
 
 
 def _point(found: Any) -> dict[str, float]:
@@ -138,62 +184,55 @@ def run_one(setup: Setup, bench: Bench) -> dict[str, Any]:
     student, splits = bench.student(setup, recipe), bench.splits(setup)
     before = bench.before(student, setup, recipe)
     quality = Quality(bench, setup, recipe)
-    transformers.set_seed(recipe.train.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = training_arguments(
-            recipe, Path(folder), rows=len(splits.train), device=bench.device, precision=bench.precision
-        )
-        trainer = DistillationTrainer(
-            student, bench.teacher, arguments, loss=recipe.loss, train_dataset=splits.train,
-            processing_class=bench.tokenizer, callbacks=[quality],
-            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
-        )  # fmt: skip
-        trainer.remove_callback(PrinterCallback)
-        quality.trainer = trainer
-        trainer.on_policy = on_policy_of(
-            recipe, student, bench.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
-            autocast=bench.precision.autocast,
-        )  # fmt: skip
-        start = time.perf_counter()
-        trainer.train()
-        if bench.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start - quality.seconds
-    trainer.objective.detach()
-    after = bench.judge(student, setup, recipe)
+    took = train(recipe, bench, student, splits, quality)
+    row = row_of(setup, recipe, before, bench.judge(student, setup, recipe), quality.curve, took)
+    del quality, student
+    free(bench)
+    return row
+
+
+def row_of(
+    setup: Any, recipe: Recipe, before: Judgement, after: Judgement, curve: list[dict[str, float]], took: Training
+) -> dict[str, Any]:
+    """The row of one configuration."""
     tokens = (recipe.train.steps or 0) * (recipe.train.tokens_per_step or 0)
-    ends = [{"tokens": n, **_point(_means(j))} for n, j in ((0, before), (tokens, after))]
-    row = {
+    ends = [{"tokens": n, **point_of(j)} for n, j in ((0, before), (tokens, after))]
+    return {
         "key": setup.key, "data": setup.data, "layers": setup.layers, "objective": setup.objective,
         "seed": setup.seed, "settings": setup.shown, "tokens": tokens,
         "held_out_tokens": after.tokens, "held_out_rows": after.rows,
         "after": {name: list(figure) for name, figure in after.figures.items()},
         "before": {name: figure.value for name, figure in before.figures.items()},
         "gap_closed": list(after.gap_closed(before)), "calibration_error": after.calibration_error,
-        "curve": [ends[0], *quality.curve, ends[1]], "seconds": round(seconds, 2),
-        "tokens_per_s": round(tokens / seconds),
+        "curve": [ends[0], *curve, ends[1]], "seconds": round(took.seconds, 2),
+        "tokens_per_s": round(tokens / took.seconds),
     }  # fmt: skip
-    del trainer, quality, student
+
+
+def free(bench: Bench) -> None:
+    """Give back what the last configuration held."""
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
-    return row
 
 
-def _means(found: Judgement) -> Any:
-    """Values of a judgement by attribute, as `evaluate` gives them."""
+def point_of(found: Judgement) -> dict[str, float]:
+    """A judgement's place on a curve."""
     import types
 
-    return types.SimpleNamespace(**{name: figure.value for name, figure in found.figures.items()})
+    return _point(types.SimpleNamespace(**{name: figure.value for name, figure in found.figures.items()}))
 
 
-def finished(folder: Path) -> list[dict[str, Any]]:
-    """Rows of all files in `folder`; a line cut short by a kill is left out."""
+def finished(folder: Path, plan: str = "objectives") -> list[dict[str, Any]]:
+    """Rows of a plan in all files of `folder`; a line cut short by a kill is left out."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
-                rows.append(json.loads(line))
+                row = json.loads(line)
             except json.JSONDecodeError:
                 logging.getLogger(__name__).warning("%s: a line is cut short, and its run is made again", path)
+                continue
+            if row.get("plan", "objectives") == plan:
+                rows.append(row)
     return rows

@@ -64,7 +64,7 @@ def table(rows: Rows, data: str, layers: int) -> str:
             f"{statistics.fmean(after(group, 'reverse_kl')):.3f}", f"{statistics.fmean(after(group, 'agreement')):.1%}",
             _perplexity(statistics.fmean(after(group, "student_cross_entropy"))),
             f"{statistics.fmean(row['gap_closed'][0] for row in group):.1%}",
-            "" if name == BASELINE else _p(welch(base, kl)), "" if name == PLAIN else _p(welch(plain, kl)),
+            "" if name == BASELINE else shown_p(welch(base, kl)), "" if name == PLAIN else shown_p(welch(plain, kl)),
         ]  # fmt: skip
         if statistics.fmean(kl) == best:
             cells = [f"**{cell}**" if cell else "" for cell in cells]
@@ -76,7 +76,8 @@ def _perplexity(cross_entropy: float) -> str:
     return f"{math.exp(cross_entropy):,.2f}" if cross_entropy < 700 else "inf"
 
 
-def _p(value: float | None) -> str:
+def shown_p(value: float | None) -> str:
+    """A p-value in a table."""
     return "one seed" if value is None else f"{value:.3f}" if value >= 0.001 else "< 0.001"
 
 

@@ -111,7 +111,7 @@ def load(recipe: Recipe) -> Loaded:
             from distill_kernels import swap_linears_for_fp8
 
             swap_linears_for_fp8(bare(models.teacher))
-    teacher = Teacher(_hidden_states(models.teacher), read_head(find_head(models.teacher)), shape, device)
+    teacher = as_read(models.teacher, shape, device)
     return Loaded(recipe, splits, models, precision, teacher, student_shape, cut, below)
 
 
@@ -124,6 +124,11 @@ def _loaded(section: TeacherSection) -> TeacherSection:
     if section.model is None and section.init != "random":
         raise ValueError("teacher.model: expected the teacher to run over the data beside type: cache, came none")
     return section.model_copy(update={"type": "model", "path": None})
+
+
+def as_read(model: Any, shape: LogitShape, device: torch.device) -> Teacher:
+    """A loaded teacher in the parts that caching needs; `shape` from before its layers were patched."""
+    return Teacher(_hidden_states(model), read_head(find_head(model)), shape, device)
 
 
 def _hidden_states(model: Any) -> Callable[[Any], torch.Tensor]:

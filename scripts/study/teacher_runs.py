@@ -1,0 +1,213 @@
+"""The configurations of the second plan, one after another: caches made on the spot, stages that follow each other.
+
+Whatever a student learned from, it is judged against the loaded teacher over the whole vocabulary. After the second
+part it is judged on its own words too: answers to the held-out prompts, drawn at T = 1, on which the teacher's
+distribution is compared with the student's; and by its likeliest answers' final numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distill.console import progress
+from distill.data.chat import load_template
+from distill.data.collator import Collator
+from distill.generation.documents import Document, as_row, documents_of
+from distill.generation.engines import Engine, end_tokens, engine_for
+from distill.judging.judge import judge
+from distill.loading import Models
+from distill.models.head import LogitShape, find_head, probe_logits
+from distill.recipe import Recipe
+from distill.teachers.cache.make import Loaded, as_read, make_cache
+from distill.teachers.cache.objective import TopKObjective
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.cache.settings import Settings
+from scripts.study.runs import Bench, Quality, free, point_of, row_of, train
+from scripts.study.teachers import OWN, K, TeacherSetup
+
+LONGEST = 256  # tokens of an answer that is judged
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class TeacherBench(Bench):
+    """A bench that also keeps caches, students after the first stage, and how often the teacher is right."""
+
+    def __init__(self, setups: Sequence[TeacherSetup], held_out: int = 128) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="study-caches-")
+        self._caches: dict[tuple[str, str], TeacherCache] = {}
+        self._stages: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
+        self._right: dict[str, list[int]] = {}
+        super().__init__(setups, held_out)
+
+    def shape(self) -> LogitShape:
+        """How the teacher makes its logits."""
+        return probe_logits(self.teacher, "teacher")
+
+    def cache(self, setup: TeacherSetup, recipe: Recipe, student: Any) -> TeacherCache:
+        """The teacher's words on the data of a configuration, made when they are first asked for."""
+        assert setup.tail is not None
+        key = (setup.data, setup.tail)
+        if key not in self._caches:
+            folder = Path(self._folder.name) / f"{setup.data}-{setup.tail}"
+            rows = min(len(find_head(model).linear.weight) for model in (self.teacher, student))
+            loaded = Loaded(
+                recipe, self.splits(setup), Models(self.teacher, student, self.tokenizer, rows, "", None),
+                self.precision, as_read(self.teacher, self.shape(), self.device), probe_logits(student, "student"),
+            )  # fmt: skip
+            settings = Settings(K, tail=setup.tail).checked()
+            make_cache(
+                loaded, folder, settings, say=functools.partial(print, flush=True),
+                progress=functools.partial(_quietly, f"caching, {setup.tail}"),
+            )  # fmt: skip
+            self._caches[key] = TeacherCache(str(folder))
+        return self._caches[key]
+
+    def after_first_stage(self, setup: TeacherSetup, student: Any) -> None:
+        """Give `student` the weights it has after the first stage, which is trained once for each seed."""
+        recipe = setup.stage_before()
+        if setup.first not in self._stages:
+            train(recipe, self, student, self.splits(setup))
+            self._stages.clear()  # seeds follow each other: no other is asked for again
+            self._stages[setup.first] = {name: tensor.cpu().clone() for name, tensor in student.state_dict().items()}
+        student.load_state_dict(self._stages[setup.first])
+
+    def teacher_right(self, setup: TeacherSetup, recipe: Recipe) -> list[int]:
+        """Of how many held-out problems the teacher finds the number: right, asked."""
+        if setup.data not in self._right:
+            self._right[setup.data] = right(self.teacher, self, self.documents(setup), recipe)
+        return self._right[setup.data]
+
+    def documents(self, setup: TeacherSetup) -> list[Document]:
+        """The held-out documents."""
+        rows = self.splits(setup).validation
+        return documents_of(Collator(0)([rows[number] for number in range(len(rows))]))
+
+    def engine(self, model: Any, recipe: Recipe) -> Engine:
+        """What generates with `model`."""
+        template = load_template(recipe.data.chat_template, self.tokenizer)
+        return engine_for(
+            "distill", model, self.tokenizer, ends=end_tokens(self.tokenizer, model, template),
+            autocast=self.precision.autocast, max_length=recipe.data.max_length, max_new_tokens=LONGEST,
+        )  # fmt: skip
+
+
+class Judged(Quality):
+    """Looks at the student as it is judged in the end: against the loaded teacher, whatever it learns from."""
+
+    def point(self) -> dict[str, float]:
+        """The student's held-out figures as it stands."""
+        assert self.trainer is not None
+        train_section, bench = self.recipe.train, self.bench
+        return point_of(
+            judge(
+                self.trainer.model,
+                bench.teacher,
+                self.rows,
+                batch_size=train_section.batch_size,
+                autocast=bench.precision.autocast,
+            )
+        )
+
+
+def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
+    """Train one configuration and judge it: the row of the results, without what the machine is."""
+    recipe, splits = setup.recipe(), bench.splits(setup)
+    student: Any = bench.student(setup, recipe)
+    kind: dict[str, Any] = {}
+    if setup.tail is not None:
+        cache = bench.cache(setup, recipe, student)
+        kind = {"teacher": None, "objective": functools.partial(TopKObjective, cache=cache)}
+    if setup.first:
+        bench.after_first_stage(setup, student)
+        before = bench.judge(student, setup, recipe)
+    else:
+        before = bench.before(student, setup, recipe)
+    quality = Judged(bench, setup, recipe)
+    took = train(recipe, bench, student, splits, quality, **kind)
+    row = row_of(setup, recipe, before, bench.judge(student, setup, recipe), quality.curve, took)
+    row |= {"plan": "teachers", "part": setup.part, "learned_tokens": took.learned}
+    if setup.part == OWN:
+        row |= on_its_own_words(student, bench, setup, recipe)
+    del quality, student
+    free(bench)
+    return row
+
+
+class Answers(NamedTuple):
+    """What a model says to held-out prompts: documents with its answers, and the share that did not end."""
+
+    documents: list[Document]
+    truncated: float
+
+
+def answer(model: Any, bench: TeacherBench, documents: Sequence[Document], recipe: Recipe, *, drawn: bool) -> Answers:
+    """Answers to the documents' prompts, drawn at T = 1 or the likeliest ones; the same prompt draws by one seed."""
+    prompts = [document.prompt for document in documents]
+    made = bench.engine(model, recipe).generate(
+        prompts, max_new_tokens=[min(LONGEST, recipe.data.max_length - len(prompt)) for prompt in prompts],
+        temperature=float(drawn), seeds=list(range(len(prompts))),
+    )  # fmt: skip
+    told = zip(documents, prompts, made.tokens, strict=True)
+    return Answers(
+        [document.answered(prompt, tokens) for document, prompt, tokens in told],
+        sum(made.truncated) / max(len(prompts), 1),
+    )
+
+
+def on_its_own_words(student: Any, bench: TeacherBench, setup: TeacherSetup, recipe: Recipe) -> dict[str, Any]:
+    """Figures of a student on what it says itself to the held-out prompts, and of how many problems it gets right."""
+    documents = bench.documents(setup)
+    said = answer(student, bench, documents, recipe, drawn=True)
+    found = judge(
+        student, bench.teacher, [as_row([document]) for document in said.documents],
+        batch_size=recipe.train.batch_size, autocast=bench.precision.autocast,
+    )  # fmt: skip
+    figures: dict[str, Any] = {name: list(figure) for name, figure in found.figures.items()}
+    figures |= {"answers": len(documents), "length": found.tokens / len(documents), "truncated": said.truncated}
+    return {
+        "own": figures, "right": right(student, bench, documents, recipe),
+        "teacher_right": bench.teacher_right(setup, recipe),
+    }  # fmt: skip
+
+
+def right(model: Any, bench: TeacherBench, documents: Sequence[Document], recipe: Recipe) -> list[int]:
+    """Of the documents' problems those whose number the likeliest answer ends with, and how many there are."""
+    said = answer(model, bench, documents, recipe, drawn=False).documents
+    pairs = [
+        [_text(bench, one.ids[len(one.prompt) :]) for one in (document, other)]
+        for document, other in zip(documents, said, strict=True)
+    ]
+    numbers = [[final_number(text) for text in pair] for pair in pairs]
+    return [sum(true == given and true is not None for true, given in numbers), len(numbers)]
+
+
+def _text(bench: TeacherBench, ids: Sequence[int]) -> str:
+    return str(bench.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def final_number(text: str) -> float | None:
+    """The number behind the last `####`, which closes an answer of GSM8K, else the last number of all."""
+    _, mark, behind = text.rpartition("####")
+    numbers = NUMBER.findall(behind)
+    if not numbers:
+        return None
+    return float(numbers[0 if mark else -1].replace(",", ""))
+
+
+def _quietly(what: str, total: int) -> Any:
+    """A progress bar in a terminal, nothing elsewhere."""
+    import contextlib
+
+    @contextlib.contextmanager
+    def bar() -> Any:
+        with progress(what, total) as advance:
+            yield advance or (lambda count: None)
+
+    return bar()
