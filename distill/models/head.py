@@ -119,14 +119,21 @@ def whole(head: Head) -> Iterator[HeadWeights]:
 
     For a frozen head that another model's forward reads. The head must have been called once before.
     """
-    sharded = isinstance(head.linear.weight, DTensor) and hasattr(head.module, "unshard")
-    if sharded:
-        head.module.unshard()  # type: ignore[operator]
+    unit: Any = head.module if hasattr(head.module, "unshard") else None
+    cut = isinstance(head.linear.weight, DTensor)
+    if unit is not None and cut:
+        unit.unshard()
     try:
         yield read_head(head)
     finally:
-        if sharded:
-            head.module.reshard()  # type: ignore[operator]
+        if unit is not None and cut:
+            unit.reshard()
+        elif unit is not None:
+            # a head that is one unit with the embedding: torch 2.11 cuts a unit again once all its modules were called,
+            # and a body that ran by itself called the embedding alone
+            weight: Any = head.linear.weight
+            with torch.no_grad():
+                unit(weight.new_empty(0, weight.shape[1]))
 
 
 def _read_lora(layer: Any) -> tuple[torch.Tensor, torch.Tensor, float] | None:
