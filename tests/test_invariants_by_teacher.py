@@ -9,6 +9,7 @@ from subjects import CACHED, SUBJECTS, Caches
 from distill.contract import invariants
 from distill.contract.invariants import CHECKS
 from distill.generation.on_policy import OnPolicy
+from distill.recipe.loss import Loss
 from distill.teachers import mixture
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cross.data import CrossCollator
@@ -35,6 +36,16 @@ def test_holds(kind, check, subject_of):
     assert finding.passed, finding
     assert not any(p.grad is not None for p in made.student.parameters())
     assert "forward" not in made.student.__dict__
+
+
+@pytest.mark.parametrize("kind", ["answering", "several", "across", "bucket", "hidden"])
+def test_hard_labels_alone(kind, subject_of):
+    """A loss that does not ask the teacher; its divergences are examined all the same."""
+    made = subject_of(kind)
+    made.loss = Loss.model_validate({"terms": [{"type": "cross_entropy"}]})
+    for check in (invariants.fused_equals_reference, invariants.divergence_is_one, invariants.both_read_the_same):
+        finding = check(made)
+        assert finding.passed, finding
 
 
 # ------------------------------------------------------------------ faults: several teachers

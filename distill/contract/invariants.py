@@ -176,6 +176,8 @@ def both_read_the_same(subject: Subject) -> Finding:
     """Every model gets the ids and positions that it should, and they mean the same to all; of a student that answers,
     the prompts are the data's, and its answers alone are learned."""
     objective, batch, hooks = subject.objective(), subject.batch(), []
+    if not objective.loss.objective.needs_teacher:  # hard labels alone: what the teacher would read is looked at
+        objective.loss = subject.single(objective, subject.divergences[0])
     reads = subject.decoders(batch)
     seen: list[dict[str, torch.Tensor]] = [{} for _ in reads]
 

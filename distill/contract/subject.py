@@ -174,6 +174,7 @@ class Subject:
         """What every trained token loses, token after token, without gradients: by the loss, or by each of `terms`."""
         batch, objective = self.batch(rows, **collator), self.objective()
         losses = [self.single(objective, term) for term in terms] or [objective.loss]
+        objective.loss = losses[0]  # a loss of hard labels alone would not ask the teacher
         found: list[torch.Tensor] = []
         whole = objective.loss_of
 

@@ -125,6 +125,7 @@ class CachedTeacher(Subject):
 
     def teacher_states(self, objective: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """The stored hidden states and the stored head."""
+        objective.loss = self.single(objective, self.divergences[0])
         return objective.signal(batch).to(objective.head.weight.dtype), objective.head
 
     def from_itself(self) -> tuple[str, float]:
@@ -136,6 +137,7 @@ class CachedTeacher(Subject):
             what, worst = super().from_itself()
             return f"{what}'s stored states", worst
         tail, objective = self.stored.manifest["tail"], self.objective()
+        objective.loss = self.single(objective, self.divergences[0])
         signal = objective.signal(self.batch())
         objective.detach()
         learned = self.batch()["valid_rows"]
