@@ -125,6 +125,7 @@ def test_a_cache_is_as_good_only_within_the_seeds():
         near.startswith("- cached, drawn, 15 layers: +1.0%") and "not told apart" in near and "2 of 2 moments" in near
     )
     assert "cached, others as one" in far and "+29.4% (p < 0.001)" in far and "0 of 2 moments" in far
+    assert "one online seed, which has no range" in sentences([rows[0], rows[3]])[0]
     text = markdown(rows)
     assert "| online | 3 | 1.0200 ± 0.0200 |" in text and text.index("| online") < text.index("| cached, drawn |")
 
@@ -137,6 +138,7 @@ def test_right_answers_count_only_where_they_can_tell():
     poor, able = sentences(rows((4, 300), 3))[-1], sentences(rows((120, 300), 90))[-1]
     assert "the teacher itself gets 4 of 300 right (1.3%)" in poor and "differ by 1.8%" in poor
     assert "they say nothing here" in poor and "say nothing" not in able
+    assert sentences(rows((0, 300), 0))[-1].endswith("gets 0 of 300 right (0.0%): they say nothing here.")
     assert "on-policy, reverse KL 30.0%" in able and "below 7.8% are not told apart" in able
 
 

@@ -135,6 +135,8 @@ def _change(
 
 def _along(base: Rows, group: Rows) -> str:
     """At how many moments of the run the mean lies within the range of the base's seeds."""
+    if len(base) < 2:
+        return "one online seed, which has no range"
     many = min(len(row["curve"]) for row in (*base, *group))
     inside = 0
     for moment in range(1, many):  # all start alike
@@ -150,7 +152,9 @@ def _worth(groups: Groups) -> str:
     share = correct / asked
     least = 1.96 * math.sqrt(2 * share * (1 - share) / asked)
     teacher = f"the teacher itself gets {correct} of {asked} right ({share:.1%})"
-    if share <= least or not correct:
+    if not correct:
+        return f"{teacher}: they say nothing here."
+    if share <= least:
         return f"{teacher}; two students must differ by {least:.1%} to be told apart: they say nothing here."
     found = ", ".join(
         f"{name} {statistics.fmean(row['right'][0] / row['right'][1] for row in group):.1%}"
