@@ -62,9 +62,12 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
         for name, group in panel.groups.items():
             _line(place, [row["curve"] for row in group], panel.figure, name, colors[name])
         place.set_title(panel.title, loc="left", fontsize=10)
-        place.set(xlabel="tokens seen, M", yscale="linear" if panel.figure == "agreement" else "log")
-        for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
-            axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
+        place.set(xlabel="tokens seen, M")
+        drawn = [point[panel.figure] for group in panel.groups.values() for row in group for point in row["curve"]]
+        if panel.figure != "agreement" and max(drawn) > 3 * min(drawn) > 0:  # a narrow range has too few round numbers
+            place.set_yscale("log")
+            for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
+                axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
         place.tick_params(axis="y", which="both", labelsize=8)
         place.grid(True, alpha=0.25, which="both")
         for side in ("top", "right"):
