@@ -28,7 +28,8 @@ from distill.contract.subject import Subject
 from distill.training.blame import teacher_fault
 from distill.training.trainer import DistillationTrainer
 
-SMALL_WORKSPACE_MIB = 0.25
+SMALL_WORKSPACE = 2**18  # bytes
+ROW_BYTES = 64  # a column, at least: chunks of a row or two would measure how a CPU's BLAS adds up a long vector
 
 Gradients = dict[str, torch.Tensor]
 
@@ -165,9 +166,12 @@ def patching_changes_nothing(subject: Subject) -> Finding:
 def workspace_changes_nothing(subject: Subject) -> Finding:
     """Loss and gradients do not depend on how many rows of logits are held at a time."""
     loss, gradients = _fused(subject)
-    small_loss, small = _fused(subject, workspace=int(SMALL_WORKSPACE_MIB * 2**20))
+    objective = subject.objective()
+    workspace = max(SMALL_WORKSPACE, ROW_BYTES * objective.columns)
+    objective.detach()
+    small_loss, small = _fused(subject, workspace=workspace)
     return _judge(
-        "workspace", f"loss and gradients with {SMALL_WORKSPACE_MIB} MiB of it and with as much as suits", subject,
+        "workspace", f"loss and gradients with {workspace / 2**20:.2g} MiB of it and with as much as suits", subject,
         [difference({"loss": small_loss}, {"loss": loss}), difference(small, gradients)],
     )  # fmt: skip
 
