@@ -268,3 +268,15 @@ def test_tables_are_plain_outside_a_terminal(capsys):
 
     show_table(["", "KL"], [["before", "12.5"], ["[after]", "3.1"]], title="held out", numbers=True)
     assert capsys.readouterr().out == "held out\n           KL\nbefore   12.5\n[after]   3.1\n"
+
+
+def test_the_command_has_waiting_threads_sleep_unless_told_otherwise():
+    """Read by OpenMP when torch is loaded, so it must be there before."""
+    code = (
+        "import os, sys; from distill import cli; "
+        "cli.run_command = lambda: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules); cli.main()"
+    )
+    for given, expected in (({}, "PASSIVE False\n"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE False\n")):
+        env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
