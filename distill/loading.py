@@ -15,7 +15,7 @@ from distill.models.attention_choice import AttentionChoices
 from distill.models.head import bare, find_head
 from distill.models.load import kept_layers, load_config, load_student, load_teacher, load_tokenizer
 from distill.models.patching import Role
-from distill.models.vocabulary import compare, extend_student
+from distill.models.vocabulary import compare, extend_student, shared_columns
 from distill.recipe import Recipe
 from distill.teachers.cache.read import TeacherCache
 from distill.training.arguments import Precision
@@ -135,11 +135,7 @@ def load_models(
     for model, field in ((teacher, "teacher"), (student, "student")):
         check_length(recipe, model, field)
     rows = [len(find_head(model).linear.weight) for model in (teacher, student)]  # type: ignore[arg-type]
-    if tokenizer is None:
-        shared, verdict = min(rows), f"not compared, the data are random tokens; the loss is over {min(rows):,} rows"
-    else:
-        found = compare(tokenizer, student_tokenizer, *rows)
-        shared, verdict = found.require(), str(found)
+    shared, verdict = shared_columns(tokenizer, student_tokenizer, *rows)
     if section.lora is not None:
         student = add_lora(student, section.lora)
     kept = kept_layers(section, teacher) if section.init == "pretrained" and section.from_teacher else None

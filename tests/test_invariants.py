@@ -216,6 +216,17 @@ def test_fails_where_its_fault_is_put_in(check, fault, kind, monkeypatch):
     assert not finding.passed and str(finding).startswith("FAIL  "), finding
 
 
+@pytest.mark.parametrize("documents", [1, 2])
+def test_a_mean_of_means_shows_on_rows_that_learn_equally_many_tokens(documents, monkeypatch):
+    made = subject()
+    made.rows = [made.joined([{n: v[:5] for n, v in d.items()} for d in made.documents(row)][:documents])
+                 for row in rows() if row["labels"][1] != -100]  # fmt: skip
+    assert len({sum(label != -100 for label in row["labels"]) for row in made.rows}) == 1 < len(made.rows)
+    assert invariants.accumulation_changes_nothing(made).passed
+    mean_of_means(monkeypatch)
+    assert not invariants.accumulation_changes_nothing(made).passed
+
+
 def test_a_vocabulary_that_means_something_else_fails():
     made = subject()
     other = tiny_tokenizer(specials=("<|fin|>", "<|start|>", "<|pad|>"))

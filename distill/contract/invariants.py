@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -94,11 +95,12 @@ def divergence_is_one(subject: Subject) -> Finding:
 def accumulation_changes_nothing(subject: Subject) -> Finding:
     """The trainer's gradient of one batch of all rows equals that of as many micro-batches of one row; where the
     student answers, its answers do not depend on how many are asked at once."""
-    whole, single = _trainer_gradients(subject, len(subject.rows)), _trainer_gradients(subject, 1)
+    rows = subject.uneven_rows()
+    taken = replace(subject, rows=rows)
+    whole, single = _trainer_gradients(taken, len(rows)), _trainer_gradients(taken, 1)
     finding = _judge(
-        "accumulation", f"gradients of 1 x {len(subject.rows)} rows and {len(subject.rows)} x 1", subject,
-        [difference(single, whole)],
-    )  # fmt: skip
+        "accumulation", f"gradients of 1 x {len(rows)} rows and {len(rows)} x 1", subject, [difference(single, whole)]
+    )
     if subject.own_words is None or not finding.passed:
         return finding
     alone = [document for row in subject.rows for document in subject.documents(row)]

@@ -93,7 +93,7 @@ def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -
         folders = [Path(name) / f"{number:03}" for number in range(len(subjects))]
         for folder, subject in zip(folders, subjects, strict=True):
             folder.mkdir()
-            _write(subject, list(subject.rows)[: len(subject.rows) // 2 * 2], folder)
+            _write(subject, subject.uneven_rows()[: len(subject.rows) // 2 * 2], folder)
         code, said = _two_processes(Path(name), program, gpus)
         if code != 0:
             return [Finding("ranks", False, f"two processes failed: {reason_of(said)}")] * len(subjects)

@@ -136,6 +136,15 @@ class Subject:
         """Documents behind each other as one row."""
         return {name: [item for part in parts for item in part[name]] for name in parts[0]}
 
+    def uneven_rows(self) -> list[Row]:
+        """The rows, as many; the first has the second's documents behind its own where all learn equally many tokens.
+
+        Of equal rows a mean of means is the mean, so that a wrong divisor would not show.
+        """
+        if len({sum(label != IGNORE for label in row["labels"]) for row in self.rows}) > 1:
+            return list(self.rows)
+        return [self.joined(self.rows[:2]), *self.rows[1:]]
+
     @staticmethod
     def shortened(document: Row, tokens: int) -> dict[str, list[int]] | None:
         """A document cut around what is learned, `tokens` long or little more; None where nothing is."""

@@ -23,7 +23,7 @@ from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.data.documents import tokenised
 from distill.data.formats import detect
-from distill.data.packing import IGNORED, Documents, best_fit
+from distill.data.packing import IGNORED, Documents, rows_of
 from distill.data.sources import Source, open_source
 from distill.data.token_cache import keep, key_of
 from distill.data.tokenise import Encoder, Tally
@@ -312,14 +312,8 @@ def _dataset(key: str, documents: Documents, chosen: np.ndarray, data: Data, see
     import datasets
 
     def build(folder: Path) -> None:
-        random = np.random.default_rng([seed, len(chosen)])
-        order = random.permutation(chosen)
-        if data.packing:
-            groups = [order[group] for group in best_fit(documents.lengths[order], data.max_length)]
-        else:
-            groups = [order[number : number + 1] for number in range(len(order))]
-        groups = [groups[number] for number in random.permutation(len(groups))]
-        _write_rows(folder / "rows.arrow", documents.rows(groups))
+        rows = rows_of(documents.lengths, chosen, packing=data.packing, capacity=data.max_length, seed=seed)
+        _write_rows(folder / "rows.arrow", documents.rows(rows))
 
     folder, _ = keep(key, build, cache=data.cache)
     dataset = datasets.Dataset.from_file(str(folder / "rows.arrow"))

@@ -102,3 +102,25 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
             with_room[left].append(row)
             rooms |= 1 << left
     return [np.array(row, dtype=np.int64) for row in rows]
+
+
+def rows_of(lengths: np.ndarray, chosen: np.ndarray, *, packing: bool, capacity: int, seed: int) -> list[np.ndarray]:
+    """The chosen documents as shuffled rows.
+
+    Args:
+        lengths: int64 [D], tokens of every document.
+        chosen: int [C], numbers of documents.
+        packing: Several documents share a row of at most `capacity` tokens; else each has its own.
+        capacity: Tokens a row.
+        seed: Of the order; with the number of documents it decides all.
+
+    Returns:
+        Numbers of documents, an array a row.
+    """
+    random = np.random.default_rng([seed, len(chosen)])
+    order = random.permutation(chosen)
+    if packing:
+        groups = [order[group] for group in best_fit(lengths[order], capacity)]
+    else:
+        groups = [order[number : number + 1] for number in range(len(order))]
+    return [groups[number] for number in random.permutation(len(groups))]

@@ -122,12 +122,17 @@ def evaluate(
     *statistics, tokens = sums.tolist()
     if tokens == 0:
         raise ValueError("data.validation: no trained tokens in the held-out rows (every label is masked)")
-    forward, cross_entropy, student_entropy, teacher_entropy, agreement, _, teacher_logprob, reverse = (
-        value / tokens for value in statistics
-    )
-    return HeldOut(
-        int(tokens), forward, reverse, agreement, cross_entropy, -teacher_logprob, student_entropy, teacher_entropy
-    )
+    return HeldOut(int(tokens), **figures_of([value / tokens for value in statistics]))
+
+
+def figures_of(statistics: Sequence[float]) -> dict[str, float]:
+    """The statistics of a `held_out_loss`, sums or means, by the names of `HeldOut`."""
+    forward, cross_entropy, student_entropy, teacher_entropy, agreement, _, teacher_logprob, reverse = statistics
+    return {
+        "forward_kl": forward, "reverse_kl": reverse, "agreement": agreement, "student_cross_entropy": cross_entropy,
+        "teacher_cross_entropy": -teacher_logprob, "student_entropy": student_entropy,
+        "teacher_entropy": teacher_entropy,
+    }  # fmt: skip
 
 
 def _sums(

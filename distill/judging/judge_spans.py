@@ -16,13 +16,10 @@ from torch import nn
 
 from distill.data.collator import Collator
 from distill.judging.bootstrap import interval
-from distill.judging.evaluate import as_trained
+from distill.judging.evaluate import as_trained, figures_of
 from distill.judging.judge import FIGURES, Judgement
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.objective import CrossObjective
-
-# the statistics of a held-out loss in the order of FIGURES, and their signs
-PLACES = ((0, 1), (7, 1), (4, 1), (1, 1), (6, -1), (2, 1), (3, 1))
 
 
 @torch.no_grad()
@@ -64,7 +61,8 @@ def judge_spans(
             if counts[number]:
                 with as_trained(device, None):
                     found = student(**objective.compare(batch, num_items=1))["statistics"].double().tolist()
-                sums[number] = [sign * found[place] for place, sign in PLACES]
+                of_row = figures_of(found)
+                sums[number] = [of_row[name] for name in FIGURES]
             if advance is not None:
                 advance(1)
     finally:

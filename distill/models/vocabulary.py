@@ -277,3 +277,19 @@ def _parts(token: str, student_tokenizer: Any, teacher_tokenizer: Any) -> list[i
     """The student's ids for the text of a token of the teacher's."""
     text = teacher_tokenizer.convert_tokens_to_string([token])
     return student_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def shared_columns(teacher: Any, student: Any, *rows: int) -> tuple[int, str]:
+    """How many columns a loss over two heads has, and the verdict that a person reads.
+
+    Args:
+        teacher, student: Tokenizers; no `teacher` where the data are random tokens.
+        rows: Of both heads, the teacher's first.
+
+    Raises:
+        ValueError: the vocabularies do not match, naming the first token that differs.
+    """
+    if teacher is None:
+        return min(rows), f"not compared, the data are random tokens; the loss is over {min(rows):,} rows"
+    found = compare(teacher, student, *rows)
+    return found.require(), str(found)

@@ -156,15 +156,5 @@ class MixtureObjective(DistillationObjective):
                         comparison.signal, heads, self.teacher.shares, self.shapes, strict=True
                     )
                 ]
-            return self.loss(
-                hidden,
-                head.weight,
-                labels=labels,
-                student_bias=head.bias,
-                student_lora=head.lora,
-                num_items=comparison.num_items,
-                valid_rows=valid_rows,
-                vocab_size=self.reading.vocab_size,
-                return_stats=comparison.statistics,
-                teachers=teachers,
-            )
+            shared = self.arguments(head, comparison, valid_rows)
+            return self.loss(hidden, head.weight, labels=labels, teachers=teachers, **shared)

@@ -205,22 +205,18 @@ class DistillationObjective:
         Returns:
             The loss, a scalar; with `comparison.statistics` a pair of it and the token statistics, each [B * S].
         """
+        shared = self.arguments(head, comparison, valid_rows)
         # the teacher's head is not used where the loss has no divergence
         with whole(find_head(self.teacher)) as teacher_head:
-            return self.loss(
-                hidden,
-                head.weight,
-                comparison.signal,
-                teacher_head.weight,
-                labels,
-                student_bias=head.bias,
-                teacher_bias=teacher_head.bias,
-                student_lora=head.lora,
-                num_items=comparison.num_items,
-                valid_rows=valid_rows,
-                vocab_size=self.reading.vocab_size,
-                return_stats=comparison.statistics,
-            )
+            both = (hidden, head.weight, comparison.signal, teacher_head.weight)
+            return self.loss(*both, labels, teacher_bias=teacher_head.bias, **shared)
+
+    def arguments(self, head: HeadWeights, comparison: Comparison, valid_rows: torch.Tensor | None) -> dict[str, Any]:
+        """What every fused loss takes beside hidden states, weights and labels, whatever the teacher is."""
+        return {
+            "student_bias": head.bias, "student_lora": head.lora, "num_items": comparison.num_items,
+            "valid_rows": valid_rows, "vocab_size": self.reading.vocab_size, "return_stats": comparison.statistics,
+        }  # fmt: skip
 
     def held_out_loss(self) -> Any:
         """What takes the place of `loss` in an evaluation: forward KL with its statistics, and the reverse KL."""

@@ -11,7 +11,7 @@ from distill.models.adapters import add_lora
 from distill.models.head import find_head
 from distill.models.load import load_student, load_tokenizer
 from distill.models.pruning import check_kept, layers_to_keep
-from distill.models.vocabulary import compare, extend_student
+from distill.models.vocabulary import compare, extend_student, shared_columns
 from distill.recipe import FromTeacher, Recipe
 from distill.teachers.cache.format import STUDENT, TEACHER, read_json
 from distill.teachers.cache.identity import require_same_teacher
@@ -49,11 +49,7 @@ def load_cached(recipe: Recipe, tokenizer: Any, device: torch.device, precision:
         student_tokenizer = tokenizer
     check_length(recipe, student, "student")
     rows = [cache.columns, len(find_head(student).linear.weight)]  # type: ignore[arg-type]
-    if tokenizer is None:
-        shared, verdict = min(rows), f"not compared, the data are random tokens; the loss is over {min(rows):,} rows"
-    else:
-        found = compare(tokenizer, student_tokenizer, *rows)
-        shared, verdict = found.require(), str(found)
+    shared, verdict = shared_columns(tokenizer, student_tokenizer, *rows)
     if section.lora is not None:
         student = add_lora(student, section.lora)
     kind = HiddenObjective if cache.is_hidden else TopKObjective

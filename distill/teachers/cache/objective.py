@@ -145,10 +145,7 @@ class TopKObjective(CachedObjective):
     ) -> Any:
         """`FusedTopKKLLoss` of the batch, its statistics completed by what was stored."""
         said = comparison.signal
-        shared = {
-            "student_bias": head.bias, "student_lora": head.lora, "num_items": comparison.num_items,
-            "valid_rows": valid_rows, "vocab_size": self.reading.vocab_size, "return_stats": comparison.statistics,
-        }  # fmt: skip
+        shared = self.arguments(head, comparison, valid_rows)
         if said is None:  # hard labels alone
             return self.loss(hidden, head.weight, labels=labels, **shared)
         result = self.loss(hidden, head.weight, said.ids, said.logprobs, labels, **shared)
@@ -262,21 +259,10 @@ class HiddenObjective(CachedObjective):
         valid_rows: torch.Tensor | None,
     ) -> Any:
         """The loss against the stored hidden states."""
-        signal = comparison.signal
-        return self.loss(
-            hidden,
-            head.weight,
-            None if signal is None else signal.to(self.head.weight.dtype),
-            self.head.weight,
-            labels,
-            student_bias=head.bias,
-            teacher_bias=self.head.bias,
-            student_lora=head.lora,
-            num_items=comparison.num_items,
-            valid_rows=valid_rows,
-            vocab_size=self.reading.vocab_size,
-            return_stats=comparison.statistics,
-        )
+        signal = None if comparison.signal is None else comparison.signal.to(self.head.weight.dtype)
+        shared = self.arguments(head, comparison, valid_rows)
+        both = (hidden, head.weight, signal, self.head.weight)
+        return self.loss(*both, labels, teacher_bias=self.head.bias, **shared)
 
 
 def read_stored_head(cache: TeacherCache, device: torch.device) -> HeadWeights:

@@ -22,7 +22,7 @@ from distill.data.collator import Collator
 from distill.data.documents import _batches, _encoded, _limited
 from distill.data.formats import detect
 from distill.data.load import DataReport, Splits, _columns, _hold_out, _plain, _some
-from distill.data.packing import IGNORED, best_fit
+from distill.data.packing import IGNORED, rows_of
 from distill.data.sources import Source, open_source
 from distill.data.token_cache import keep, key_of, tokenizer_hash
 from distill.data.tokenise import Tally
@@ -228,13 +228,8 @@ def _rows(key: str, pairs: Pairs, chosen: np.ndarray, data: Data, seed: int) -> 
     import datasets
 
     def build(folder: Path) -> None:
-        random = np.random.default_rng([seed, len(chosen)])
-        order = random.permutation(chosen)
-        if data.packing:
-            groups = [order[group] for group in best_fit(pairs.lengths[order], data.max_length)]
-        else:
-            groups = [order[number : number + 1] for number in range(len(order))]
-        _write_rows(folder / "rows.arrow", (pairs.row(groups[number]) for number in random.permutation(len(groups))))
+        rows = rows_of(pairs.lengths, chosen, packing=data.packing, capacity=data.max_length, seed=seed)
+        _write_rows(folder / "rows.arrow", map(pairs.row, rows))
 
     folder, _ = keep(key, build, cache=data.cache)
     return datasets.Dataset.from_file(str(folder / "rows.arrow"))
