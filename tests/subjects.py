@@ -21,6 +21,7 @@ from distill.teachers.cache.settings import Settings
 from distill.teachers.cross.encode import PairEncoder
 from distill.teachers.cross.objective import compare_by_bytes
 from distill.teachers.mixture import TeacherGroup
+from distill.training.trainer import DistillationTrainer
 
 TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}
 KL_AND_LABELS = {
@@ -174,3 +175,14 @@ def answering():
 
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
 SUBJECTS = {"several": several, "across": across, "answering": answering}
+
+
+def mean_of_means(patch):
+    """A fault: each micro-batch is divided by its own tokens and by the number of micro-batches."""
+    compute = DistillationTrainer.compute_loss
+
+    def each_by_its_own(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        own = (inputs["labels"][:, 1:] != -100).sum()
+        return compute(self, model, inputs, return_outputs, own * self.current_gradient_accumulation_steps)
+
+    patch.setattr(DistillationTrainer, "compute_loss", each_by_its_own)

@@ -4,7 +4,7 @@ answer while they train. Each holds, and fails once its fault is put in."""
 import numpy as np
 import pytest
 import torch
-from subjects import CACHED, SUBJECTS, Caches
+from subjects import CACHED, SUBJECTS, Caches, mean_of_means
 
 from distill.contract import invariants
 from distill.contract.invariants import CHECKS
@@ -15,7 +15,6 @@ from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cross.data import CrossCollator
 from distill.teachers.cross.objective import CrossObjective
 from distill.teachers.mixture import MixtureObjective, TeacherGroup
-from distill.training.trainer import DistillationTrainer
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +117,6 @@ def the_second_teacher_sees_all(patch):
         return read(model, inputs)
 
     patch.setattr(mixture, "last_hidden", whole)
-
-
-def mean_of_means(patch):
-    patch.setattr(DistillationTrainer, "_get_num_items_in_batch", lambda *_: None)
 
 
 def a_teacher_is_patched_wrongly(patch):
