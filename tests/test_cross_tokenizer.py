@@ -82,6 +82,15 @@ def test_running_text_is_cut_where_both_end_a_token(student, teacher):
         assert pair.spans[0, 0] > 0 and pair.spans[0, 2] > 0
 
 
+def test_the_end_of_a_text_is_learned_wherever_it_is_cut():
+    """Where the last cut would leave the end alone, with nothing before it, the cut is made one span earlier."""
+    texts = [{"text": WORDS[:size]} for size in range(500, 660)]
+    pairs, tally, made = encode(texts, student="plain pieces", teacher="pieces")
+    ends = [pair for pair in pairs if pair.student[-1] == made[0].end]
+    assert len(ends) == len(texts) == tally.rows_read and not tally.dropped
+    assert all(pair.spans[-1].tolist()[1::2] == [len(pair.student), len(pair.teacher)] for pair in ends)
+
+
 def test_a_prompt_is_not_compared():
     prompt, completion = "Question: how many tokens? Answer:", " nobody has counted"
     (pair,), _, made = encode([{"prompt": prompt, "completion": completion}])

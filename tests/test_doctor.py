@@ -58,7 +58,8 @@ def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_pro
     assert run_command(["doctor", "r.yaml", "student.lora=null", "--json"]) == 1
     findings = {row["name"]: row["passed"] for row in json.loads(capsys.readouterr().out)["recipe"]}
     assert findings.pop("fused loss") is False and findings.pop("same tokens") is False
-    assert findings["accumulation"] and findings["resume"]
+    # rolled, a padded row hands its first token a padding: what it learns hangs on the shape of the batch
+    assert findings["accumulation"] is False and findings["workspace"] and findings["resume"]
 
 
 def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_process, capsys):

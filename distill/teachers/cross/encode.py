@@ -170,6 +170,8 @@ class PairEncoder:
             )
             if stop <= first:
                 raise RowFault("no common token end within data.max_length", repr(text[:80]))
+            if stop == last - 1 > first + 1:
+                stop -= 1  # the last span, the end of the text, would stand alone, with nothing before it to learn from
             cuts = boundaries[first : stop + 1]
             ids = [readings[side][starts[side] : cuts[-1, side]] for side in (0, 1)]
             if spans := self._document(ids, cuts - starts, text):
