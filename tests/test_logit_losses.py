@@ -76,6 +76,21 @@ def test_divergences_and_gradients(kernel_device, monkeypatch, name, dtype, voca
     assert not ours[1][1].any(), "an ignored row got a gradient"
 
 
+@pytest.mark.parametrize("name", ["forward", "jsd"])
+def test_a_gradient_scaler_reaches_what_fp16_would_lose(kernel_device, name):
+    """A mean over many tokens is small; raised by a scaler, its gradient is as exact as that of a few."""
+    student, teacher = (z.half() for z in realistic_logits(4, 515, device=kernel_device))
+    labels = torch.zeros(4, dtype=torch.int64, device=kernel_device)
+
+    def raised(function, *logits, **settings):
+        return loss_and_gradient(lambda *z, **more: 2.0**16 * function(*z, **more), *logits, labels, **settings)
+
+    exact = raised(plain_of(name), student.double(), teacher.double(), temperature=1.0)
+    ours = raised(OURS[name], student, teacher, num_items=2**18)
+    assert relative_error(ours[0] * 2**16, exact[0]) < 1e-5
+    assert relative_error(ours[1].double() * 2**16, exact[1]) < 1e-3
+
+
 def plain_of(name):
     return lambda student, teacher, labels, temperature: plain(name, student, teacher, labels, temperature)
 

@@ -79,9 +79,8 @@ class Health:
         """
         assert self._loss is not None
         norm = _norm(model) if self._norm is None else self._norm
-        flags = torch.stack([~torch.isfinite(norm.float() + self._loss), torch.zeros_like(norm, dtype=torch.bool)])
-        flags = flags.float()
-        flags[1] = float(self._asked.is_set())
+        bad = (~torch.isfinite(norm.float() + self._loss)).float()
+        flags = torch.stack([bad, torch.full_like(bad, float(self._asked.is_set()))])
         if self.ranks > 1:
             flags = self.reduce(flags)
         seen, self._batches, self._norm, self._loss = self._batches, [], None, None

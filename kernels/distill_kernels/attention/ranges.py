@@ -199,7 +199,7 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
     """
     total = position_ids.numel()
     starts = position_ids.reshape(-1) == 0
-    starts[0] = True
+    starts[:1].fill_(True)  # an assignment would copy the value from the host
     out = torch.full((total + 1,), total, dtype=torch.int32, device=position_ids.device)
     flat = torch.arange(total, dtype=torch.int32, device=position_ids.device)
     # rows that start no document all write to the last entry what it holds already

@@ -14,7 +14,7 @@ import torch
 
 from distill_kernels.losses.linear import row_scales
 from distill_kernels.losses.logit_rows import logit_rows
-from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.terms import LossTerm, Objective, make_objective
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -191,12 +191,15 @@ def distillation_loss(
         ignore_index=ignore_index, reduction=reduction,
     )  # fmt: skip
     per_row = reduction == "none"
+    scale, down = (scale, None) if per_row or not wanted else power_of_two(scale, student.dtype)
     if torch.compiler.is_compiling():
         loss = logit_divergence_op(student, teacher_logits, labels, scale, _encoded(terms, settings), wanted)[0]
         loss = loss if per_row else loss.sum()
     else:
         call = (teacher_logits, labels, scale, objective, per_row, wanted, in_place)
         loss = _LogitLoss.apply(student, call)
+    if down is not None:
+        loss = loss * down
     return loss.view(leading) if per_row else loss
 
 

@@ -22,7 +22,7 @@ from distill_kernels.losses.linear import (
     row_scales,
 )
 from distill_kernels.losses.mixture import Mixture, TeacherHead, make_mixture
-from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.sharded_heads import Heads, own_heads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
@@ -177,7 +177,7 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
         if hasattr(ctx, "again"):
             teacher, batch, objective, wanted, settings, lora_scale = ctx.again
-            scale, down = _power_of_two(batch.row_scale * upstream, settings["dtype"])
+            scale, down = power_of_two(batch.row_scale * upstream, settings["dtype"])
             student = Head(*ctx.saved_tensors)._replace(lora_scale=lora_scale)
             outcome = linear_divergence(
                 student, teacher, batch._replace(row_scale=scale), objective, wanted._replace(stats=False), **settings
@@ -193,14 +193,6 @@ class _FusedLoss(torch.autograd.Function):
             if gradients[index] is not None:
                 scale_gradient_(gradients[index], upstream)
         return (*gradients, None)
-
-
-def _power_of_two(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For fp16, whose small numbers vanish: `row_scale` raised by a power of two to about 1, and the way back."""
-    if dtype != torch.float16:
-        return row_scale, None
-    exponent = torch.log2(row_scale.abs().max().clamp_min(torch.finfo(torch.float32).tiny)).ceil()
-    return row_scale * torch.exp2(-exponent), torch.exp2(exponent)
 
 
 def _teacher_head(teacher: TeacherHead) -> Head:
@@ -289,7 +281,7 @@ def fused_loss(
     per_row = reduction == "none"
     down = None
     if not per_row:
-        scale, down = _power_of_two(scale, dtype)
+        scale, down = power_of_two(scale, dtype)
     skip = skip_ignored_rows and valid_rows is None and (labels is not None or token_weights is not None)
     lora_scale = float(lora_scale)
     students = (student_hidden, student_weight, student_bias, lora_a, lora_b)

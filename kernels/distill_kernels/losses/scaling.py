@@ -1,4 +1,4 @@
-"""Multiplying gradients made in the forward pass by the upstream gradient: in place, without a host sync.
+"""Scales of gradients made in the forward pass: the upstream gradient in place, without a host sync, and fp16's range.
 
 The upstream gradient of a loss is most often 1. Only the device knows, so the kernel looks and returns at once.
 """
@@ -31,3 +31,14 @@ def scale_gradient_(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tenso
             _scale_kernel[(programs,)](gradient, factor, gradient.numel(), BLOCK=BLOCK, num_warps=8)
         return gradient
     return gradient.mul_(factor)
+
+
+def power_of_two(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """For fp16, whose small numbers vanish: `row_scale` raised by a power of two to about 1, and the way back.
+
+    A gradient scaler raises the loss only after the gradient was made and rounded.
+    """
+    if dtype != torch.float16:
+        return row_scale, None
+    exponent = torch.log2(row_scale.abs().max().clamp_min(torch.finfo(torch.float32).tiny)).ceil()
+    return row_scale * torch.exp2(-exponent), torch.exp2(exponent)
