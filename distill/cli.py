@@ -86,7 +86,8 @@ def run(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Write to runs/NAME, not runs/<recipe> (or -2, -3, ...).")
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Write to runs/NAME, not runs/<recipe> (or -2, -3, ...)."),
     ] = None,
     resume: Annotated[
         bool,

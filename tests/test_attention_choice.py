@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from helpers import relative_error
 from tiny import tiny_model
 
 from distill.models import attention
@@ -58,3 +60,20 @@ def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / ATTENTION_FILE).write_text(text)
     with pytest.raises(ValueError, match=r"attention\.json: expected the attention back ends.*delete it"):
         read_choices(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+def test_fp32_is_not_given_to_a_back_end_that_refuses_it(monkeypatch, kernel_device, backend):
+    """A model in fp32 outside of autocast: the choice was timed in bf16."""
+    model = tiny_model().to(kernel_device).eval()
+    ids = torch.arange(3, 23, device=kernel_device)[None]
+    expected = model(input_ids=ids, use_cache=False).logits
+
+    def refuse(*args):
+        raise AssertionError("PyTorch's attention was asked")
+
+    monkeypatch.setattr(attention, "_torch_attention", refuse)
+    attention.use_fused_attention(model, model.model, backend)
+    assert relative_error(model(input_ids=ids, use_cache=False).logits, expected) < 1e-5
+    with pytest.raises(AssertionError, match="was asked"):
+        model.bfloat16()(input_ids=ids, use_cache=False)

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import types
+import typing
 from pathlib import Path
 
 import pytest
+from typer.models import OptionInfo
 
-from distill.cli import run_command
+from distill.cli import app, run_command
 from distill.folders import run_folder
 from distill.recipe import RecipeError, load, parse
 
@@ -280,3 +282,13 @@ def test_the_command_has_waiting_threads_sleep_unless_told_otherwise():
         env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
         assert (done.returncode, done.stdout) == (0, expected), done.stderr
+
+
+def test_an_option_named_like_its_metavar_names_its_flag():
+    """typer 0.27 makes `--NAME` of an option `name` with metavar NAME, unless the flag is written."""
+    for command in app.registered_commands:
+        for name, kind in typing.get_type_hints(command.callback, include_extras=True).items():
+            for info in getattr(kind, "__metadata__", ()):
+                if isinstance(info, OptionInfo) and info.metavar == name.upper():
+                    # typer keeps the first name as the default
+                    assert info.default == f"--{name}", f"distill {command.callback.__name__} --{name}"

@@ -287,6 +287,20 @@ def test_rows_longer_than_a_block_have_no_cliff():
     assert in_flight[2] < h200.l2_bytes and in_flight[3] <= 132 * 4 * 262_144, "16 warps a multiprocessor"
 
 
+def tvd_gradient(student, teacher, labels, temperature, made):
+    """The gradient of `3 * tvd` by its formula, `p_s (sign - sum(p_s sign)) / 2`, sign that of `p_s - p_t`.
+
+    It jumps where both are equal. Where fp32 cannot tell which is larger (rounding log-probabilities of size 16 to 25
+    moves each by 1e-6), either sign is right, and the one is taken that `made` took.
+    """
+    log_s, log_t = (F.log_softmax(z / temperature, -1) for z in (student, teacher))
+    sign = torch.where((log_s - log_t).abs() < 4e-6, made.sign(), (log_s - log_t).sign())
+    p = log_s.exp()
+    kept = labels != -100
+    gradient = p * (sign - (p * sign).sum(-1, keepdim=True)) / 2 * temperature
+    return torch.where(kept[:, None], 3 * gradient / kept.sum(), 0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -299,6 +313,10 @@ def test_full_vocabularies(device, name, dtype, vocab):
     eager = loss_and_gradient(plain_of(name), student, teacher, labels, 2.0)
     ours = loss_and_gradient(OURS[name], student, teacher, labels, temperature=2.0)
     assert_as_good_as_torch(ours[0], eager[0], exact[0], dtype, "loss")
-    assert_as_good_as_torch(ours[1], eager[1], exact[1], dtype, "gradient")
+    if name == "tvd" and dtype == torch.float32:
+        by_sign = [tvd_gradient(student.double(), teacher.double(), labels, 2.0, made[1]) for made in (ours, eager)]
+        assert relative_error(ours[1], by_sign[0]) <= 1.5 * relative_error(eager[1], by_sign[1]) + 2e-6
+    else:
+        assert_as_good_as_torch(ours[1], eager[1], exact[1], dtype, "gradient")
     again = loss_and_gradient(OURS[name], student, teacher, labels, temperature=2.0)
     assert torch.equal(ours[0], again[0]) and torch.equal(ours[1], again[1])

@@ -37,7 +37,9 @@ def cache(
             metavar="HOW", help="sampled (unbiased; forward KL only), bucket or renormalize; else by the loss."
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float16 (hidden: bfloat16) or float32.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="float16 (hidden: bfloat16) or float32.")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Rows at a time, else train.batch_size.")
     ] = None,

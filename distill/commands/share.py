@@ -74,7 +74,7 @@ def export(
         str, typer.Argument(metavar="RUN", help="A run's folder, or its name.", autocompletion=complete_run)
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.")],
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file at most.")] = "5GB",
     gguf: Annotated[
         str | None, typer.Option(metavar="TYPE", help="Also write one GGUF file: f32, f16, bf16 or q8_0.")

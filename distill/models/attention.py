@@ -93,7 +93,8 @@ def fused_attention(
         )
     backend = getattr(module, "distill_attention", "triton")
     windowed = sliding_window is not None and sliding_window < query.shape[2]
-    if backend != "triton" and not packed and not windowed and softcap is None:
+    halves = query.dtype in (torch.bfloat16, torch.float16)  # neither of PyTorch's takes fp32
+    if backend != "triton" and halves and not packed and not windowed and softcap is None:
         return _torch_attention(backend, query, key, value, causal, scaling).transpose(1, 2), None
     out = flash_attention(
         query, key, value, causal=causal, scale=scaling, window=sliding_window if windowed else None, softcap=softcap,
@@ -201,7 +202,7 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
     Args:
         model: A causal language model of transformers.
         decoder: Its body, the module that builds masks and calls the layers.
-        backend: "triton", "cudnn" or "flash"; packed batches, windows and soft caps always take "triton".
+        backend: "triton", "cudnn" or "flash"; packed batches, windows, soft caps and fp32 always take "triton".
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention: expected one of {', '.join(BACKENDS)}, got {backend!r}")
