@@ -133,6 +133,8 @@ def _run(
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
     transformers.set_seed(recipe.train.seed)
     sharing = plan_sharing(recipe, device, world_size())
+    if not sharing.student_sharded:  # what a launcher or an earlier run of this process left; the recipe decides
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
     wanted = None if lock is None else read_lock(lock)
     attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(wanted, str(lock)))
 

@@ -291,14 +291,16 @@ def tvd_gradient(student, teacher, labels, temperature, made):
     """The gradient of `3 * tvd` by its formula, `p_s (sign - sum(p_s sign)) / 2`, sign that of `p_s - p_t`.
 
     It jumps where both are equal. Where fp32 cannot tell which is larger (rounding log-probabilities of size 16 to 25
-    moves each by 1e-6), either sign is right, and the one is taken that `made` took.
+    moves each by 1e-6), -1, 0 and 1 are all right, and the one is taken that `made` took.
     """
     log_s, log_t = (F.log_softmax(z / temperature, -1) for z in (student, teacher))
-    sign = torch.where((log_s - log_t).abs() < 4e-6, made.sign(), (log_s - log_t).sign())
-    p = log_s.exp()
-    kept = labels != -100
-    gradient = p * (sign - (p * sign).sum(-1, keepdim=True)) / 2 * temperature
-    return torch.where(kept[:, None], 3 * gradient / kept.sum(), 0)
+    kept = (labels != -100)[:, None]
+    p, unclear = log_s.exp(), (log_s - log_t).abs() < 4e-6
+    unit = 3 * p * temperature / 2 / kept.sum()
+    sign = (log_s - log_t).sign()
+    taken = (made.double() / unit + (p * sign).sum(-1, keepdim=True)).round().clamp(-1, 1)
+    sign = torch.where(unclear & kept, taken, sign)
+    return torch.where(kept, unit * (sign - (p * sign).sum(-1, keepdim=True)), 0)
 
 
 @pytest.mark.gpu

@@ -73,8 +73,8 @@ def both(folder, device):
     torch.set_num_threads(1)
     on = ON[device]
     ways = {name: [*overrides, *SHARDED] for name, overrides in CASES.items()}
-    if device == "cuda":
-        ways |= {f"{name}-ddp": [*overrides, "parallel.strategy=ddp"] for name, overrides in CASES.items()}
+    copied = CASES if device == "cuda" else ["untied"]  # in a process that has had shards before
+    ways |= {f"{name}-ddp": [*CASES[name], "parallel.strategy=ddp"] for name in copied}
     for name, overrides in ways.items():
         run(recipe(*overrides, *on), name=name)
         AcceleratorState._reset_state()
@@ -157,6 +157,11 @@ def hold_against_one(name, case, device, exact):
 def test_shards_end_as_one_process_does(workplace, monkeypatch, case):
     monkeypatch.chdir(workplace)
     hold_against_one(case, case, "cpu", 1e-4)
+
+
+def test_copies_after_shards_end_as_one_process_does(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    hold_against_one("untied-ddp", "untied", "cpu", 1e-4)
 
 
 @pytest.mark.gpu
