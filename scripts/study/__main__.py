@@ -5,7 +5,8 @@
     python -m scripts.study --out scripts/study/results --only-verdict              tables and plot from the rows
     python -m scripts.study --plan teachers --data gsm8k_train.jsonl --out scripts/study/results --device cuda
 
-A configuration whose row is in FOLDER is not run again: stopped at any moment, the same command goes on. FOLDER gets
+A configuration whose row is in FOLDER is not run again: stopped at any moment, the same command goes on. Several GPUs
+take a --share each, into folders of their own, whose rows are put together by hand (cat). FOLDER gets
 <gpu>.jsonl (a row a run), verdict.md and study.svg; of the plan `teachers`, which compares cached teachers and the
 student's own words on GSM8K, <gpu>-teachers.jsonl, teachers.md and teachers.svg.
 """
@@ -61,6 +62,18 @@ def plan_of(name: str) -> Plan:
     return Plan(setups, runs.Bench, runs.run_one, verdict.markdown, plot.draw, ".jsonl", ("verdict.md", "study.svg"))
 
 
+def share(text: str) -> tuple[int, int]:
+    """`I/N`, the part of the work that this process does, beside N - 1 others on other GPUs.
+
+    Raises:
+        ValueError: not 0 <= I < N.
+    """
+    index, _, count = text.partition("/")
+    if not 0 <= int(index) < int(count):
+        raise ValueError(text)
+    return int(index), int(count)
+
+
 def arguments(given: list[str] | None) -> argparse.Namespace:
     """What was asked for."""
     from scripts.study.plan import KNOWN, OBJECTIVES
@@ -81,6 +94,9 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), metavar="NAME", help=", ".join(KNOWN))
     parser.add_argument("--sources", nargs="+", choices=("gsm8k", "python-stdlib"), default=["gsm8k", "python-stdlib"])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe settings of every run")
+    parser.add_argument(
+        "--share", type=share, default=(0, 1), metavar="I/N", help="every Nth run from I on, 0 <= I < N"
+    )
     parser.add_argument("--no-rates", action="store_true", help="leave out the runs at other learning rates")
     parser.add_argument("--only-verdict", action="store_true", help="train nothing")
     return parser.parse_args(given)
@@ -129,7 +145,10 @@ def train(args: argparse.Namespace, plan: Plan) -> None:
     from scripts.bench.harness import environment
     from scripts.study.runs import finished
 
-    wanted, done = plan.setups(args), {row["key"] for row in finished(args.out, args.plan)}
+    wanted, done = (
+        plan.setups(args)[args.share[0] :: args.share[1]],
+        {row["key"] for row in finished(args.out, args.plan)},
+    )
     waiting = [setup for setup in wanted if setup.key not in done]
     print(f"{len(wanted)} configurations, {len(wanted) - len(waiting)} have their row", flush=True)
     if not waiting:
