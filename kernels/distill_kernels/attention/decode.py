@@ -20,6 +20,7 @@ import torch
 
 from distill_kernels.attention.operands import Masking, check_attention, dot_precision, head_block, softcapped
 from distill_kernels.attention.ranges import UNBOUNDED
+from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 
 MAX_NEW_TOKENS = 16
@@ -179,8 +180,7 @@ def decode_on_triton(
     return out
 
 
-@torch.library.custom_op("distill::decode_attention", mutates_args=())
-def _decode_attention(
+def _launch(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -197,9 +197,11 @@ def _decode_attention(
     return out if q.numel() == 0 else decode_on_triton(q, k, v, lengths, masking, out, starts)
 
 
-@_decode_attention.register_fake
-def _(q, k, v, lengths, scale, window, softcap, starts=None):
+def _fake(q, k, v, lengths, scale, window, softcap, starts=None):
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+
+
+_op = KernelOp("decode_attention", _launch, _fake)
 
 
 def decode_attention(
@@ -246,4 +248,4 @@ def decode_attention(
                 f"{name}: expected int [{q.shape[0]}] on {q.device}, got {slots.dtype} {tuple(slots.shape)} on "
                 f"{slots.device}"
             )
-    return _decode_attention(q, k, v, lengths, masking.scale, window, softcap, starts)
+    return _op(q, k, v, lengths, masking.scale, window, softcap, starts)

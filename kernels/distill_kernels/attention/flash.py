@@ -33,6 +33,7 @@ from distill_kernels.attention.operands import (
 )
 from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
+from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
 
 
@@ -117,8 +118,7 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-@torch.library.custom_op("distill::flash_attention", mutates_args=())
-def _flash_attention(
+def _launch_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -136,13 +136,11 @@ def _flash_attention(
     return forward_on_triton(q, k, v, masking)
 
 
-@_flash_attention.register_fake
-def _(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
     return positions_first(q), _new_lse(q)
 
 
-@torch.library.custom_op("distill::flash_attention_backward", mutates_args=())
-def _flash_attention_backward(
+def _launch_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -163,24 +161,31 @@ def _flash_attention_backward(
     return backward_on_triton(dout, q, k, v, out, lse, masking)
 
 
-@_flash_attention_backward.register_fake
-def _(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
+def _fake_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
     return positions_first(q), positions_first(k), positions_first(v)
+
+
+_backward_op = KernelOp("flash_attention_backward", _launch_backward, _fake_backward)
 
 
 def _save_for_backward(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.scalars = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # of lse, which would be zeros made for nobody
 
 
-def _backward(ctx, dout, dlse):
+def _backward(ctx, dout, _):
+    if dout is None:
+        return (None,) * 9
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    grads = _flash_attention_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.scalars)
+    grads = _backward_op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.scalars)
     return *grads, None, None, None, None, None, None
 
 
-_flash_attention.register_autograd(_backward, setup_context=_save_for_backward)
+_forward_op = KernelOp(
+    "flash_attention", _launch_forward, _fake_forward, setup_context=_save_for_backward, backward=_backward
+)
 
 
 def flash_attention(
@@ -223,5 +228,5 @@ def flash_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k))
-    out, _ = _flash_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
+    out, _ = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
     return out
