@@ -275,20 +275,32 @@ def variants(rounds: int) -> list[Row]:
     }
     steps = {name: inputs.run(loss) for name, loss in kinds.items()}
     peaks = {name: inputs.peak(step) for name, step in steps.items()}
-    small = gradient_errors(inputs, steps["forward KL, max_workspace_mib=256"], exact_gradients(inputs, KL))
+    errors: dict[str, dict] = {}
+    gated = {
+        KL: ("forward KL, statistics", "forward KL, max_workspace_mib=256"),
+        SKEWED: ("skewed KL(0.1)",),
+        TVD: ("total variation",),
+    }
+    for term, names in gated.items():
+        right = exact_gradients(inputs, term)
+        errors.update({name: gradient_errors(inputs, steps[name], right) for name in names})
     frozen = Inputs(MAIN)
     frozen.w.requires_grad_(False)
     steps["forward KL, frozen head"] = frozen.run(ours(KL))
     peaks["forward KL, frozen head"] = frozen.peak(steps["forward KL, frozen head"])
+    errors["forward KL, frozen head"] = gradient_errors(
+        frozen, steps["forward KL, frozen head"], exact_gradients(inputs, KL)
+    )
     inputs.clear()
     frozen.clear()
+    torch.cuda.empty_cache()
     floors = {"floor: bare products": floor(inputs), "floor: without dW": floor(frozen, head=False)}
     times = time_in_turn({**floors, **steps}, rounds=rounds, calls=2, settle=1)
     rows = []
     for name, ms in times.items():
         base = times["floor: without dW" if "frozen" in name or "without" in name else "floor: bare products"]
         row = Row("linear variants", str(MAIN), name, ms, ms / base, peaks.get(name))
-        row.error = small if "workspace" in name else {}
+        row.error = errors.get(name, {})
         rows.append(row)
     return rows
 
