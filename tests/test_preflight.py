@@ -5,17 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from distill_kernels import FusedKLLoss, FusedTopKKLLoss
+from distill_kernels.launch import device_facts
+from distill_kernels.losses import fused
+from helpers import realistic_heads
 from tiny import save_tiny, tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from distill.cli import run_command
 from distill.models.adapters import add_lora
+from distill.planning import memory
 from distill.planning.devices import find_device
 from distill.planning.memory import GIB, LOADING, layer_activations, shape_of
 from distill.planning.preflight import check, meta_models, planned_precision
 from distill.recipe import Lora, load, parse
 from distill.recipe.models import WeightedTeacher
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
+from distill.training.arguments import Precision
 from distill.training.metrics import parameters_of
 from distill.training.parallel import SHARDED_FP8
 
@@ -242,6 +248,69 @@ def test_precision_is_that_of_the_planned_device():
     auto = recipe("train.precision=auto", "teacher.dtype=auto")
     assert planned_precision(auto, find_device("H100")).compute == torch.bfloat16
     assert planned_precision(auto, find_device("cpu")).teacher == torch.float32
+
+
+# ---------------------------------------------------------------- a teacher on disk
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("stored", [True, False], ids=["K tokens", "a head"])
+def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, monkeypatch):
+    """Of K stored tokens there are no teacher's logits: one set of buffers, where a head's needs two."""
+    rows, columns, hidden, made = 200, 300, 32, []
+
+    class Watched(fused._Workspace):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            extra = [self.extra] if self.extra is not None and frozen else []  # else these lie where dW will
+            self.bytes = sum(t.nbytes for t in (self.buffer, *extra)) + self.numbers[0][0]._base.nbytes
+            made.append(self.bytes)
+
+    monkeypatch.setattr(fused, "_Workspace", Watched)
+    x, w, t, v = realistic_heads(rows, columns, hidden, hidden, dtype=torch.bfloat16, device=kernel_device)
+    x.requires_grad_(True), w.requires_grad_(not frozen)
+    if stored:
+        ids = torch.arange(8, device=kernel_device).expand(rows, 8)
+        loss = FusedTopKKLLoss()(x, w, ids, torch.full((rows, 8), -3.0, device=kernel_device))
+    else:
+        loss = FusedKLLoss()(x, w, t, v)
+    loss.backward()
+    precision = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    available = device_facts(kernel_device).memory_bytes
+    planned = memory._workspace(rows, columns, precision, 0 if frozen else w.nbytes, available, 1 if stored else 2)
+    assert made == [planned]
+
+
+@pytest.fixture
+def states(tmp_path):
+    """The manifest of a cache of hidden states, which is all that the arithmetic reads."""
+    (tmp_path / "manifest.json").write_text(json.dumps({"kind": "hidden", "dtype": "bfloat16", "hidden": 4096}))
+    return tmp_path
+
+
+def test_a_cached_teacher_takes_what_is_stored_of_it(states):
+    loaded = recipe("teacher.dtype=bfloat16")
+    shapes = [shape_of(model) for model in meta_models(loaded)]
+    tokens = loaded.train.batch_size * loaded.data.max_length
+
+    def of(path):
+        teacher = loaded.teacher.model_copy(update={"type": "cache", "path": str(path)})
+        made, device = loaded.model_copy(update={"teacher": teacher}), find_device("H100")
+        precision = planned_precision(made, device)
+        return memory.step_memory(made, *shapes, precision, memory_bytes=device.memory_bytes, accumulation=1)
+
+    device = find_device("H100")
+    online = memory.step_memory(
+        loaded, *shapes, planned_precision(loaded, device), memory_bytes=device.memory_bytes, accumulation=1
+    )
+    k_tokens, hidden = of("not-made-yet"), of(states)
+    assert k_tokens.parts["teacher"] == 0 and hidden.parts["teacher"] == 128_256 * 4096 * 2, "the head alone"
+    assert online.parts["teacher"] == 2 * PUBLISHED["llama-3.1-8b"]
+    assert hidden.parts["loss workspace"] == online.parts["loss workspace"] > k_tokens.parts["loss workspace"]
+    assert k_tokens.logits_avoided == online.logits_avoided / 2 and hidden.logits_avoided == online.logits_avoided
+    states_of_a_token = 4096 * 2
+    assert hidden.parts["activations"] - online.parts["activations"] == tokens * states_of_a_token, "held twice"
+    assert online.parts["activations"] - k_tokens.parts["activations"] == tokens * (states_of_a_token - 64 * 14)
 
 
 # ---------------------------------------------------------------- the command

@@ -92,7 +92,7 @@ def _print(report: Preflight, measured: Any) -> None:
     ]
     title = "memory of each GPU" if device.cuda else "memory (arithmetic of the GPU path; a CPU takes more)"
     console.show_table([title, "GiB"], rows, numbers=True)
-    console.say(f"not all at once; full logits of both models would take {memory.logits_avoided / GIB:.1f} GiB more")
+    console.say(f"not all at once; full logits would take {memory.logits_avoided / GIB:.1f} GiB more")
     if measured is not None:
         console.say("")
         console.show_table(

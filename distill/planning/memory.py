@@ -12,6 +12,8 @@ MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps 
       checkpointed  N L r H, and one layer of the above
     weight copies   linear weights x c under autocast, kept for the backward
     loss            the workspace that `distill_kernels` plans, the head's copy, and dW
+    cached teacher  no weights but, of stored hidden states, the head; of N tokens what was stored, as it comes from
+                    the disk and at its positions; K stored tokens have no logits: the workspace is the student's alone
     optimizer       torch's AdamW keeps one temporary the size of the trained weights; fused ones none
 
 The peak is the largest of three moments: inside the loss, in the backward, in the optimizer; with an fp8 teacher also
@@ -22,6 +24,7 @@ the allocator's fragments take comes on top, and is why a device counts as full 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +33,9 @@ from distill_kernels.losses.projection import TILE
 from torch import nn
 
 from distill.models.head import bare, decoder_of, find_head
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Teacher
+from distill.teachers.cache.format import DTYPES, MANIFEST, read_json
+from distill.teachers.cache.settings import Settings
 from distill.teachers.cross.loss import CHUNK_SHARE
 from distill.training.arguments import FUSED, Precision
 
@@ -113,7 +118,7 @@ class Memory(NamedTuple):
     Attributes:
         parts: what is held, by name, in the order to print.
         moments: the sums at the three moments that may be the peak.
-        logits_avoided: what both models' logits would take in fp32 were they made in full.
+        logits_avoided: what the models' logits (of K stored tokens the student's) would take in fp32 in full.
     """
 
     parts: dict[str, float]
@@ -152,6 +157,32 @@ def loaded_whole(teacher: Shape, student: Shape, precision: Precision) -> float:
     return float(teacher.parameters * precision.teacher.itemsize + held)
 
 
+class Signal(NamedTuple):
+    """What the loss gets of the teacher.
+
+    Attributes:
+        token_bytes: held for each token of a micro-batch.
+        logits: whether the teacher's logits are made beside the student's.
+        weights: bytes on each GPU.
+    """
+
+    token_bytes: float
+    logits: bool
+    weights: float
+
+
+def signal_of(section: Teacher, teacher: Shape, precision: Precision) -> Signal:
+    """Of a loaded teacher its hidden states; of a cache what is stored there, or will be by default."""
+    width = precision.teacher.itemsize
+    if not section.is_cached:
+        return Signal(width * teacher.hidden, True, float(teacher.parameters * width))
+    stored = read_json(Path(section.path or "").expanduser() / MANIFEST) or Settings().checked()._asdict()
+    number = DTYPES[stored["dtype"]].itemsize
+    if stored.get("kind") == "hidden":
+        return Signal(2 * number * teacher.hidden, True, float(teacher.head * number))
+    return Signal(stored["k"] * ((4 + number) + (4 + 4)), False, 0.0)  # ids in int32; at their positions in fp32
+
+
 def step_memory(
     recipe: Recipe,
     teacher: Shape,
@@ -183,6 +214,8 @@ def step_memory(
     trained_bytes = 4 if lora else weight
     share = world if sharded else 1
     soft = any(term.weight > 0 and term.type != "cross_entropy" for term in recipe.loss.terms)
+    signal = signal_of(recipe.teacher, teacher, precision)
+    models = 2 if soft and signal.logits else 1
 
     weights = ((student.parameters - student.trained * lora) * weight + student.trained * trained_bytes * lora) / share
     gradients = student.trained * trained_bytes / share
@@ -206,7 +239,7 @@ def step_memory(
     stream = tokens * weight * student.hidden
     checkpointed = recipe.train.gradient_checkpointing
     activations = stream * student.layers if checkpointed else one_layer * student.layers
-    activations += 2 * stream + tokens * precision.teacher.itemsize * teacher.hidden * soft
+    activations += 2 * stream + tokens * signal.token_bytes * soft
     again = one_layer if checkpointed else 0.0
     # gradients inside one layer: of the MLP's three wide tensors, and of the stream
     inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
@@ -219,10 +252,10 @@ def step_memory(
         workspace = memory_bytes / CHUNK_SHARE * 24  # about six fp32 copies of a chunk, as CrossTokenizerLoss cuts it
         head_gradient *= 4 / weight if autocast else 1.0  # it adds up in float32
     else:
-        workspace = _workspace(tokens, columns, precision, int(head_gradient), memory_bytes, 2 if soft else 1)
+        workspace = _workspace(tokens, columns, precision, int(head_gradient), memory_bytes, models)
     if autocast:
         workspace += student.head * compute
-    teacher_weights = 0.0 if recipe.teacher.is_cached else float(teacher.parameters * precision.teacher.itemsize)
+    teacher_weights = signal.weights
     loading = 0.0
     if recipe.teacher.dtype == "fp8":  # one byte for what is in linear layers, whose head stays as it was
         # it is loaded whole, and quantised when both models are there; a layer at a time where that does not fit
@@ -262,7 +295,7 @@ def step_memory(
     return Memory(
         parts,
         moments,
-        logits_avoided=(2.0 if soft else 1.0) * tokens * columns * 4,
+        logits_avoided=float(models) * tokens * columns * 4,
     )
 
 
