@@ -17,8 +17,6 @@ import torch
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill.training.phases import KEYS
-
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 60
 RECIPE = f"""
@@ -30,7 +28,7 @@ train: {{steps: {STEPS}, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-
 generate: {{prompts: []}}
 """
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
-TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen", *KEYS)
+TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen", "mfu", "time_")
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +42,23 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def start(workplace, *arguments):
+def start(workplace, *arguments, gpu="", program=("-m", "distill")):
+    """`distill run` in a process of its own; `gpu` is the one it sees, by default none."""
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+        "CUDA_VISIBLE_DEVICES": gpu,
         "OMP_NUM_THREADS": "1",
     }
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "distill", "run", "recipe.yaml", *arguments]
+    command = [sys.executable, *program, "run", "recipe.yaml", *arguments]
     with (workplace / "out.txt").open("a") as out:
         return subprocess.Popen(command, cwd=workplace, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
 
-def finish(workplace, *arguments):
-    code = start(workplace, *arguments).wait(timeout=300)
+def finish(workplace, *arguments, **more):
+    code = start(workplace, *arguments, **more).wait(timeout=300)
     assert code == 0, (workplace / "out.txt").read_text()[-4000:]
 
 
@@ -69,17 +70,17 @@ def undisturbed(workplace):
 
 def rows(folder):
     return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMING and not key.startswith("time_")}
+        {key: value for key, value in json.loads(line).items() if not key.startswith(TIMING)}
         for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
 
 
-def kill_at_random_moments(workplace, name, kills, generator):
+def kill_at_random_moments(workplace, name, kills, generator, **more):
     """Start, kill, resume, kill, ... and let it end; returns the steps of the checkpoints that were there."""
     folder, found, killed = workplace / "runs" / name, [], 0
     while killed < kills:
         resume = ["--resume"] if (folder / "recipe.yaml").exists() else []
-        process = start(workplace, "--name", name, *resume)
+        process = start(workplace, "--name", name, *resume, **more)
         before = time.monotonic()
         seen = {path.name for path in folder.glob("checkpoint-*")}
         # most kills fall into training: from the first new checkpoint on, at any moment of writing or computing
@@ -104,18 +105,18 @@ def kill_at_random_moments(workplace, name, kills, generator):
         for path in folder.glob("checkpoint-*"):
             assert (path / "trainer_state.json").exists() and load_file(path / "model.safetensors")
         found.append(max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0))
-    finish(workplace, "--name", name, *(["--resume"] if (folder / "recipe.yaml").exists() else []))
+    finish(workplace, "--name", name, *(["--resume"] if (folder / "recipe.yaml").exists() else []), **more)
     return found, killed
 
 
-def check(workplace, undisturbed, name, kills, seed):
-    found, killed = kill_at_random_moments(workplace, name, kills, random.Random(seed))
+def check(workplace, undisturbed, name, kills, seed, steps=STEPS, **more):
+    found, killed = kill_at_random_moments(workplace, name, kills, random.Random(seed), **more)
     print(f"{killed} kills, last complete checkpoint after each: {found}")
     folder = workplace / "runs" / name
     assert killed == kills, f"the run ended after {killed} kills, at {found}; give it more steps"
     assert found == sorted(found) and found[-1] > 0
     assert rows(folder) == rows(undisturbed)
-    assert [row["step"] for row in rows(folder)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows(folder)] == list(range(1, steps + 1))
     ours, theirs = (load_file(path / "student" / "model.safetensors") for path in (folder, undisturbed))
     assert all(torch.equal(ours[weight], theirs[weight]) for weight in theirs)
     results = [json.loads((path / "result.json").read_text()) for path in (folder, undisturbed)]

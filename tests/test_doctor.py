@@ -5,6 +5,7 @@ import re
 from collections import namedtuple
 
 import pytest
+import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
@@ -79,6 +80,23 @@ def test_two_layers_of_large_models(workplace, monkeypatch, no_second_process):
     subject = doctor.prepare(load("r.yaml", ["student.lora=null"]))
     assert subject.student.config.num_hidden_layers == subject.teacher.config.num_hidden_layers == 2
     assert subject.student.config.num_hidden_layers == 2 and len(subject.rows) == doctor.ROWS
+
+
+def test_a_student_of_the_first_and_last_layer_is_not_held_against_itself(workplace):
+    from distill.recipe import load
+
+    subject = doctor.prepare(load("r.yaml", ["student={from_teacher: {layers: 2}}"]), small=True)
+    ours, theirs = (model.state_dict() for model in (subject.student, subject.teacher))
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours), "two equal models have nothing to compare"
+
+
+def test_kernels_are_deterministic_only_while_a_resumed_run_is_examined():
+    with pytest.raises(KeyError), invariants_runs._deterministic(True):
+        assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled()
+    with invariants_runs._deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled(), "a CPU adds in a fixed order anyway"
 
 
 def test_a_recipe_that_cannot_be_used_is_code_2(workplace, capsys):

@@ -272,6 +272,16 @@ def test_other_errors_pass_through(tmp_path, error):
     assert raised.value is error
 
 
+def test_what_torch_says_of_its_memory_does_not_bury_what_to_do():
+    said = (
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 138.21 GiB "
+        "is free. Of the allocated memory 1.00 GiB is allocated by PyTorch. If reserved but unallocated memory is "
+        "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    )
+    text = failures.out_of_memory(RECIPE, torch.OutOfMemoryError(said))
+    assert text.startswith("the GPU is out of memory: CUDA out of memory. Tried to allocate 20.00 MiB; set train.batch")
+
+
 def test_advice_leaves_out_what_is_set_already():
     recipe = RECIPE.model_copy(update={"train": RECIPE.train.model_copy(update={"batch_size": 1})})
     text = failures.out_of_memory(recipe, torch.OutOfMemoryError("full"))

@@ -169,7 +169,7 @@ def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     if small is None:
         small = sum(p.numel() for model in (teacher, student) if model is not None for p in model.parameters()) > LARGE
     # other layers of each: a student cut from the teacher must not become its equal, with nothing left to learn
-    short = [_two_layers(student, 1), _shortened_teacher(teacher)]
+    short = [_two_layers(student, 1), _shortened_teacher(teacher, 1 if _is_its_ends(models) else -1)]
     if small:
         student, teacher = short[0], short[1]
 
@@ -258,19 +258,29 @@ def _adapted(student: Any, recipe: Recipe) -> nn.Module:
     return student if recipe.student.lora is None else add_lora(student, recipe.student.lora)
 
 
-def _shortened_teacher(teacher: Any) -> Any:
-    """Two layers of the teacher, or of each of several; None where it is a cache."""
+def _is_its_ends(models: Models) -> bool:
+    """Whether the student is the teacher's first and last layer, which cannot be cut to other ones."""
+    return models.teacher is not None and models.kept == [0, _layers(models.teacher) - 1]
+
+
+def _shortened_teacher(teacher: Any, second: int) -> Any:
+    """The first layer of the teacher and another one, or of each of several; None where it is a cache."""
     if teacher is None:
         return None
     if isinstance(teacher, TeacherGroup):
-        return TeacherGroup([_two_layers(model, -1) for model in teacher.members], teacher.shares)
-    return _two_layers(teacher, -1)
+        return TeacherGroup([_two_layers(model, second) for model in teacher.members], teacher.shares)
+    return _two_layers(teacher, second)
+
+
+def _layers(model: Any) -> int:
+    first = model.members[0] if isinstance(model, TeacherGroup) else model
+    return int(first.config.get_text_config().num_hidden_layers)
 
 
 def _two_layers(model: Any, second: int) -> Any:
     from distill.models.pruning import cut_layers
 
-    total = model.config.get_text_config().num_hidden_layers
+    total = _layers(model)
     with _hushed():
         return cut_layers(model, [0, second % total] if total > 2 else range(total)).to(model.device)
 

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def resume_is_exact(subject: Subject) -> Finding:
     subject = subject.shrunk()
     accumulation = 2 if len(subject.rows) >= 4 else 1
     stop = max(-(-len(subject.rows) // accumulation) - 1, 1)
-    with tempfile.TemporaryDirectory() as name:
+    gpu = subject.device.type == "cuda"
+    with tempfile.TemporaryDirectory() as name, _deterministic(gpu):
         whole, parts = Path(name) / "whole", Path(name) / "parts"
 
         def trainer(folder: Path) -> DistillationTrainer:
@@ -75,13 +77,31 @@ def resume_is_exact(subject: Subject) -> Finding:
         if losses[0] != losses[1]:
             differing.append("logged losses")
     what = f"{' and '.join(differing)} differ" if differing else "weights, optimizer, scheduler, random state, losses"
-    return Finding(
-        "resume", not differing, f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
-    )
+    told = f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
+    return Finding("resume", not differing, told + (", as with train.deterministic" if gpu else ""))
+
+
+@contextlib.contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """Kernels that add in a fixed order, where PyTorch has them: on a GPU, without, not even the same run twice is
+    the same to the bit."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    # to warn only: cuBLAS asks for a setting that must be there before its first product; one stream needs none
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def ranks_change_nothing(subject: Subject, *, program: Sequence[str] = PROGRAM) -> Finding:
-    """One step of two processes equals the same step of one: gloo on a CPU, NCCL where there are two GPUs."""
+    """One step of two processes equals the same step of one: NCCL where there are two GPUs, else gloo on the CPU, since
+    two ranks of NCCL cannot share a GPU."""
     return ranks_of([subject], program=program)[0]
 
 
@@ -107,7 +127,7 @@ def _compared(subject: Subject, two: Weights, alone: Weights, gpus: bool) -> Fin
     start = {name: value.cpu() for name, value in _base(subject.student).float().state_dict().items() if name in alone}
     off = difference(*({name: step[name] - start[name] for name in alone} for step in (two, alone)))
     allowed = subject.tolerance
-    how = "NCCL" if gpus else "gloo, CPU"
+    how = "NCCL" if gpus else "gloo, CPU" + (", for want of a second GPU" if subject.device.type == "cuda" else "")
     return Finding(
         "ranks", off <= allowed, f"the step of 2 processes ({how}) and of 1 differ by {off:.1e} (at most {allowed:.0e})"
     )

@@ -328,6 +328,8 @@ def fastest_attention(
         try:
             for _ in range(3):
                 run(backend)
+        except torch.OutOfMemoryError:  # no refusal: the batch is too large for a step as well
+            raise
         except RuntimeError as error:  # PyTorch: "No available kernel" for shapes a back end does not serve
             log.info("attention: %s does not serve these shapes (%s)", backend, str(error).splitlines()[0])
             continue

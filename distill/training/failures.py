@@ -74,8 +74,9 @@ def out_of_memory(recipe: Recipe, error: BaseException) -> str:
         ways.append("teacher.dtype to fp8, half of the teacher's layers")
     if batch == 1:
         ways.append(f"data.max_length from {length} to {length // 2}, half of the activations")
+    said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")  # then come figures and torch's own advice
     return (
-        f"the GPU is out of memory: {str(error).splitlines()[0]}; set {'; or '.join(ways)}. "
+        f"the GPU is out of memory: {said}; set {'; or '.join(ways)}. "
         "`distill check` ranks the ways by the GiB they save"
     )
 
