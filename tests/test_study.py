@@ -106,6 +106,41 @@ def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
     assert len(finished(tmp_path / "out")) == 3
 
 
+def test_shares_are_disjoint_and_together_everything(tiny_study, tmp_path, monkeypatch):
+    class NoBench:
+        def __init__(self, setups, held_out):
+            self.cuts = {}
+
+    def made(setup, bench):
+        return row(setup.objective, setup.seed, 1.0 + setup.seed) | {"key": setup.key, "tokens_per_s": 1}
+
+    monkeypatch.setattr("scripts.study.runs.Bench", NoBench)
+    monkeypatch.setattr("scripts.study.runs.run_one", made)
+    wanted = ["--objectives", BASELINE, "forward KL", "JSD", "--seeds", "3", "--no-rates"]
+    shares = []
+    for number in range(4):  # of 9 configurations
+        code, said = tiny_study(*wanted, "--out", f"part-{number}", "--share", f"{number}/4")
+        assert code == 0, said.err
+        shares.append({row["key"] for row in finished(tmp_path / f"part-{number}")})
+        assert f"{len(shares[-1])} configurations, 0 have their row" in said.out
+    code, said = tiny_study(*wanted, "--out", "alone")
+    everything = {row["key"] for row in finished(tmp_path / "alone")}
+    assert sorted(map(len, shares)) == [2, 2, 2, 3] and len(everything) == 9
+    assert set().union(*shares) == everything, "with these sizes they are disjoint too"
+    texts = [path.read_text() for number in range(4) for path in (tmp_path / f"part-{number}").glob("*.jsonl")]
+    (tmp_path / "together").mkdir()
+    (tmp_path / "together" / "gpu.jsonl").write_text("".join(texts))
+    assert "9 have their row" in tiny_study(*wanted, "--out", "together")[1].out
+
+
+@pytest.mark.parametrize("text", ["3/3", "4/3", "0/0", "x/2", "1", "1/2/3", "", "-1/2", "0.5/2"])
+def test_a_share_that_is_none_is_refused(text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--out", "out", f"--share={text}"])
+    assert ended.value.code == 2
+    assert f"argument --share: invalid share value: {text!r}" in capsys.readouterr().err
+
+
 def test_mistakes_are_one_line(tiny_study, tmp_path):
     code, said = tiny_study("--objectives", "KL")
     assert code == 2 and said.err.startswith("study: --objectives: expected") and said.err.count("\n") == 1

@@ -273,7 +273,7 @@ def _shortened_teacher(teacher: Any, second: int) -> Any:
 
 
 def _layers(model: Any) -> int:
-    first = model.members[0] if isinstance(model, TeacherGroup) else model
+    first: Any = model.members[0] if isinstance(model, TeacherGroup) else model
     return int(first.config.get_text_config().num_hidden_layers)
 
 
