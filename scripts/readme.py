@@ -5,8 +5,9 @@ A table stands between two comments, the first of which says what it shows:
     <!-- rows: case=losses shape="8192 x 128256 ..." columns=ms,floor_ratio,peak_mib,error -->
     <!-- end rows -->
 
-The study's tables and its verdict in words stand between `<!-- study -->` and `<!-- end rows -->`, made from the rows
-in scripts/study/results.
+The study's tables and its verdict in words stand between `<!-- study -->` and `<!-- end rows -->`, those of its second
+plan behind `<!-- study teachers -->`, made from the rows in scripts/study/results. Of a plan without rows the block is
+empty: its first line comes with the rows too.
 
 Of each candidate the newest row counts. Nothing in such a block is typed by hand; `--check` fails where a block
 differs from what the rows give.
@@ -28,7 +29,17 @@ for _folder in (ROOT, ROOT / "kernels"):
         sys.path.insert(0, str(_folder))
 RESULTS = ROOT / "scripts" / "bench" / "results"
 END = "<!-- end rows -->"
-STUDY = "<!-- study -->"
+# by marker: the plan, and the line in front of its tables
+STUDIES = {
+    "<!-- study -->": (
+        "objectives", "Which loss brings a student closest to its teacher (`python -m scripts.study`):"
+    ),
+    "<!-- study teachers -->": (
+        "teachers",
+        "A teacher on disk beside the loaded one, and a second stage on the student's own words "
+        "(`python -m scripts.study --plan teachers`):",
+    ),
+}  # fmt: skip
 STUDY_RESULTS = ROOT / "scripts" / "study" / "results"
 PLOT = ("linear forward_kl", "8192 x 128256, H 2048 / 4096")
 
@@ -110,37 +121,33 @@ def block(settings: str, rows: list[dict[str, Any]]) -> str:
 
 
 def fill(text: str, rows: list[dict[str, Any]]) -> str:
-    """`text` with every `rows:` block filled from `rows`."""
+    """`text` with every `rows:` block filled from `rows`, and the study's from its own."""
     lines, inside = [], False
     for line in text.splitlines():
         if line == END:
             inside = False
         if not inside:
             lines.append(line)
-        if line == STUDY:
+        if line in STUDIES:
             inside = True
-            lines.append(study())
+            lines += study(*STUDIES[line])
         if line.startswith("<!-- rows: "):
             inside = True
             lines += [block(line.removeprefix("<!-- rows: ").removesuffix("-->").strip(), rows)]
     return "\n".join(lines) + "\n"
 
 
-def study(folder: Path = STUDY_RESULTS) -> str:
-    """The study's tables and verdict, with what they were made on.
-
-    Raises:
-        ValueError: no rows.
-    """
+def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
+    """A plan's tables and verdict, with what they were made on; nothing where there are no rows of it."""
+    from scripts.study.__main__ import plan_of
     from scripts.study.runs import finished
-    from scripts.study.verdict import markdown
 
-    rows = finished(folder)
+    rows = finished(folder, plan)
     if not rows:
-        raise ValueError(f"README.md: a study is asked for, and {folder} holds no rows")
+        return []
     newest = max(rows, key=lambda row: row["date"])
     made = f"{newest['gpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
-    return f"{markdown(rows)}\n<sub>{made}</sub>"
+    return [title, "", plan_of(plan).markdown(rows), f"<sub>{made}</sub>"]
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:

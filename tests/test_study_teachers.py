@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_study import tiny_study  # noqa: F401 (a fixture)
+from test_study import FACTS, tiny_study  # noqa: F401 (a fixture)
 
 from distill.recipe import load
 from scripts.study.plan import RECIPE
@@ -148,3 +148,29 @@ def test_own_words_are_told_beside_the_held_out_text():
     first = sentences(rows)[0]
     assert "held-out forward KL +19.8% (p < 0.001)" in first and "on own words, reverse KL -49.4% (p < 0.001)" in first
     assert "| off-policy, reverse KL | 3 |" in markdown(rows) and "9 of 900" in markdown(rows)
+
+
+def test_the_readmes_second_block_has_rows_of_its_own(tmp_path, monkeypatch):
+    from scripts import readme
+
+    monkeypatch.setattr(readme.study, "__defaults__", (tmp_path,))
+    text = "<!-- study -->\n<!-- end rows -->\n\n<!-- study teachers -->\nstale\n<!-- end rows -->\nafter\n"
+    empty = text.replace("stale\n", "")
+    assert readme.fill(text, []) == empty
+    rows = [row(CACHE, name, seed, 1.0 + 0.02 * seed) | FACTS for name in NAMES[CACHE] for seed in range(3)]
+    (tmp_path / "h200-teachers.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    filled = readme.fill(text, [])
+    assert filled.startswith("<!-- study -->\n<!-- end rows -->\n\n<!-- study teachers -->\nA teacher on disk beside ")
+    assert "| online | 3 | 1.0200 ± 0.0200 |" in filled and "stale" not in filled and filled.count("<sub>H200") == 1
+    assert readme.fill(filled, []) == filled
+    (tmp_path / "h200-teachers.jsonl").unlink()
+    assert readme.fill(filled, []) == empty, "tables do not outlive their rows"
+
+
+def test_the_readme_has_a_place_for_both_plans():
+    from scripts import readme
+
+    lines = (readme.ROOT / "README.md").read_text().splitlines()
+    first, second = (lines.index(marker) for marker in readme.STUDIES)
+    assert first < lines.index(readme.END, first) < second < lines.index(readme.END, second)
+    assert readme.END in lines[first:second], "each block has an end of its own"
