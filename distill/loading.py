@@ -137,7 +137,7 @@ def load_models(
     rows = [len(find_head(model).linear.weight) for model in (teacher, student)]  # type: ignore[arg-type]
     shared, verdict = shared_columns(tokenizer, student_tokenizer, *rows)
     if section.lora is not None:
-        student = add_lora(student, section.lora)
+        student = add_lora(student, section.lora, seed=recipe.train.seed)
     kept = kept_layers(section, teacher) if section.init == "pretrained" and section.from_teacher else None
     return Models(teacher, student, tokenizer, shared, verdict, kept)
 

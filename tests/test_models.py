@@ -12,7 +12,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.models.adapters import merged
+from distill.models.adapters import add_lora, merged
 from distill.models.load import load_student, load_teacher, load_tokenizer, save_student
 from distill.models.pruning import cut_config, cut_layers, find_layers, layers_to_keep
 from distill.models.source import resolve_model_source
@@ -241,6 +241,18 @@ def randomise(model, seed=3):
         if "lora_B" in name or "lora_embedding" in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
     return model
+
+
+def test_adapters_follow_from_their_seed_alone():
+    drawn = []
+    for before, seed in ((1, 5), (2, 5), (2, 6)):
+        model, after = tiny_model(), torch.rand(1, generator=torch.Generator().manual_seed(before))
+        torch.manual_seed(before)
+        model = add_lora(model, Lora(r=4), seed=seed)
+        assert torch.rand(1) == after, "numbers were drawn from the generator of others"
+        drawn.append(next(p for name, p in model.named_parameters() if "lora_A" in name).clone())
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
 
 
 @pytest.mark.parametrize("tie", [True, False])

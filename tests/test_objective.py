@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
 from distill_kernels import FusedJSDLoss, FusedKLLoss, LossTerm
 from helpers import relative_error
 from peft import LoraConfig, get_peft_model
@@ -267,6 +268,17 @@ def test_a_model_with_a_twist_between_head_and_logits_is_refused():
     model.forward = twisted
     with pytest.raises(ValueError, match="student: the logits of LlamaForCausalLM do not follow"):
         probe_logits(model, "student")
+
+
+def test_a_model_that_a_trainer_has_prepared_for_autocast_is_read_in_its_own_precision():
+    model = tiny_model(hidden=64)
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    assert prepared is model
+    ids = torch.arange(4)[None]
+    exact = type(model).forward(model, input_ids=ids, use_cache=False).logits
+    assert not torch.equal(model(input_ids=ids, use_cache=False).logits, exact), "no autocast: nothing is tested"
+    assert probe_logits(model, "student") == LogitShape()
+    assert not torch.equal(model(input_ids=ids, use_cache=False).logits, exact), "the autocast is gone"
 
 
 def test_logits_scaling_that_multiplies_is_found_out():

@@ -30,7 +30,7 @@ def linear_names(model: PreTrainedModel) -> dict[str, list[str]]:
     return names
 
 
-def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora") -> Any:
+def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora", *, seed: int | None = None) -> Any:
     """Put trainable adapters on `model`; its own weights stop training.
 
     Args:
@@ -38,6 +38,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora") ->
         lora: `targets` are last or full parts of module names, or `all-linear` for every linear layer but the head;
             `head: true` adds the head, also where it is tied to the embedding.
         field: What errors call it.
+        seed: What A is drawn from; with it the adapters are the same whatever was drawn before, as by one process of
+            several that plans more than one alone does. None for PyTorch's generator as it stands.
 
     Returns:
         A `peft.PeftModel`.
@@ -66,8 +68,11 @@ def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora") ->
         bias="none",
         task_type=TaskType.CAUSAL_LM,
     )
-    with warnings.catch_warnings():  # PEFT reads a property that transformers has renamed
-        warnings.simplefilter("ignore", FutureWarning)
+    devices = {p.device.index for p in model.parameters() if p.is_cuda} if seed is not None else ()
+    with torch.random.fork_rng(devices, enabled=seed is not None), warnings.catch_warnings():
+        if seed is not None:
+            torch.manual_seed(seed)
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a property that transformers has renamed
         return get_peft_model(model, config)
 
 

@@ -189,8 +189,9 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-        expected = model(input_ids=ids, use_cache=False).logits.double()
+        with _without_autocast(model, weight.device.type):
+            hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+            expected = model(input_ids=ids, use_cache=False).logits.double()
     finally:
         for module, training in modes:
             module.training = training
@@ -215,6 +216,21 @@ def probe_logits(model: nn.Module, role: str) -> LogitShape:
         f"{role}: the logits of {_name(bare(model))} do not follow from its hidden states and head as this loss "
         f"computes them ({'; '.join(tried)}); training would be silently wrong, so this model type is refused"
     )
+
+
+@contextlib.contextmanager
+def _without_autocast(model: nn.Module, device_type: str) -> Iterator[None]:
+    """No autocast, not even the one that accelerate puts into the forward of a model that a Trainer has prepared."""
+    prepared = [module for module in {model, bare(model)} if "_original_forward" in module.__dict__]
+    forwards = [module.forward for module in prepared]
+    for module in prepared:
+        module.forward = module.__dict__["_original_forward"]
+    try:
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        for module, forward in zip(prepared, forwards, strict=True):
+            module.forward = forward
 
 
 def _product(hidden: torch.Tensor, head: HeadWeights) -> torch.Tensor:

@@ -51,7 +51,7 @@ def load_cached(recipe: Recipe, tokenizer: Any, device: torch.device, precision:
     rows = [cache.columns, len(find_head(student).linear.weight)]  # type: ignore[arg-type]
     shared, verdict = shared_columns(tokenizer, student_tokenizer, *rows)
     if section.lora is not None:
-        student = add_lora(student, section.lora)
+        student = add_lora(student, section.lora, seed=recipe.train.seed)
     kind = HiddenObjective if cache.is_hidden else TopKObjective
     # K tokens were taken among the cache's columns: the objective holds that the student has them all
     columns = shared if cache.is_hidden else None
