@@ -29,6 +29,7 @@ from distill.faults import RecipeError
 from distill.models.attention import BACKENDS
 from distill.models.head import bare
 from distill.models.load import STUDENT_SEED, TEACHER_SEED
+from distill.models.quantised import plain_tensors, quantised_by_transformers
 from distill.recipe import Recipe
 from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.cache.format import cache_hash
@@ -98,7 +99,9 @@ def fingerprint(model: nn.Module) -> str:
     process must call this.
     """
     digest, sharded = hashlib.sha256(), False
-    for name, parameter in sorted(model.named_parameters()):
+    # quantised weights may be buffers, and their scales neither
+    packed = quantised_by_transformers(model)
+    for name, parameter in sorted(plain_tensors(model) if packed else model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
         held: Any = parameter.detach()
         if isinstance(held, DTensor):

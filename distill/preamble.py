@@ -11,6 +11,7 @@ from distill import console
 from distill.judging.evaluate import HeldOut, gap_closed
 from distill.judging.measure import KL, Measure
 from distill.judging.samples import TITLES
+from distill.models.offload import offloading_of
 from distill.recipe import ModelSection, Recipe, Teacher
 from distill.teachers.cache.identity import cached_name, description
 from distill.teachers.cache.read import TeacherCache
@@ -88,6 +89,8 @@ def preamble(
     }
     if sharing is not None:
         lines["devices"] = sharing
+    if offloaded := offloading_of(teacher):
+        lines["offload"] = offloaded
     if objective.caveat is not None:
         lines["divergences"] = objective.caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]

@@ -108,7 +108,12 @@ def _print(report: Preflight, measured: Any) -> None:
         console.say(f"arithmetic  {report.flops_per_step / 1e12:,.1f} TFLOP a step")
     if report.seconds_per_step is not None:
         rest = f", {_duration(report.seconds)} for {report.steps:,} steps" if report.seconds is not None else ""
-        console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} (assuming half of the GPU's bf16 peak)")
+        console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} (assuming {_assumed(report)})")
+    if report.host:
+        held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
+        console.say(
+            f"offload     {held} of host memory for the teacher's layers; {moved} a step over the bus to each GPU"
+        )
     console.say(f"disk        {report.disk / GIB:.1f} GiB of {report.disk_free / GIB:.1f} GiB free")
     if report.advice:
         title = "to save memory" if report.fits else "to make it fit"
@@ -120,6 +125,11 @@ def _print(report: Preflight, measured: Any) -> None:
         console.say(f"PROBLEM     {problem}")
     if report.ok:
         console.say("verdict     it fits and can run")
+
+
+def _assumed(report: Preflight) -> str:
+    bus = ", and 80 % of its PCIe link while the layers travel" if report.moved else ""
+    return f"half of the GPU's bf16 peak{bus}"
 
 
 def _number(value: float | None) -> str:

@@ -7,12 +7,16 @@ what sits between layers (gradient checkpointing, FSDP2's gathering) stays outsi
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import torch
 from torch import nn
 
+from distill.models.offload import is_offloaded
 from distill.models.pruning import find_layers
+
+log = logging.getLogger(__name__)
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor", **options: Any) -> int:
@@ -26,8 +30,11 @@ def compile_layers(model: nn.Module, backend: str = "inductor", **options: Any) 
         options: More of `torch.compile`.
 
     Returns:
-        How many layers.
+        How many layers; none of an offloaded model, whose parameters change places in every call.
     """
+    if is_offloaded(model):
+        log.warning("the layers of the offloaded teacher are not compiled: their weights change places in every call")
+        return 0
     _, layers = find_layers(model)
     for layer in layers:
         layer.compile(backend=backend, **options)

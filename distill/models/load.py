@@ -32,9 +32,18 @@ from transformers import (
 
 from distill.models.adapters import add_lora, load_and_merge, merged
 from distill.models.attention import keep_soft_cap
+from distill.models.offload import offload_layers
 from distill.models.pruning import check_kept, cut_layers, find_layers, layers_to_keep
+from distill.models.quantised import (
+    check_quantisation,
+    check_quantised,
+    explained,
+    int8_arguments,
+    quantised_by_transformers,
+)
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source
 from distill.recipe import ModelSection, Student, Teacher
+from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
 from distill.teachers.cache.format import TEACHER, TOKENIZER, maker_of, stored_folder
 
@@ -89,6 +98,8 @@ def load_teacher(
 ) -> PreTrainedModel:
     """The teacher on `device`: eval mode, no gradients, its adapter merged. Of a cache, the model that made it.
 
+    With `section.offload` its layers stay in host memory and travel to `device` when they are called.
+
     Args:
         section: The recipe's `teacher`.
         device: Where the weights go.
@@ -101,11 +112,13 @@ def load_teacher(
     if section.path is not None:
         section = maker_of(section)
     device = torch.device(device)
-    model = _load(section, "teacher", device, dtype or _named_dtype(section.dtype), TEACHER_SEED)
+    dtype = dtype or _named_dtype(section.dtype)
+    model = _load(section, "teacher", torch.device("cpu") if section.offload else device, dtype, TEACHER_SEED)
     if section.adapter is not None:
         model = load_and_merge(model, section.adapter)
     model.config.use_cache = False
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return offload_layers(model, device) if section.offload else model
 
 
 def load_student(
@@ -135,6 +148,11 @@ def load_student(
     else:
         if teacher is None:
             raise ValueError("student.from_teacher: needs a loaded teacher to cut from")
+        if quantised_by_transformers(teacher):
+            raise ValueError(
+                "student.from_teacher: layers cannot be cut out of a quantised teacher; give the teacher in bfloat16, "
+                "or name a student that is cut already by student.model"
+            )
         student = _place(cut_layers(teacher, kept_layers(section, teacher), dtype), device)
     student.config.use_cache = False
     student.train().requires_grad_(True)
@@ -180,8 +198,8 @@ def load_config(section: ModelSection, field: str) -> Any:
 
 
 def _named_dtype(name: str) -> torch.dtype | None:
-    # an fp8 teacher is loaded in bf16 and quantised later (fp8_teacher.py)
-    return None if name == "auto" else torch.bfloat16 if name == "fp8" else getattr(torch, name)
+    # what is not quantised of an 8-bit teacher; in fp8 it is quantised later (fp8_teacher.py)
+    return None if name == "auto" else torch.bfloat16 if name in EIGHT_BITS else getattr(torch, name)
 
 
 def _attention(section: ModelSection) -> dict[str, Any]:
@@ -206,17 +224,18 @@ def _load(
         arguments |= {"gguf_file": source.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
     elif device.type == "cuda":
         arguments["device_map"] = {"": device}  # straight onto the GPU, never whole in host memory
-    if not source.gguf_file and not section.trust_remote_code:
-        _refuse_fetched_code(load_config(section, field), section, field)
-    with loading(section.model, source, f"{field}.model"):
+    if section.dtype == "int8":
+        arguments |= int8_arguments(source, device, field)
+    config = None if source.gguf_file else load_config(section, field)
+    if config is not None:
+        if not section.trust_remote_code:
+            _refuse_fetched_code(config, section, field)
+        check_quantisation(config, section, field)
+    with loading(section.model, source, f"{field}.model"), explained(config):
         model = AutoModelForCausalLM.from_pretrained(
             source.location, dtype=dtype or "auto", use_safetensors=None if source.gguf_file else True, **arguments
         )
-    if getattr(model, "is_quantized", False):
-        raise ValueError(
-            f"{field}.model: {section.model} is quantised, which the fused loss cannot read; give the model in "
-            "bfloat16, or as a .gguf file, which is expanded when loaded"
-        )
+    check_quantised(model, section, field)
     keep_soft_cap(model, section.attention, f"{field}.attention")
     return _place(model, device)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import types
 from collections import Counter
@@ -221,9 +222,10 @@ def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    parameter = next(module.parameters())
+    held = next(itertools.chain(module.parameters(), module.buffers()))
+    dtype = held.dtype if held.is_floating_point() and held.itemsize > 1 else torch.bfloat16  # quantised weights
     generator = torch.Generator().manual_seed(0)
-    return (torch.randn(*shape, generator=generator) * scale).to(parameter.device, parameter.dtype)
+    return (torch.randn(*shape, generator=generator) * scale).to(held.device, dtype)
 
 
 # ---- norms

@@ -5,7 +5,7 @@ residual stream (the embedding's dtype), H the hidden size, A heads x head width
 MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps a cast copy of its own input
 (our LoRA layers keep none):
 
-    teacher         parameters x bytes of its dtype; in fp8 one byte in its linear layers, two elsewhere
+    teacher         parameters x bytes of its dtype; fewer in 8 bits and offloaded (`teacher_weights.py`)
     student         parameters x w, gradients trained x w, AdamW states 2 x trained x w (or of their own dtype)
     activations     N L (2 r H norms' inputs + c (q + g) H normed inputs + c (3 A + 2 K) attention + 3 c I MLP), q = 3
                     and g = 2 under autocast, else 1 and 1; 2 c I for an MLP without gate; row statistics in fp32
@@ -33,6 +33,9 @@ from distill_kernels.losses.projection import TILE
 from torch import nn
 
 from distill.models.head import bare, decoder_of, find_head
+from distill.models.pruning import find_layers
+from distill.models.quantised import quantisation_of, stored_bits
+from distill.planning.teacher_weights import on_device
 from distill.recipe import Recipe, Teacher
 from distill.teachers.cache.format import DTYPES, MANIFEST, read_json
 from distill.teachers.cache.settings import Settings
@@ -58,6 +61,8 @@ class Shape(NamedTuple):
         query, key_value: heads x head width, of queries and of keys.
         intermediate: width of the MLP; `gated` where it has two projections up.
         adapted: sum over LoRA layers of their input widths, `rank` their rank; 0 without LoRA.
+        layered: parameters in the decoder's layers, `largest_layer` those of the largest; 0 where there is no list.
+        stored_bits: of a weight in the decoder's linear layers where the checkpoint is quantised and says so.
     """
 
     parameters: int
@@ -75,6 +80,9 @@ class Shape(NamedTuple):
     gated: bool
     adapted: int = 0
     rank: int = 0
+    layered: int = 0
+    largest_layer: int = 0
+    stored_bits: float | None = None
 
 
 def shape_of(model: nn.Module) -> Shape:
@@ -93,6 +101,8 @@ def shape_of(model: nn.Module) -> Shape:
     embedding = bare(model).get_input_embeddings()  # type: ignore[operator]
     intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     embedding = embedding.get_base_layer() if hasattr(embedding, "get_base_layer") else embedding
+    layers = _layer_sizes(model)
+    stored = quantisation_of(bare(model).config)
     return Shape(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -109,7 +119,19 @@ def shape_of(model: nn.Module) -> Shape:
         gated=bool(names & {"gate_proj", "gate_up_proj", "w3"}),
         adapted=sum(m.get_base_layer().weight.shape[1] for m in adapters),
         rank=max((next(iter(m.r.values())) for m in adapters), default=0),
+        layered=sum(layers),
+        largest_layer=max(layers, default=0),
+        stored_bits=None if stored is None else stored_bits(stored),
     )  # fmt: skip
+
+
+def _layer_sizes(model: nn.Module) -> list[int]:
+    """Parameters of each decoder layer; none where the model has no list of them."""
+    try:
+        _, layers = find_layers(model)
+    except ValueError:
+        return []
+    return [sum(p.numel() for p in layer.parameters()) for layer in layers]
 
 
 class Memory(NamedTuple):
@@ -175,7 +197,7 @@ def signal_of(section: Teacher, teacher: Shape, precision: Precision) -> Signal:
     """Of a loaded teacher its hidden states; of a cache what is stored there, or will be by default."""
     width = precision.teacher.itemsize
     if not section.is_cached:
-        return Signal(width * teacher.hidden, True, float(teacher.parameters * width))
+        return Signal(width * teacher.hidden, True, on_device(section, teacher, precision))
     stored = read_json(Path(section.path or "").expanduser() / MANIFEST) or Settings().checked()._asdict()
     number = DTYPES[stored["dtype"]].itemsize
     if stored.get("kind") == "hidden":
@@ -261,7 +283,6 @@ def step_memory(
         # it is loaded whole, and quantised when both models are there; a layer at a time where that does not fit
         loading = loaded_whole(teacher, student, precision)
         loading = loading if loading <= USABLE * memory_bytes else 0.0
-        teacher_weights -= teacher.linear * (precision.teacher.itemsize - 1)
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + gathered_teacher(teacher, precision))
     rollouts = _rollout_cache(recipe, student, compute)

@@ -25,7 +25,10 @@ from distill.models.load import load_config, load_tokenizer
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
 from distill.planning.devices import Device
 from distill.planning.memory import GIB, USABLE, Memory, Shape, shape_of, step_memory
+from distill.planning.step_time import asks_teacher, step_time
+from distill.planning.teacher_weights import cannot_be_held, in_host_memory
 from distill.recipe import Lora, ModelSection, Recipe, Teacher
+from distill.recipe.models import EIGHT_BITS
 from distill.teachers.cache.format import MANIFEST, bytes_a_token
 from distill.teachers.cache.identity import on_disk
 from distill.teachers.cache.read import TeacherCache
@@ -35,8 +38,6 @@ from distill.training.metrics import NO_WORK, Work, work_of
 from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
 log = logging.getLogger(__name__)
-
-SUSTAINED = 0.5  # of the bf16 peak that a step is assumed to reach; measured on an H200: 0.58
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Preflight:
         steps, accumulation, tokens_per_step: of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
+        host, moved: bytes of an offloaded teacher: in host memory for all devices, and over the bus to each in a step.
         cache: what a teacher on disk holds; empty where a teacher is loaded.
         vocabulary: the verdict in words; `vocabulary_ok` None where the tokenizers are not at hand.
         data: the data's report as lines; `trained_share` of its tokens are learned.
@@ -73,6 +75,8 @@ class Preflight:
     seconds_per_step: float | None = None
     disk: float = 0.0
     disk_free: float = 0.0
+    host: float = 0.0
+    moved: float = 0.0
     cache: str = ""
     vocabulary: str = ""
     vocabulary_ok: bool | None = None
@@ -163,8 +167,11 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     )  # fmt: skip
     if not report.fits:
         report.problems.append(_too_much(memory, device))
+    report.problems += cannot_be_held(recipe, teacher.config, student.config, cuda=device.cuda)
     if sharing.teacher_sharded and recipe.teacher.dtype == "fp8":
         report.problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
+    weights = in_host_memory(recipe.teacher, shapes[0], planned_precision(recipe, device))
+    report.host, report.moved = weights * gpus, weights * accumulation * asks_teacher(recipe)
     report.advice = advise(recipe, *shapes, device, gpus)
     _check_lengths(recipe, teacher, student, report)
     tokenizer = _check_vocabulary(recipe, report)
@@ -227,7 +234,7 @@ def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 
-def _changes(recipe: Recipe, device: Device, gpus: int) -> list[tuple[str, Recipe]]:
+def _changes(recipe: Recipe, teacher: Shape, device: Device, gpus: int) -> list[tuple[str, Recipe]]:
     """Settings that may save memory, and the recipe with each."""
     train, changes = recipe.train, []
     if not train.gradient_checkpointing:
@@ -244,9 +251,15 @@ def _changes(recipe: Recipe, device: Device, gpus: int) -> list[tuple[str, Recip
         label = "train.optimizer_states=bfloat16"
         changes.append((label, _with(recipe, "train", optimizer_states="bfloat16")))
     alone = not (recipe.teachers or recipe.teacher.is_cached or recipe.student.vocabulary == "cross")
-    if device.cuda and alone and recipe.teacher.dtype != "fp8" and precision.teacher != torch.float32:
+    whole = recipe.teacher.offload is None and recipe.teacher.dtype not in EIGHT_BITS
+    if device.cuda and alone and whole and precision.teacher != torch.float32:
         label = "teacher.dtype=fp8 (moves the teacher a little: the run prints by how much)"
         changes.append((label, _with(recipe, "teacher", dtype="fp8")))
+    if device.cuda and whole and not (recipe.teachers or recipe.teacher.is_cached):
+        offloaded = _with(recipe, "teacher", offload="cpu")
+        moved = in_host_memory(offloaded.teacher, teacher, precision) / GIB
+        label = f"teacher.offload=cpu ({moved:.1f} GiB cross the bus in every micro-batch)"
+        changes.append((label, _with(offloaded, "parallel", teacher="copied")))
     if precision.teacher == torch.float32 and not recipe.teacher.is_cached:
         changes.append(("teacher.dtype=bfloat16", _with(recipe, "teacher", dtype="bfloat16")))
     if recipe.student.lora is None:
@@ -268,7 +281,7 @@ def advise(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus:
     """Changes that save memory, the largest first: the setting, GiB saved at the peak, whether the run then fits."""
     now = _memory(recipe, teacher, student, device, gpus).peak
     found = []
-    for label, changed in _changes(recipe, device, gpus):
+    for label, changed in _changes(recipe, teacher, device, gpus):
         shape = student
         if (changed.student.lora is None) != (recipe.student.lora is None):
             shape = shape_of(meta_models(changed)[1])
@@ -386,20 +399,16 @@ def _check_data(
 def _time(
     recipe: Recipe, teachers: Sequence[Work | None], student: Work | None, pairs: float | None, report: Preflight
 ) -> None:
-    if student is None or None in teachers:
+    known = [work for work in teachers if work is not None]
+    if student is None or len(known) < len(teachers):
         return
     tokens = report.tokens_per_step
-    learned = tokens * (report.trained_share if report.trained_share is not None else 1.0)
-    pairs = tokens * (pairs or (recipe.data.max_length + 1) / 2)
-    soft = any(term.weight > 0 and term.type != "cross_entropy" for term in recipe.loss.terms)
-    report.flops_per_step = student.of(tokens, learned, pairs)
-    if soft and not recipe.teacher.is_cached:
-        report.flops_per_step += sum(work.of(tokens, learned, pairs) for work in teachers if work is not None)
-    bf16 = planned_precision(recipe, report.device).compute != torch.float32
-    if report.device.flops and bf16:
-        again = student.of(tokens, 0, pairs) / 3 if recipe.train.gradient_checkpointing else 0.0
-        work = report.flops_per_step + again
-        report.seconds_per_step = work / (report.device.flops * SUSTAINED * report.gpus)
+    share = report.trained_share if report.trained_share is not None else 1.0
+    report.flops_per_step, report.seconds_per_step = step_time(
+        recipe, known, student, report.device, gpus=report.gpus, tokens=tokens, learned=tokens * share,
+        pairs=tokens * (pairs or (recipe.data.max_length + 1) / 2),
+        compute=planned_precision(recipe, report.device).compute, moved=report.moved,
+    )  # fmt: skip
 
 
 def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Preflight) -> None:

@@ -9,7 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from distill.faults import Section, refuse
 from distill.recipe.fields import Count, NotNegative, Text, no_code, text_or_list
 
-Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
+EIGHT_BITS = ("fp8", "int8")
 
 
 class ModelSection(Section):
@@ -23,6 +24,8 @@ class ModelSection(Section):
         dtype: what the weights are kept in; `auto` is float32 for weights that are trained, and what is computed in
             (`train.precision`) for frozen ones: the teacher's, and a LoRA student's. `fp8` is for teachers: bfloat16
             with the linear layers but the head in fp8; by how much that moves the teacher is measured and printed.
+            `int8` is for teachers on a GPU where bitsandbytes is installed: the same layers in LLM.int8() (Dettmers et
+            al., 2022). A teacher whose checkpoint is quantised already stays as it is with `auto`.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run the Python code a hub model brings.
         attention: `auto`, or a transformers attention implementation.
@@ -51,11 +54,14 @@ class Teacher(ModelSection):
             that is named beside a cache must be the one that made it.
         path: the cache's folder.
         adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
+        offload: `cpu` keeps the decoder layers in host memory, to travel to the GPU one after another in every forward
+            pass: for a teacher larger than the GPU, at the speed of the bus.
     """
 
     type: Literal["model", "cache"] = "model"
     path: Text | None = None
     adapter: Text | None = None
+    offload: Literal["cpu"] | None = None
 
     @property
     def is_cached(self) -> bool:
@@ -71,10 +77,26 @@ class Teacher(ModelSection):
                 else ("path belongs to type: cache; a model is named by model")
             )
             raise ValueError(wrong)
-        if self.is_cached and self.dtype == "fp8":
-            raise ValueError("dtype: fp8 has no meaning with type: cache; the cache was made in its own dtype")
+        if self.is_cached and self.dtype in EIGHT_BITS:
+            raise ValueError(
+                f"dtype: {self.dtype} has no meaning with type: cache; the cache was made in its own dtype"
+            )
+        if self.is_cached and self.offload is not None:
+            raise ValueError("offload: cpu has no meaning with type: cache; no teacher is loaded")
         if self.init == "pretrained" and self.model is None and not self.is_cached:
             raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_had_in_so_few_bits(self) -> Self:
+        if self.offload is not None and self.dtype in EIGHT_BITS:
+            raise ValueError(f"offload: cpu works with weights in 16 or 32 bits, and came with dtype: {self.dtype}")
+        if self.dtype == "int8" and self.init == "random":
+            raise ValueError("dtype: int8 quantises a model as it is read, and init: random reads none; use fp8")
+        if self.dtype == "int8" and self.adapter is not None:
+            raise ValueError(
+                "adapter: cannot be merged into weights in int8; merge it in bfloat16, save the model and name that"
+            )
         return self
 
 
@@ -89,8 +111,8 @@ class WeightedTeacher(Teacher):
 
     @model_validator(mode="after")
     def _is_loaded_as_it_is(self) -> Self:
-        if self.is_cached or self.dtype == "fp8":
-            what = "type: cache" if self.is_cached else "dtype: fp8"
+        if self.is_cached or self.dtype in EIGHT_BITS or self.offload is not None:
+            what = "type: cache" if self.is_cached else "offload: cpu" if self.offload else f"dtype: {self.dtype}"
             raise ValueError(f"{what} works for one teacher only, under teacher:")
         return self
 
@@ -155,8 +177,10 @@ class Student(ModelSection):
 
     @model_validator(mode="after")
     def _trains_in_a_dtype_with_gradients(self) -> Self:
-        if self.dtype == "fp8":
-            raise ValueError("dtype: fp8 is for teachers; a student is trained in float32, bfloat16 or float16")
+        if self.dtype in EIGHT_BITS:
+            raise ValueError(
+                f"dtype: {self.dtype} is for teachers; a student is trained in float32, bfloat16 or float16"
+            )
         return self
 
     @model_validator(mode="after")

@@ -95,6 +95,20 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _teacher_can_be_held_so(self) -> Self:
+        teacher, sharded = self.teacher, self.parallel.teacher == "sharded"
+        if teacher.dtype == "int8" and sharded:
+            raise ValueError("teacher.dtype: int8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
+        if teacher.offload is not None and sharded:
+            raise ValueError("teacher.offload: cpu and parallel.teacher: sharded are two ways of holding it; give one")
+        if teacher.dtype == "int8" and self.student.init == "pretrained" and self.student.from_teacher is not None:
+            raise ValueError(
+                "student.from_teacher: layers cannot be cut out of a teacher in int8; set teacher.dtype to bfloat16 or "
+                "fp8, or name a student that is cut already by student.model"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_step_holds_a_micro_batch(self) -> Self:
         micro_batch = self.train.batch_size * self.data.max_length
         if self.train.tokens_per_step is not None and self.train.tokens_per_step < micro_batch:

@@ -11,6 +11,7 @@ from distill_kernels.optim.adamw import FusedAdamW
 from transformers import TrainingArguments
 
 from distill.recipe import Data, Recipe, Train
+from distill.recipe.models import EIGHT_BITS
 
 FUSED = "fused_adamw"
 COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,7 +60,7 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
     student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
     if student == torch.float16 and recipe.student.lora is None:
         raise ValueError("student.dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
-    named = "bfloat16" if recipe.teacher.dtype == "fp8" else recipe.teacher.dtype
+    named = "bfloat16" if recipe.teacher.dtype in EIGHT_BITS else recipe.teacher.dtype
     teacher = compute if named == "auto" else COMPUTE[named]
     return Precision(compute, student, teacher, lora=recipe.student.lora is not None)
 

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from distill.models.head import bare, decoder_of, find_head
+from distill.models.quantised import as_built
 from distill.training.objective import STATISTICS
 from distill.training.phases import PAUSED, Phases
 
@@ -82,6 +83,7 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
     if members := getattr(model, "members", None):
         works = [work_of(member, trains=trains) for member in members]
         return None if None in works else Work(*map(sum, zip(*works, strict=True)))
+    model = as_built(model)
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         return None
@@ -102,7 +104,7 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
 
 def parameters_of(model: nn.Module) -> tuple[int, int]:
     """All parameters (tied ones once) and those that are trained."""
-    parameters = list(model.parameters())
+    parameters = list(as_built(model).parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 

@@ -123,9 +123,10 @@ def sharing_of(
     ]  # fmt: skip
     held, gathered = ways[0].parts["teacher"], gathered_teacher(teacher, precision)
     copied, sharded = (way.peak - way.parts["teacher"] for way in ways)
+    never_sharded = recipe.teacher.offload is not None or recipe.teacher.dtype == "int8"
     chosen = choose_sharing(
         recipe.parallel.strategy, teacher=held, gathered=gathered, copied=copied, sharded=sharded, usable=usable,
-        world=world, teachers=recipe.parallel.teacher,
+        world=world, teachers="copied" if never_sharded else recipe.parallel.teacher,
     )  # fmt: skip
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {held / GIB:.1f} "
