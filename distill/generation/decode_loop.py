@@ -28,6 +28,7 @@ from torch import nn
 
 from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
+from distill.models.offload import is_offloaded
 from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
 
 log = logging.getLogger(__name__)
@@ -113,7 +114,8 @@ class DecodeLoop:
         self.decoder = decoder_of(model)
         self.device = next(model.parameters()).device
         self.ends = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.int64, device=self.device)
-        self.replays = self.device.type == "cuda"
+        # a graph would go on copying the layers that travelled when it was captured
+        self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
         self.kept: list[_Seats] = []  # the latest last
 
     def generate(
