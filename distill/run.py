@@ -131,7 +131,8 @@ def _run(
             _say_where_it_goes_on(folder, last, refused)
     precision = resolve_precision(recipe, device)
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
-    transformers.set_seed(recipe.train.seed)
+    # cuBLAS looks at what determinism needs before the first product, so this comes before the models
+    (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(recipe.train.seed)
     sharing = plan_sharing(recipe, device, world_size())
     if not sharing.student_sharded:  # what a launcher or an earlier run of this process left; the recipe decides
         os.environ.pop("ACCELERATE_USE_FSDP", None)

@@ -91,11 +91,11 @@ def test_a_student_of_the_first_and_last_layer_is_not_held_against_itself(workpl
 
 
 def test_kernels_are_deterministic_only_while_a_resumed_run_is_examined():
-    with pytest.raises(KeyError), invariants_runs._deterministic(True):
+    with pytest.raises(KeyError), invariants_runs._in_a_fixed_order(True):
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
         raise KeyError
     assert not torch.are_deterministic_algorithms_enabled()
-    with invariants_runs._deterministic(False):
+    with invariants_runs._in_a_fixed_order(False):
         assert not torch.are_deterministic_algorithms_enabled(), "a CPU adds in a fixed order anyway"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
@@ -52,7 +53,7 @@ def resume_is_exact(subject: Subject) -> Finding:
     accumulation = 2 if len(subject.rows) >= 4 else 1
     stop = max(-(-len(subject.rows) // accumulation) - 1, 1)
     gpu = subject.device.type == "cuda"
-    with tempfile.TemporaryDirectory() as name, _deterministic(gpu):
+    with tempfile.TemporaryDirectory() as name, _in_a_fixed_order(gpu):
         whole, parts = Path(name) / "whole", Path(name) / "parts"
 
         def trainer(folder: Path) -> DistillationTrainer:
@@ -78,21 +79,24 @@ def resume_is_exact(subject: Subject) -> Finding:
             differing.append("logged losses")
     what = f"{' and '.join(differing)} differ" if differing else "weights, optimizer, scheduler, random state, losses"
     told = f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
-    return Finding("resume", not differing, told + (", as with train.deterministic" if gpu else ""))
+    return Finding("resume", not differing, told + (", with kernels that add in a fixed order" if gpu else ""))
 
 
 @contextlib.contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
-    """Kernels that add in a fixed order, where PyTorch has them: on a GPU, without, not even the same run twice is
-    the same to the bit."""
+def _in_a_fixed_order(wanted: bool) -> Iterator[None]:
+    """Kernels that add in a fixed order: on a GPU, without, not even the same run twice is the same to the bit.
+
+    `train.deterministic` has PyTorch refuse all other kernels, which takes a setting of cuBLAS made before the first
+    product of the process. Here they are only warned of, and attention, whose memory-efficient gradient would then go
+    on adding in any order, is plain.
+    """
     if not wanted:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    # to warn only: cuBLAS asks for a setting that must be there before its first product; one stream needs none
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
             warnings.simplefilter("ignore")
             yield
     finally:
