@@ -32,6 +32,7 @@ from distill.contract.subject_several import SeveralTeachers
 from distill.environment import environment
 from distill.models.adapters import add_lora
 from distill.models.load import load_tokenizer
+from distill.models.quantised import quantised_by_transformers
 from distill.recipe import Recipe
 from distill.teachers.mixture import TeacherGroup
 from distill.training.arguments import Precision, resolve_device
@@ -166,6 +167,11 @@ def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     splits = read_data(plain, tokenizer)
     models = load_models(plain, tokenizer, device, Precision(torch.float32, torch.float32, torch.float32))
     student, teacher = models.student, models.teacher
+    if quantised_by_transformers(teacher):
+        raise ValueError(
+            f"teacher.model: {recipe.teacher.model} is quantised, and the doctor cuts and copies models in float32; "
+            "examine the recipe with the model in floating point"
+        )
     if small is None:
         small = sum(p.numel() for model in (teacher, student) if model is not None for p in model.parameters()) > LARGE
     # other layers of each: a student cut from the teacher must not become its equal, with nothing left to learn
