@@ -48,6 +48,11 @@ def test_a_resumed_run_does_not_choose_again(timed, tmp_path):
     assert again.of(tiny_model(), "teacher") == "cudnn" and len(timed) == 1  # was not recorded
 
 
+def test_a_deterministic_run_does_not_hang_on_a_stopwatch(timed):
+    choices = AttentionChoices(parse(RECIPE, ["train.deterministic=true"]))
+    assert choices.of(tiny_model(), "teacher") == choices.of(tiny_model(), "student") == "triton" and timed == []
+
+
 def test_an_implementation_that_is_named_is_not_timed(timed, tmp_path):
     choices = AttentionChoices(parse(RECIPE, ["teacher.attention=eager"]))
     assert choices.of(tiny_model(), "teacher") is None and timed == []

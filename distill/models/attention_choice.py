@@ -5,7 +5,8 @@
     choices.write(folder)            # attention.json
 
 Back ends differ in their roundings, so a resumed run that chose again could end with other weights than the same run
-left alone.
+left alone. Under `train.deterministic`, where the same run must have the same bits anywhere, nothing is timed: ours is
+taken.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class AttentionChoices:
             return None
         if place not in self.found:
             choice = None
-            if is_first():
+            if self.recipe.train.deterministic:
+                choice = {"backend": "triton", "milliseconds": {}}
+            elif is_first():
                 name, times = attention.choose_attention(
                     model, self.recipe.train.batch_size, self.recipe.data.max_length, backward=role == "student"
                 )
