@@ -46,6 +46,13 @@ for kinds, temperature in (["forward_kl"], 1.0), (["jsd", "cross_entropy"], 2.0)
 """,
         {"_fold_rows_kernel", "_row_kernel"},
     ),
+    "linear layer of tiles": (
+        """
+for tile in ours.matmul.tiled.TILES:
+    ours.matmul.tiled._launch(x.detach(), w.detach(), w[:, 0].detach(), tile)
+""",
+        {"_tiled_kernel"},
+    ),
     "mixture of teachers": (
         """
 two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]

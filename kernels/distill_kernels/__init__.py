@@ -40,6 +40,7 @@ from distill_kernels.losses.topk import FusedTopKKLLoss
 from distill_kernels.matmul.fp8 import Fp8Linear, fp8_linear, quantize_rows, swap_linears_for_fp8
 from distill_kernels.matmul.lora import lora_linear
 from distill_kernels.matmul.split_k import SplitKLinear, split_k_linear
+from distill_kernels.matmul.tiled import triton_linear
 from distill_kernels.optim.adamw import FusedAdamW
 from distill_kernels.sampling import sample_tokens
 
@@ -95,5 +96,6 @@ __all__ = [
     "split_k_linear",
     "swap_linears_for_fp8",
     "swiglu",
+    "triton_linear",
     "tvd",
 ]

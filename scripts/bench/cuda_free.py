@@ -1,8 +1,8 @@
 """A whole model without CUDA-library kernels: prompts read and answers decoded on Triton kernels only, against cuBLAS
 and cuDNN, eager and in CUDA graphs. Random weights, two prompts of 512 tokens, 256 new ones, greedy.
 
-"Triton only" has linear layers on split-K (64 rows at a time where a prompt is read), attention, norms, gated MLPs,
-rotary embeddings and sampling on our kernels; what is left to PyTorch are element-wise operations and the embedding's
+"Triton only" has linear layers on split-K (on tiles where a prompt is read), attention, norms, gated MLPs, rotary
+embeddings and sampling on our kernels; what is left to PyTorch are element-wise operations and the embedding's
 lookup. Milliseconds are of a whole call over its new tokens; the note gives the share of GPU time per kernel of ours
 or the library's, and the ratio "x floor" is to the fastest way on CUDA libraries (published elsewhere for such a
 set-up on an H100: 10.61 ms against 8.59 ms a token, a speed ratio of 0.81; wanted here: 0.92).
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from distill_kernels.matmul.split_k import MAX_ROWS, split_k_linear
+from distill_kernels import triton_linear
 from torch import nn
 
 from distill.generation.decode_loop import DecodeLoop
@@ -29,21 +29,17 @@ MODELS = ("llama-3.1-8b", "granite-3.3-8b")
 BATCH, PROMPT, NEW = 2, 512, 256
 
 
-def split_k_rows(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer's forward on split-K alone, in blocks of as many rows as it takes."""
-    rows = x.reshape(-1, self.in_features)
-    if rows.shape[0] <= MAX_ROWS:
-        return split_k_linear(x, self.weight, self.bias)
-    parts = [split_k_linear(part, self.weight, self.bias) for part in rows.split(MAX_ROWS)]
-    return torch.cat(parts).view(*x.shape[:-1], self.out_features)
+def forward_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A linear layer's forward."""
+    return triton_linear(x, self.weight, self.bias)
 
 
 def on_triton_only(model: Any) -> Any:
-    """A copy that shares the weights, its linear layers on split-K and the rest on our layers."""
+    """A copy that shares the weights, its linear layers on Triton too."""
     copied = twin(model, attention=None)
     for module in copied.modules():
         if isinstance(module, nn.Linear):
-            module.forward = types.MethodType(split_k_rows, module)
+            module.forward = types.MethodType(forward_on_triton, module)
     return copied
 
 

@@ -1,0 +1,137 @@
+"""A linear layer for many rows, on Triton alone: a persistent product of tiles that TMA brings.
+
+    y = x W^T + b        x [M, K], W [N, K], b [N], y [M, N]
+
+Bound by the tensor cores: 2 M N K FLOP for 2 (M K + N K + M N) bytes. One program a multiprocessor walks over the tiles
+of y, rows fastest, so that programs side by side share a tile of W in L2; the flattened loop lets the next tile's loads
+run under this tile's store. Where 128 x 256 tiles are too few to give every multiprocessor one, they are cut smaller.
+
+For prompts where `split_k_linear` serves the tokens that follow (`triton_linear` takes either), so that a whole model
+can run without a CUDA library's kernels. Inference only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.kernel_op import KernelOp
+from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.matmul.split_k import MAX_ROWS, reference_split_k_linear, split_k_linear
+
+DEPTH = 64
+
+
+class Tile(NamedTuple):
+    """Rows and columns of y that a program makes at a time, and how it is compiled."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+TILES = (Tile(128, 256, 8, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(64, 64, 4, 4))
+
+
+def choose_tile(rows: int, outputs: int, multiprocessors: int) -> Tile:
+    """The tile whose waves over the multiprocessors take least, at the rates that larger tiles reach (a quarter less
+    for each size below)."""
+
+    def cost(place: int) -> float:
+        tile = TILES[place]
+        waves = cdiv(cdiv(rows, tile.rows) * cdiv(outputs, tile.columns), multiprocessors)
+        return waves * tile.rows * tile.columns * 1.25**place
+
+    return TILES[min(range(len(TILES)), key=cost)]
+
+
+@triton.jit
+def _tiled_kernel(
+    x_desc, weight_desc, y_desc, bias_ptr, M, N, K,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    row_blocks = tl.cdiv(M, BLOCK_M)
+    steps = tl.cdiv(K, BLOCK_K)
+    for t in tl.range(tl.program_id(0), row_blocks * tl.cdiv(N, BLOCK_N), tl.num_programs(0), flatten=True):
+        row, column = t % row_blocks * BLOCK_M, t // row_blocks * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(steps):
+            x = x_desc.load([row, step * BLOCK_K])
+            weight = weight_desc.load([column, step * BLOCK_K])
+            total = tl.dot(x, weight.T, total)
+        if HAS_BIAS:
+            n = column + tl.arange(0, BLOCK_N)
+            total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        y_desc.store([row, column], total.to(y_desc.dtype))
+
+
+def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None) -> torch.Tensor:
+    if not runs_on_triton(x):
+        return reference_split_k_linear(x, weight, bias)
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    multiprocessors = device_facts(x.device).multiprocessors
+    tile = tile or choose_tile(rows, outputs, multiprocessors)
+    programs = min(multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
+    _tiled_kernel[(programs,)](
+        TensorDescriptor.from_tensor(x, [tile.rows, DEPTH]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, DEPTH]),
+        TensorDescriptor.from_tensor(y, [tile.rows, tile.columns]),
+        bias, rows, outputs, inputs, HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def _launch_op(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return _launch(x, weight, bias)
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+_op = KernelOp("tiled_linear", _launch_op, _fake)
+
+
+@torch.no_grad()
+def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`torch.nn.functional.linear` on Triton kernels alone, without a gradient.
+
+    Args:
+        x: [..., K] float16 or bfloat16 (float32 on the CPU too). Up to 64 rows go to `split_k_linear`; more need a
+            GPU with TMA (sm_90 and later).
+        weight: [N, K], the dtype of `x`, rows contiguous; N and K multiples of 8.
+        bias: [N] or None.
+
+    Returns:
+        [..., N] in the dtype of `x`, accumulated in fp32 and rounded once.
+
+    Raises:
+        ValueError: For shapes, dtypes or a GPU other than these.
+    """
+    inputs = x.shape[-1]
+    flat = x.reshape(-1, inputs)
+    if flat.shape[0] <= MAX_ROWS:
+        return split_k_linear(x, weight, bias)
+    if weight.dim() != 2 or weight.shape[1] != inputs or weight.shape[0] % 8 or inputs % 8:
+        raise ValueError(
+            f"weight: expected [N, {inputs}] to fit x {tuple(x.shape)}, both multiples of 8, got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if weight.dtype != x.dtype or (x.is_cuda and x.dtype not in (torch.float16, torch.bfloat16)):
+        raise ValueError(
+            f"dtype: expected x and weight both float16 or both bfloat16, got {x.dtype} and {weight.dtype}"
+        )
+    if x.is_cuda and device_facts(x.device).capability < (9, 0):
+        raise ValueError("x: more than 64 rows need a GPU with TMA (sm_90 and later)")
+    if weight.stride(1) != 1 or weight.stride(0) % 8:
+        raise ValueError(f"weight: expected contiguous rows, got strides {weight.stride()}")
+    return _op(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])

@@ -1,0 +1,85 @@
+"""The linear layer of tiles: right at every edge, every tile size, and what it refuses."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distill_kernels import triton_linear
+from distill_kernels.matmul import tiled
+from distill_kernels.matmul.tiled import TILES, Tile, choose_tile
+from helpers import assert_as_good_as_torch
+
+
+def draw(rows, outputs, inputs, dtype, device):
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    weight = (torch.randn(outputs, inputs, device=device) / inputs**0.5).to(dtype)
+    return x, weight, torch.randn(outputs, device=device).to(dtype)
+
+
+def check(y, x, weight, bias):
+    eager = F.linear(x, weight, bias)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_as_good_as_torch(y, eager, exact, x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows, outputs, inputs", [(65, 8, 8), (130, 264, 72), (100, 520, 200)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_edges(kernel_device, dtype, rows, outputs, inputs, with_bias):
+    x, weight, bias = draw(rows, outputs, inputs, dtype, kernel_device)
+    bias = bias if with_bias else None
+    check(triton_linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 32, 4, 2), *TILES[2:]])
+def test_tiles(kernel_device, tile):
+    x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
+    check(tiled._launch(x, weight, bias, tile), x, weight, bias)
+
+
+def test_few_rows_leading_dimensions_and_strides(kernel_device):
+    x, weight, bias = draw(96, 64, 128, torch.bfloat16, kernel_device)
+    check(triton_linear(x[:3], weight, bias), x[:3], weight, bias)
+    check(triton_linear(x.view(4, 24, 128), weight, bias).view(96, 64), x, weight, bias)
+    every_other = torch.cat([x, x], 1)[:, ::2]
+    check(triton_linear(every_other, weight), every_other.contiguous(), weight, None)
+
+
+def test_what_is_written_does_not_depend_on_what_was_there(kernel_device, monkeypatch):
+    x, weight, bias = draw(70, 72, 80, torch.bfloat16, kernel_device)
+    empty = torch.empty
+    monkeypatch.setattr(tiled.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    check(triton_linear(x, weight, bias), x, weight, bias)
+
+
+def test_every_multiprocessor_gets_a_tile():
+    assert choose_tile(8192, 28672, 132) == TILES[0]
+    small = choose_tile(1024, 1024, 132)
+    assert 1024 // small.rows * (1024 // small.columns) >= 0.75 * 132
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x, w, b: (x, w[:, :-8], b), "weight: expected"),
+        (lambda x, w, b: (x, w[:-1], b[:-1]), "multiples of 8"),
+        (lambda x, w, b: (x, w, b[:-1]), "bias: expected"),
+        (lambda x, w, b: (x, w.float(), b), "dtype: expected"),
+        (lambda x, w, b: (x, w.t().contiguous().t(), b), "contiguous rows"),
+    ],
+)
+def test_refuses(kernel_device, change, message):
+    x, weight, bias = draw(70, 64, 64, torch.bfloat16, kernel_device)
+    with pytest.raises(ValueError, match=message):
+        triton_linear(*change(x, weight, bias))
+
+
+def test_the_op(kernel_device):
+    x, weight, bias = draw(70, 64, 64, torch.bfloat16, "cpu")
+    torch.library.opcheck(torch.ops.distill.tiled_linear.default, (x, weight, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outputs, inputs", [(4096, 4096), (1024, 4096), (28672, 4096), (4096, 14336), (128256, 4096)])
+def test_llama_shapes(outputs, inputs):
+    x, weight, bias = draw(1024, outputs, inputs, torch.bfloat16, "cuda")
+    check(triton_linear(x, weight, bias), x, weight, bias)
