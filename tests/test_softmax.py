@@ -107,7 +107,8 @@ def test_cpu_and_mistakes(kernel_device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "rows, columns", [(8192, 2048), (300, 16_384), (300, 16_385), (4, 131_072), (300, 151_936), (200, 262_144)]
+    "rows, columns",
+    [(8192, 2048), (300, 16_384), (300, 16_385), (300, 30_000), (4, 131_072), (300, 151_936), (200, 262_144)],
 )
 def test_real_shapes(device, rows, columns, dtype):
     check_layer(softmax, torch_softmax, (draw(rows, columns, dtype=dtype, device=device, scale=4.0),), dtype)

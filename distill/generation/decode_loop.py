@@ -278,9 +278,23 @@ class DecodeLoop:
         seats.column.zero_()
         graph = torch.cuda.CUDAGraph()
         # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _own_workspace(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step(seats, temperature)
         seats.graph, seats.captured = graph, wanted
+
+
+@contextlib.contextmanager
+def _own_workspace() -> Iterator[None]:
+    """cuBLAS's workspaces that are made inside belong to the graph that is captured there, and to nothing else.
+
+    They are kept by stream, and all captures share one: a graph would go on using what lies in an earlier graph's
+    memory, which is given back with that graph, or when somebody (torch.compile's graphs) drops all workspaces.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _waits_for_the_host(step: Any) -> str | None:

@@ -60,11 +60,15 @@ def reference_decode_attention(
 @triton.jit
 def _chunk_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, starts_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qs, stride_kb,
-    stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, kv_heads, new, slots, window, score_scale, cap, cap_rate,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_ob, stride_oh, stride_os,
+    kv_heads, new, slots, window, score_scale, cap, cap_rate,
+    WHOLE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head."""
+    """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head.
+
+    WHOLE: the chunk is all there is, and what is written are the results. Else it is its part, in fp32, and the lse.
+    """
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
@@ -110,9 +114,13 @@ def _chunk_kernel(
         m_i = m_new
     empty = l_i == 0
     acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
-    part = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (new * GROUP) + row
-    tl.store(lse_ptr + part, tl.where(empty, float("-inf"), m_i + tl.log2(l_i)), mask=in_row)
-    tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=in_row[:, None] & in_column[None, :])
+    if WHOLE:
+        at = out_ptr + batch * stride_ob + head[:, None] * stride_oh + token[:, None] * stride_os + column[None, :]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=in_row[:, None] & in_column[None, :])
+    else:
+        part = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (new * GROUP) + row
+        tl.store(lse_ptr + part, tl.where(empty, float("-inf"), m_i + tl.log2(l_i)), mask=in_row)
+        tl.store(out_ptr + part[:, None] * HEAD_DIM + column[None, :], acc, mask=in_row[:, None] & in_column[None, :])
 
 
 @triton.jit
@@ -151,7 +159,7 @@ def decode_on_triton(
     keys_at_a_time: int | None = None,
     programs: int = PROGRAMS,
     warps: int = 4,
-    stages: int = 3,
+    stages: int | None = None,
 ) -> torch.Tensor:
     """Fill `out`. The last four arguments are for measurements."""
     batches, heads, new, size = q.shape
@@ -160,19 +168,25 @@ def decode_on_triton(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     multiprocessors = device_facts(q.device).multiprocessors
     chunks = chunk_count(slots, batches * kv_heads, multiprocessors, programs)
-    parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
-    lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    # more programs than run at once: a shallower pipeline leaves room for a third on a multiprocessor
+    stages = stages or (2 if batches * kv_heads > programs * multiprocessors else 3)
+    parts = lse = out
+    if chunks > 1:
+        parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
+        lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     block_d = head_block(size)
     _chunk_kernel[(chunks, batches * kv_heads)](
         q, k, v, lengths, lengths if starts is None else starts, parts, lse, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], kv_heads, new, slots, UNBOUNDED if masking.window is None else masking.window,
-        *masking.score_factors, GROUP=group,
+        *v.stride()[:3], *out.stride()[:3], kv_heads, new, slots,
+        UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, WHOLE=chunks == 1, GROUP=group,
         HEAD_DIM=size, BLOCK_D=block_d, ROWS=max(16, next_power_of_2(group * new)),
         BLOCK_N=keys_at_a_time or min(128, 8192 // block_d),
         STARTS=starts is not None, SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
         num_warps=warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip
+    if chunks == 1:
+        return out
     _combine_kernel[(new * group, batches * kv_heads)](
         parts, lse, out, *out.stride()[:3], kv_heads, new, chunks,
         GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=next_power_of_2(chunks), num_warps=4,

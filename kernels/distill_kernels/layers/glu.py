@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
+from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
-from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.layers.rows import as_rows
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]

@@ -15,10 +15,10 @@ from typing import Literal
 
 import torch
 
+from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.fast_math import log
-from distill_kernels.kernel_op import KernelOp, check_dtype
 
 Reduction = Literal["none", "sum", "mean", "batchmean"]
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")

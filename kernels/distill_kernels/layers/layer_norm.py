@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import torch
 
+from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.layers.rows import as_rows, backward_rows, forward_rows
 
 MAX_HIDDEN = 16_384

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
 
 
 def reference_rope(

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.rows import as_rows
 
 
@@ -179,12 +179,14 @@ TILE_COLUMNS = 16_384
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(n_rows: int, n_cols: int, multiprocessors: int, direction: str) -> Plan:
+def plan(n_rows: int, n_cols: int, multiprocessors: int, direction: str, element_bytes: int = 2) -> Plan:
     """A tile where the row fits; else split where rows alone leave multiprocessors idle, else a loop.
 
     The numbers were read off a sweep on an H200 over 1 MiB to 128 MiB of bf16.
     """
-    if n_cols <= TILE_COLUMNS:
+    # the backward's two rows of 16 bits stay packed in registers, and nothing is exchanged but one sum
+    long_tile = direction == "backward" and element_bytes == 2 and n_rows >= multiprocessors
+    if n_cols <= TILE_COLUMNS * (2 if long_tile else 1):
         block = next_power_of_2(n_cols)
         rows = max(1, 2048 // block)
         return Plan("tile", rows, block, min(max(rows * block // 1024, 4), 16))
@@ -198,7 +200,7 @@ def plan(n_rows: int, n_cols: int, multiprocessors: int, direction: str) -> Plan
 def _plan(x: torch.Tensor, direction: str) -> tuple[int, int, Plan]:
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols if n_cols else 0
-    return n_rows, n_cols, plan(n_rows, n_cols, device_facts(x.device).multiprocessors, direction)
+    return n_rows, n_cols, plan(n_rows, n_cols, device_facts(x.device).multiprocessors, direction, x.element_size())
 
 
 def _per_part(n_cols: int, chosen: Plan) -> int:
