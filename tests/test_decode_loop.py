@@ -1,5 +1,9 @@
 """The decode loop against transformers' `generate`: the same greedy tokens, for ragged prompts, models and kernels."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -10,6 +14,7 @@ from distill.models.attention import keep_soft_cap, use_fused_attention
 from distill.models.head import decoder_of
 from distill.models.patching import patch
 
+ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [40], [100, 3, 77], list(range(30, 52)), [200, 201]]
 KINDS = {
     "llama": {},
@@ -239,3 +244,35 @@ def test_the_captured_step_on_the_gpu(kind):
         model.float().cuda()
         assert loop.generate(PROMPTS, max_new_tokens=20).tokens == expected.tokens
         assert loop.kept[-1].graph is not None
+
+
+AFTER_OTHERS = """
+import gc, sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from distill.generation.decode_loop import DecodeLoop
+
+config = AutoConfig.from_pretrained("recipes/architectures/llama-3.2-1b", num_hidden_layers=2)
+def loop(seed):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
+    return DecodeLoop(model, pad_token_id=0, eos_token_ids=[])
+prompts = [list(range(3, 20 + n)) for n in range(32)]
+answer = lambda loop: loop.generate(prompts, max_new_tokens=8, batch_size=32).tokens
+first = loop(0)
+answer(first)
+second = loop(1)
+right = answer(second)
+assert second.kept[-1].graph is not None
+del first
+gc.collect()
+torch._C._cuda_clearCublasWorkspaces()  # as torch.compile's graphs do
+torch.cuda.empty_cache()
+taken = torch.full((1 << 28,), 3.0, device="cuda")
+assert answer(second) == right
+"""
+
+
+@pytest.mark.gpu
+def test_a_captured_step_outlives_the_workspaces_of_others():
+    done = subprocess.run([sys.executable, "-c", AFTER_OTHERS], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
