@@ -136,6 +136,12 @@ class Subject:
         """Documents behind each other as one row."""
         return {name: [item for part in parts for item in part[name]] for name in parts[0]}
 
+    def packed_rows(self) -> list[Row]:
+        """The rows where one holds several documents, else two of them behind each other at a time."""
+        if any(len(self.documents(row)) > 1 for row in self.rows):
+            return list(self.rows)
+        return [self.joined(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
+
     def uneven_rows(self) -> list[Row]:
         """The rows, as many; the first has the second's documents behind its own where all learn equally many tokens.
 
