@@ -12,6 +12,7 @@ from distill.judging.evaluate import HeldOut, gap_closed
 from distill.judging.measure import KL, Measure
 from distill.judging.samples import TITLES
 from distill.models.offload import offloading_of
+from distill.models.quantised import quantised_by
 from distill.recipe import ModelSection, Recipe, Teacher
 from distill.teachers.cache.identity import cached_name, description
 from distill.teachers.cache.read import TeacherCache
@@ -91,6 +92,8 @@ def preamble(
         lines["devices"] = sharing
     if offloaded := offloading_of(teacher):
         lines["offload"] = offloaded
+    if method := quantised_by(teacher):
+        lines["quantised"] = f"linear layers of the teacher by {method}, its head not; what that costs is not measured"
     if objective.caveat is not None:
         lines["divergences"] = objective.caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]

@@ -342,17 +342,21 @@ def test_on_a_gpu_the_outputs_are_the_same_and_the_memory_is_less(larger):
 
 @pytest.mark.gpu
 def test_on_a_gpu_training_is_the_same_while_layers_travel(larger, tmp_path):
-    """Many short steps without a synchronisation between them: a copy that came too early would show."""
+    """Steps without a synchronisation between them: a copy that came too early would show in every gradient.
+
+    SGD, whose steps follow the gradients' own rounding; the student's are summed in no fixed order.
+    """
+    settings = {"use_cpu": False, "max_steps": 12, "logging_steps": 12, "optim": "sgd", "learning_rate": 0.1}
     after = []
     for how in (None, "cpu"):
         teacher = load_teacher(Teacher(model=larger, offload=how), device="cuda")
         student = tiny_model(seed=2, dtype=torch.float32).cuda()
-        made = DistillationTrainer(
-            student, teacher, arguments(tmp_path, use_cpu=False, max_steps=12, logging_steps=12), train_dataset=rows(32)
-        )
+        made = DistillationTrainer(student, teacher, arguments(tmp_path, **settings), train_dataset=rows(32))
         made.train()
         after.append(weights(made.model))
         del teacher, made
         gc.collect()
     for name, value in after[0].items():
-        torch.testing.assert_close(after[1][name], value, rtol=1e-4, atol=1e-5)  # dW is summed in no fixed order
+        torch.testing.assert_close(after[1][name], value, rtol=1e-3, atol=1e-4)
+    start = weights(tiny_model(seed=2).cuda())
+    assert any((value - start[name]).abs().max() > 1e-2 for name, value in after[0].items())

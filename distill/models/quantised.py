@@ -140,6 +140,12 @@ def quantised_by_transformers(model: Any) -> bool:
     return bool(getattr(model, "is_quantized", False))
 
 
+def quantised_by(model: Any) -> str | None:
+    """The method that transformers holds layers of `model` quantised by; None where it holds none so."""
+    found = quantisation_of(model.config) if quantised_by_transformers(model) else None
+    return None if found is None else method_of(found)
+
+
 def as_built(model: Any) -> Any:
     """`model`, or where it is quantised its architecture without memory, whose parameters count as they are: packed
     ones hold several numbers in one, and some methods keep none at all."""
