@@ -1,4 +1,4 @@
-"""`distill check` of an offloaded teacher: what stays on the GPU, what waits, what crosses the bus, and for how long."""
+"""`distill check` of an offloaded teacher: what stays on the GPU, what waits, what crosses the bus in what time."""
 
 import pytest
 from test_offload import CPU, frozen
