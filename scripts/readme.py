@@ -32,7 +32,9 @@ END = "<!-- end rows -->"
 # by marker: the plan, and the line in front of its tables
 STUDIES = {
     "<!-- study -->": (
-        "objectives", "Which loss brings a student closest to its teacher (`python -m scripts.study`):"
+        "objectives",
+        "Which loss brings a student closest to its teacher: held-out forward KL and top-1 agreement, mean and spread "
+        "over seeds, SmolLM2-135M-Instruct cut to fewer layers, equal tokens (`python -m scripts.study`):",
     ),
     "<!-- study teachers -->": (
         "teachers",
@@ -138,7 +140,7 @@ def fill(text: str, rows: list[dict[str, Any]]) -> str:
 
 
 def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
-    """A plan's tables and verdict, with what they were made on; nothing where there are no rows of it."""
+    """A plan's tables and verdict, what they were made on, and its picture; nothing where there are no rows of it."""
     from scripts.study.__main__ import plan_of
     from scripts.study.runs import finished
 
@@ -147,7 +149,10 @@ def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
         return []
     newest = max(rows, key=lambda row: row["date"])
     made = f"{newest['gpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
-    return [title, "", plan_of(plan).markdown(rows), f"<sub>{made}</sub>"]
+    known = plan_of(plan)
+    tables, picture = (STUDY_RESULTS.relative_to(ROOT) / name for name in known.names)
+    where = f"every figure, with intervals and tests: [{tables.name}]({tables})"
+    return [title, "", known.overview(rows), f"<sub>{made}; {where}</sub>", "", f"![quality over tokens]({picture})"]
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:

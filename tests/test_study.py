@@ -1,6 +1,7 @@
 """The study: every configuration is a recipe, rows are not made twice, verdicts follow from rows and nothing else."""
 
 import json
+import re
 
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -9,7 +10,7 @@ from distill.recipe import load
 from scripts.study.__main__ import main
 from scripts.study.plan import BASELINE, OBJECTIVES, RECIPE, grid
 from scripts.study.runs import finished
-from scripts.study.verdict import markdown, sentences
+from scripts.study.verdict import markdown, overview, sentences
 
 SOURCES = {"gsm8k": ("data.source=a.jsonl",), "python-stdlib": ("data.source=python-stdlib",)}
 
@@ -180,6 +181,18 @@ def test_only_differences_beyond_the_seeds_count():
     assert "| **forward KL, learning rate x 2** | **1** |" in text, "the lowest mean stands out"
 
 
+def test_the_overview_has_a_column_a_setting_and_marks_the_best():
+    rows = [row(BASELINE, seed, 1.0 + 0.01 * seed) for seed in range(3)]
+    rows += [row("forward KL", seed, 0.8 + 0.01 * seed) for seed in range(3)]
+    rows += [{**row(BASELINE, 0, 2.0), "layers": 15}]
+    text = overview(rows)
+    assert "| objective | gsm8k, 10 layers | gsm8k, 15 layers |" in text
+    agreement = f"{rows[0]['after']['agreement'][0]:.0%}"
+    assert f"| forward KL | **0.8100 ± 0.0100, {agreement}** |  |" in text
+    assert f"| cross-entropy | 1.0100 ± 0.0100, {agreement} | **2.0000, {agreement}** |" in text
+    assert "forward KL (-20%)" in text
+
+
 FACTS = {"gpu": "H200", "torch": "2.11", "commit": "abc", "date": "2026-11-21"}
 
 
@@ -193,4 +206,6 @@ def test_the_readmes_tables_come_from_the_rows(tmp_path, monkeypatch):
     filled = readme.fill(text, [])
     assert "stale" not in filled and "0.7500" in filled and "<sub>H200, torch 2.11" in filled
     assert filled.startswith("before\n<!-- study -->\nWhich loss ") and filled.endswith("-->\nafter\n")
-    assert "\n\n**gsm8k, 10 layers**" in filled and readme.fill(filled, []) == filled
+    assert "| objective | gsm8k, 10 layers |" in filled and readme.fill(filled, []) == filled
+    for path in re.findall(r"\]\((.+?)\)", filled):
+        assert (readme.ROOT / path).is_file(), f"{path} is pointed at"

@@ -34,7 +34,7 @@ class Plan(NamedTuple):
         setups: the configurations, in the order of running.
         bench: makes what they share from those that have no row yet.
         run_one: trains and judges a configuration.
-        markdown, draw: tables and picture from rows.
+        markdown, overview, draw: tables, what of them suits a first look, and picture from rows.
         suffix: of the file of rows, behind the GPU's name.
         names: of the tables' and the picture's file.
     """
@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     bench: Any
     run_one: Any
     markdown: Any
+    overview: Any
     draw: Any
     suffix: str
     names: tuple[str, str]
@@ -55,11 +56,14 @@ def plan_of(name: str) -> Plan:
 
         return Plan(
             teacher_setups, teacher_runs.TeacherBench, teacher_runs.run_one, teacher_verdict.markdown,
-            teacher_verdict.draw, "-teachers.jsonl", ("teachers.md", "teachers.svg"),
+            teacher_verdict.markdown, teacher_verdict.draw, "-teachers.jsonl", ("teachers.md", "teachers.svg"),
         )  # fmt: skip
     from scripts.study import plot, runs, verdict
 
-    return Plan(setups, runs.Bench, runs.run_one, verdict.markdown, plot.draw, ".jsonl", ("verdict.md", "study.svg"))
+    return Plan(
+        setups, runs.Bench, runs.run_one, verdict.markdown, verdict.overview, plot.draw, ".jsonl",
+        ("verdict.md", "study.svg"),
+    )  # fmt: skip
 
 
 def share(text: str) -> tuple[int, int]:

@@ -72,6 +72,36 @@ def table(rows: Rows, data: str, layers: int) -> str:
     return "\n".join(lines)
 
 
+def overview(rows: Rows) -> str:
+    """All data sets and depths in one table, held-out KL and agreement alone, and the verdict in words."""
+    places = [(data, layers) for data, layers in settings_of(rows)]
+    columns = [by_objective(rows, *place) for place in places]
+    lines = [
+        "| objective | " + " | ".join(f"{data}, {layers} layers" for data, layers in places) + " |",
+        "|---" + "|---:" * len(places) + "|",
+    ]
+    best = [min(statistics.fmean(after(group, "forward_kl")) for group in groups.values()) for groups in columns]
+    for name in dict.fromkeys(name for groups in columns for name in groups):
+        cells = [name]
+        for groups, least in zip(columns, best, strict=True):
+            group = groups.get(name)
+            if group is None:
+                cells.append("")
+                continue
+            kl = after(group, "forward_kl")
+            cell = f"{mean_and_spread(kl)}, {statistics.fmean(after(group, 'agreement')):.0%}"
+            cells.append(f"**{cell}**" if statistics.fmean(kl) == least else cell)
+        lines.append("| " + " | ".join(cells) + " |")
+    words = sentences(rows)
+    told = [
+        "",
+        "Held-out forward KL after the same tokens, change of the mean against cross-entropy alone:",
+        "",
+        *words,
+    ]
+    return "\n".join([*lines, *(told if words else [])]) + "\n"
+
+
 def _perplexity(cross_entropy: float) -> str:
     return f"{math.exp(cross_entropy):,.2f}" if cross_entropy < 700 else "inf"
 
