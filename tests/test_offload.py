@@ -226,6 +226,7 @@ def test_a_run_says_what_is_offloaded_and_comes_to_the_same(workplace, capsys): 
 def test_an_offloaded_model_stays_where_it_is():
     model = offload_layers(frozen(), CPU)
     assert model.to("cpu") is model and model.to(device=CPU) is model
+    assert model.to(torch.device("cpu", 0)) is model  # what accelerate calls it where there are several processes
     for wrong in (torch.bfloat16, "meta"):
         with pytest.raises(ValueError, match=r"teacher\.offload: an offloaded teacher stays as it is"):
             model.to(wrong)

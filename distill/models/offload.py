@@ -227,6 +227,9 @@ class _Stays:
 
 
 def _with_index(device: torch.device) -> torch.device:
+    """The device by its one name: a GPU with its number, the CPU without one."""
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -13,6 +13,7 @@ import torch
 
 from distill.faults import DISK, RunError
 from distill.recipe import Recipe
+from distill.recipe.models import EIGHT_BITS
 from distill.training.checkpoints import checkpoints
 
 GIB = 2**30
@@ -70,8 +71,10 @@ def out_of_memory(recipe: Recipe, error: BaseException) -> str:
         ways.append("student.lora to {}, no gradients and optimizer states of the base weights")
     if recipe.train.optimizer_states != "bfloat16" and recipe.train.optimizer == "fused_adamw":
         ways.append("train.optimizer_states to bfloat16, half of the optimizer's memory")
-    if recipe.teacher.dtype != "fp8":
+    whole = not recipe.teacher.is_cached and recipe.teacher.offload is None and recipe.teacher.dtype not in EIGHT_BITS
+    if whole and not recipe.teachers:
         ways.append("teacher.dtype to fp8, half of the teacher's layers")
+        ways.append("teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead")
     if batch == 1:
         ways.append(f"data.max_length from {length} to {length // 2}, half of the activations")
     said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")  # then come figures and torch's own advice
