@@ -354,7 +354,7 @@ def test_many_tensors_of_mixed_dtypes_share_launches(any_device):
 
 
 def test_helpers_of_the_table():
-    assert block_map([5, 0, 4, 1], 4).tolist() == [[0, 0], [0, 1], [2, 0], [3, 0]]
+    assert block_map([5, 0, 4, 1], 4).tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0]]
     assert is_dense(torch.empty(3, 4).t()) and is_dense(torch.empty(2, 1, 3)) and is_dense(torch.empty(()))
     assert not is_dense(torch.empty(3, 4)[:, ::2]) and not is_dense(torch.empty(3, 1).expand(3, 4))
 

@@ -1,9 +1,8 @@
 """AdamW for all parameters of a group in one launch; a drop-in for `torch.optim.AdamW`.
 
-Launches a step: one that sums the gradients' squares (only when clipping or checking), one over the tensors (step
-numbers, bias corrections, factors), one over the elements; per group, and per set of dtypes within a group. Nothing
-waits for the host: step numbers, norm, clipping factor and finite check stay on the device. The formulas are in
-adamw_kernels.py.
+Launches a step: one, and one more that sums the gradients' squares when clipping or checking; per group, and per set of
+dtypes within a group. Nothing waits for the host: step numbers, norm, clipping factor and finite check stay on the
+device. The formulas are in adamw_kernels.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ Loshchilov and Hutter, 2019, as `torch.optim.AdamW` computes it, per element at 
 
 All arithmetic is fp32. With bf16 parameters, gradients and states a step reads 8 and writes 6 bytes an element, and
 2 more are read where the gradients' norm is wanted. Nothing waits for the host: the step number, the norm, the
-clipping factor and the finite check stay on the device.
+clipping factor and the finite check stay on the device. One launch does all: who finishes a tensor last counts its
+step and leaves the bias corrections of the next one (fp64, slow on some GPUs) where its programs will find them.
 
 Symbols: `bucket` holds tensors that share a launch (multi_tensor.py), `group` is the optimizer's parameter group.
 """
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, tl, triton
+from distill_kernels.launch import tl, triton
 from distill_kernels.optim.multi_tensor import TRITON_DTYPES, Bucket, Member, local
 from distill_kernels.optim.stochastic_rounding import (
     PHILOX_ROUNDS,
@@ -81,71 +82,39 @@ def reference_adamw(
     return parameter.to(exp_avg.dtype), exp_avg, exp_avg_sq
 
 
-@triton.jit(do_not_specialize=["tensors"])
-def adamw_factors_kernel(
-    steps_ptr,  # fp32 [tensors]
-    scalars_ptr,  # fp32 [tensors, 8]: step size, 1 / sqrt(1 - beta2^t), decay, gradient scale, step (0: skip)
-    squares_ptr,  # fp32 scalar: sum of all squared gradients
-    lr_ptr,  # fp32 scalar, where LR_ON_DEVICE
-    grad_scale_ptr,  # fp32 scalar, where HAS_GRAD_SCALE
-    found_inf_ptr,  # fp32 scalar, where HAS_FOUND_INF
-    tensors,
-    lr,
-    log2_beta1,
-    log2_beta2,
-    weight_decay,
-    max_norm,
-    sign,
-    LR_ON_DEVICE: tl.constexpr,
-    HAS_GRAD_SCALE: tl.constexpr,
-    HAS_FOUND_INF: tl.constexpr,
-    CLIP: tl.constexpr,
-    SKIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Count the step and write what every element of a tensor shares."""
-    tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = tensor < tensors
-    if LR_ON_DEVICE:
-        lr = tl.load(lr_ptr).to(tl.float32)
-    scale = sign * 1.0
-    if HAS_GRAD_SCALE:
-        scale = scale / tl.load(grad_scale_ptr)
-    skip = tl.zeros((BLOCK,), tl.float32)
-    if HAS_FOUND_INF:
-        skip += tl.load(found_inf_ptr)
-    if CLIP or SKIP:
-        squares = tl.load(squares_ptr)
-        if CLIP:
-            factor = max_norm / (tl.sqrt(squares) * tl.abs(scale) + 1e-6)
-            scale = scale * tl.where(factor > 1.0, 1.0, factor)  # a factor of NaN stays NaN
-        if SKIP:
-            skip = tl.where(tl.abs(squares) < float("inf"), skip, 1.0)
-    step = tl.load(steps_ptr + tensor, mask=mask, other=1.0) + 1.0
-    exact = step.to(tl.float64)
-    correction1 = (1.0 - tl.exp2(exact * log2_beta1)).to(tl.float32)
-    correction2 = (1.0 - tl.exp2(exact * log2_beta2)).to(tl.float32)
-    row_ptr = scalars_ptr + tensor * 8
-    tl.store(row_ptr, lr / correction1, mask=mask)
-    tl.store(row_ptr + 1, 1.0 / tl.sqrt(correction2), mask=mask)
-    tl.store(row_ptr + 2, tl.zeros_like(step) + (1.0 - lr * weight_decay), mask=mask)
-    tl.store(row_ptr + 3, tl.zeros_like(step) + scale, mask=mask)
-    tl.store(row_ptr + 4, tl.where(skip == 0.0, step, 0.0), mask=mask)
-    tl.store(steps_ptr + tensor, step, mask=mask & (skip == 0.0))
+@triton.jit
+def bias_correction(step, log2_beta):
+    """1 - beta^step in fp32, by way of fp64: at beta2 = 0.999 the difference of two numbers near 1."""
+    return (1.0 - tl.exp2(step.to(tl.float64) * log2_beta)).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["seed"])
+@triton.jit(do_not_specialize=["seed", "squares_ptr", "lr_ptr", "grad_scale_ptr", "found_inf_ptr"])
 def adamw_kernel(
     table_ptr,  # int64 [tensors, 8]
     gradients_ptr,  # int64 [tensors]
     blocks_ptr,  # int32 [programs, 2]
-    scalars_ptr,  # fp32 [tensors, 8]
+    rows_ptr,  # fp32 [tensors, 8]: see multi_tensor.Bucket
+    squares_ptr,  # fp32 scalar: sum of all squared gradients, where CLIP or SKIP
+    lr_ptr,  # scalar, where LR_ON_DEVICE
+    grad_scale_ptr,  # fp32 scalar, where HAS_GRAD_SCALE
+    found_inf_ptr,  # fp32 scalar, where HAS_FOUND_INF
+    lr,
+    log2_beta1,
+    log2_beta2,
     beta1,
     beta2,
     rest1,
     rest2,
     eps,
+    weight_decay,
+    max_norm,
+    sign,
     seed,
+    LR_ON_DEVICE: tl.constexpr,
+    HAS_GRAD_SCALE: tl.constexpr,
+    HAS_FOUND_INF: tl.constexpr,
+    CLIP: tl.constexpr,
+    SKIP: tl.constexpr,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATE: tl.constexpr,
@@ -155,27 +124,48 @@ def adamw_kernel(
     ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update BLOCK elements of one tensor, in place."""
+    """Update BLOCK elements of one tensor, in place; the last program of a tensor to finish counts its step."""
     tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
     first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
-    row_ptr = scalars_ptr + tensor * 8
-    step = tl.load(row_ptr + 4)
-    if step > 0:
-        step_size, correction2 = tl.load(row_ptr), tl.load(row_ptr + 1)
-        decay, scale = tl.load(row_ptr + 2), tl.load(row_ptr + 3)
-        parameter_ptr = tl.load(table_ptr + tensor * 8).to(tl.pointer_type(PARAMETER))
-        exp_avg_ptr = tl.load(table_ptr + tensor * 8 + 1).to(tl.pointer_type(STATE))
-        exp_avg_sq_ptr = tl.load(table_ptr + tensor * 8 + 2).to(tl.pointer_type(STATE))
-        size = tl.load(table_ptr + tensor * 8 + 4)
-        gradient_ptr = tl.load(gradients_ptr + tensor).to(tl.pointer_type(GRADIENT))
-        source_ptr = parameter_ptr
-        if MASTER:
-            source_ptr = tl.load(table_ptr + tensor * 8 + 3).to(tl.pointer_type(tl.float32))
-        if ALIGNED:
-            size = tl.multiple_of(size, 16)
-            parameter_ptr, gradient_ptr = tl.multiple_of(parameter_ptr, 16), tl.multiple_of(gradient_ptr, 16)
-            exp_avg_ptr, exp_avg_sq_ptr = tl.multiple_of(exp_avg_ptr, 16), tl.multiple_of(exp_avg_sq_ptr, 16)
-            source_ptr = tl.multiple_of(source_ptr, 16)
+    row_ptr = rows_ptr + tensor * 8
+    step = tl.load(row_ptr) + 1.0
+    known = (tl.load(row_ptr + 1) == step) & (tl.load(row_ptr + 2) == log2_beta1) & (tl.load(row_ptr + 3) == log2_beta2)
+    correction1, correction2 = tl.load(row_ptr + 4), tl.load(row_ptr + 5)
+    parameter_ptr = tl.load(table_ptr + tensor * 8).to(tl.pointer_type(PARAMETER))
+    exp_avg_ptr = tl.load(table_ptr + tensor * 8 + 1).to(tl.pointer_type(STATE))
+    exp_avg_sq_ptr = tl.load(table_ptr + tensor * 8 + 2).to(tl.pointer_type(STATE))
+    size = tl.load(table_ptr + tensor * 8 + 4)
+    gradient_ptr = tl.load(gradients_ptr + tensor).to(tl.pointer_type(GRADIENT))
+    source_ptr = parameter_ptr
+    if MASTER:
+        source_ptr = tl.load(table_ptr + tensor * 8 + 3).to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        size = tl.multiple_of(size, 16)
+        parameter_ptr, gradient_ptr = tl.multiple_of(parameter_ptr, 16), tl.multiple_of(gradient_ptr, 16)
+        exp_avg_ptr, exp_avg_sq_ptr = tl.multiple_of(exp_avg_ptr, 16), tl.multiple_of(exp_avg_sq_ptr, 16)
+        source_ptr = tl.multiple_of(source_ptr, 16)
+
+    if LR_ON_DEVICE:
+        lr = tl.load(lr_ptr).to(tl.float32)
+    scale = sign * 1.0
+    if HAS_GRAD_SCALE:
+        scale = scale / tl.load(grad_scale_ptr)
+    skip = 0.0
+    if HAS_FOUND_INF:
+        skip += tl.load(found_inf_ptr)
+    if CLIP or SKIP:
+        squares = tl.load(squares_ptr)
+        if CLIP:
+            factor = max_norm / (tl.sqrt(squares) * tl.abs(scale) + 1e-6)
+            scale = scale * tl.where(factor > 1.0, 1.0, factor)  # a factor of NaN stays NaN
+        if SKIP:
+            skip = tl.where(tl.abs(squares) < float("inf"), skip, 1.0)
+
+    if skip == 0.0:
+        if not known:
+            correction1 = bias_correction(step, log2_beta1)
+            correction2 = 1.0 / tl.sqrt(bias_correction(step, log2_beta2))
+        step_size, decay = lr / correction1, 1.0 - lr * weight_decay
         offsets = tl.arange(0, BLOCK)
         mask = offsets < size - first
         offsets = first + offsets
@@ -202,60 +192,59 @@ def adamw_kernel(
         tl.store(exp_avg_ptr + offsets, m.to(STATE), mask=mask)
         tl.store(exp_avg_sq_ptr + offsets, v_stored, mask=mask)
 
+        tl.debug_barrier()  # all warps of this program have read the row, or it would not be here
+        finished_ptr = (row_ptr + 6).to(tl.pointer_type(tl.int32))
+        finished = tl.atomic_add(finished_ptr, 1, sem="relaxed") + 1
+        if finished == tl.maximum(tl.cdiv(size, BLOCK), 1):  # so have all other programs
+            tl.store(finished_ptr, 0)
+            tl.store(row_ptr, step)
+            tl.store(row_ptr + 1, step + 1.0)
+            tl.store(row_ptr + 2, log2_beta1)
+            tl.store(row_ptr + 3, log2_beta2)
+            tl.store(row_ptr + 4, bias_correction(step + 1.0, log2_beta1))
+            tl.store(row_ptr + 5, 1.0 / tl.sqrt(bias_correction(step + 1.0, log2_beta2)))
+
 
 def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
-    """One step for the members of `bucket`, in place, by the kernels."""
-    if len(bucket.blocks) == 0:
-        return
-    lr, (beta1, beta2), tensors = group["lr"], group["betas"], len(bucket.members)
-    lr_on_device = isinstance(lr, torch.Tensor) and lr.device == bucket.key.device
-    unused = bucket.steps
-    squares, grad_scale, found_inf = (unused if signal is None else signal.to(bucket.key.device) for signal in signals)
-    adamw_factors_kernel[(cdiv(tensors, 128),)](
-        bucket.steps,
-        bucket.scalars,
-        squares,
-        lr if lr_on_device else unused,
-        grad_scale,
-        found_inf,
-        tensors,
+    """One step for the members of `bucket`, in place, by one launch."""
+    key, lr, (beta1, beta2) = bucket.key, group["lr"], group["betas"]
+    lr_on_device = isinstance(lr, torch.Tensor) and lr.device == key.device
+    present = [signals.squares, lr if lr_on_device else None, signals.grad_scale, signals.found_inf]
+    given = [None if signal is None else signal.to(key.device) for signal in present]
+    kinds = (options, *[None if signal is None else signal.dtype for signal in given])
+    numbers = (
         0.0 if lr_on_device else float(lr),
         math.log2(beta1) if beta1 > 0 else -1e4,
         math.log2(beta2) if beta2 > 0 else -1e4,
-        float(group["weight_decay"]),
-        float(options.max_grad_norm or 0.0),
-        -1.0 if group["maximize"] else 1.0,
-        LR_ON_DEVICE=lr_on_device,
-        HAS_GRAD_SCALE=signals.grad_scale is not None,
-        HAS_FOUND_INF=signals.found_inf is not None,
-        CLIP=options.max_grad_norm is not None,
-        SKIP=options.skip_nonfinite,
-        BLOCK=128,
-        num_warps=4,
-    )
-    key = bucket.key
-    rounds = key.state == torch.bfloat16 or (key.parameter == torch.bfloat16 and not key.has_master)
-    adamw_kernel[(len(bucket.blocks),)](
-        bucket.table,
-        bucket.gradients,
-        bucket.blocks,
-        bucket.scalars,
         float(beta1),
         float(beta2),
         1.0 - beta1,
         1.0 - beta2,
         float(group["eps"]),
+        float(group["weight_decay"]),
+        float(options.max_grad_norm or 0.0),
+        -1.0 if group["maximize"] else 1.0,
         options.seed,
-        PARAMETER=TRITON_DTYPES[key.parameter],
-        GRADIENT=TRITON_DTYPES[key.gradient],
-        STATE=TRITON_DTYPES[key.state],
-        MASTER=key.has_master,
-        ALIGNED=key.aligned,
-        STOCHASTIC=options.stochastic_rounding and rounds,
-        ROUNDS=PHILOX_ROUNDS,
-        BLOCK=bucket.block,
-        num_warps=WARPS,
     )
+    rounds = key.state == torch.bfloat16 or (key.parameter == torch.bfloat16 and not key.has_master)
+    constants = (
+        lr_on_device,
+        signals.grad_scale is not None,
+        signals.found_inf is not None,
+        options.max_grad_norm is not None,
+        options.skip_nonfinite,
+        TRITON_DTYPES[key.parameter],
+        TRITON_DTYPES[key.gradient],
+        TRITON_DTYPES[key.state],
+        key.has_master,
+        key.aligned,
+        options.stochastic_rounding and rounds,
+        PHILOX_ROUNDS,
+        bucket.block,
+    )
+    tensors = [bucket.table, bucket.gradients, bucket.blocks, bucket.rows]
+    tensors += [bucket.rows if signal is None else signal for signal in given]
+    bucket.update(adamw_kernel, len(bucket.blocks), kinds, tensors, (*numbers, *constants), num_warps=WARPS)
 
 
 def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
@@ -273,7 +262,7 @@ def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options,
             scale = scale * (options.max_grad_norm / (squares.sqrt() * scale.abs() + 1e-6)).clamp(max=1.0)
         if options.skip_nonfinite:
             proceed = proceed & squares.isfinite()
-    bucket.steps += proceed
+    bucket.rows[:, 0] += proceed
     for member in bucket.members:
         _update_member(member, group, options, scale, proceed)
 

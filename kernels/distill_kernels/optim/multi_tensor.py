@@ -11,7 +11,9 @@ Tensors share a launch when they share device, dtypes and alignment: see `Bucket
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -39,36 +41,19 @@ class BucketKey(NamedTuple):
 
 
 class Member:
-    """One parameter with its gradient and state, as this rank holds them.
-
-    Keeps addresses rather than tensors, so that a gradient set to None or a state moved elsewhere is freed.
-    """
+    """One parameter with its gradient and state, as this rank holds them."""
 
     def __init__(self, number: int, owner: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
         self.number, self.owner, self.state = number, owner, state
-        self.addresses = self.present_addresses()
-        assert owner.grad is not None
-        self.gradient_address = local(owner.grad).data_ptr()
-
-    def present_addresses(self) -> tuple[int, ...]:
-        """Of the parameter, then of the state's tensors."""
-        return (local(self.owner).data_ptr(), *[local(tensor).data_ptr() for tensor in self.state.values()])
 
     def gradient(self) -> torch.Tensor:
         assert self.owner.grad is not None
         return local(self.owner.grad)
 
-    def gradient_moved(self) -> bool:
-        """True where the gradient's address differs from the one noted, which is then noted."""
-        before, self.gradient_address = self.gradient_address, self.gradient().data_ptr()
-        return self.gradient_address != before
-
     def gradient_fits(self, key: BucketKey) -> bool:
         """True where the present gradient could have led to `key`."""
         gradient = self.gradient()
-        if gradient.dtype != key.gradient or (key.aligned and self.gradient_address % 16):
-            return False
-        return not key.on_triton or gradient.stride() == local(self.owner).stride()
+        return gradient.dtype == key.gradient and not (key.aligned and gradient.data_ptr() % 16)
 
     def tensor(self, name: str) -> torch.Tensor:
         return local(self.state[name])
@@ -87,18 +72,56 @@ class Member:
         return BucketKey(parameter.device, *dtypes, has_master, aligned, mesh_of(self.owner), on_triton)
 
 
+class Launch:
+    """Launches of one kernel over the same tables: from the second on, past Triton's look-up by argument types.
+
+    The compiled kernel is called as Triton's own tutorial on fused softmax calls one. Only what the look-up would
+    tell apart may differ between launches of the same `kinds`: values of floats, addresses, never types or constants.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[Any, Any] = {}
+        self._runners: dict[Any, Callable[..., None]] = {}
+
+    def __call__(
+        self,
+        kernel: Any,
+        programs: int,
+        kinds: Any,
+        tensors: Sequence[torch.Tensor],
+        others: Sequence[Any],
+        **options: int,
+    ) -> None:
+        """Launch `kernel` with `tensors` and then `others`, which hold every constant in the signature's order."""
+        kinds = (kinds, programs, torch.cuda.current_device() if tensors[0].is_cuda else None)
+        runner = self._runners.get(kinds)
+        if runner is None and kinds in self._compiled:
+            runner = self._runners[kinds] = self._compiled[kinds][(programs, 1, 1)]
+        if runner is not None:
+            runner(*map(torch.Tensor.data_ptr, tensors), *others)
+            return
+        compiled = kernel[(programs,)](*tensors, *others, **options)
+        if compiled is not None:  # as the interpreter's is
+            self._compiled[kinds] = compiled
+
+
 class Bucket:
-    """The members of one launch and, for a Triton launch, their tables on the device."""
+    """The members of one launch and, for a Triton launch, their tables on the device.
+
+    `rows` is fp32 [tensors, 8]: steps taken (each member's "step" is a view of it); then what the kernel leaves for its
+    next launch: the step and the log2 of both betas that the bias corrections in the next two columns are for; in the
+    last but one, as int32, how many programs of a launch have finished: 0 between launches.
+    """
 
     def __init__(self, key: BucketKey, members: list[Member], block: int) -> None:
         self.key, self.members, self.block = key, members, block
         steps = [member.state["step"].to(device=key.device, dtype=torch.float32) for member in members]
-        self.steps = torch.stack(steps)  # fp32 [tensors]: steps taken so far; each member's "step" is a view of it
-        self.scalars = torch.empty(len(members), 8, device=key.device)  # this step's factors, written on the device
-        for member, step in zip(members, self.steps.unbind(), strict=True):
+        self.rows = torch.zeros(len(members), 8, device=key.device)
+        self.rows[:, 0] = torch.stack(steps)
+        for member, step in zip(members, self.rows[:, 0].unbind(), strict=True):
             member.state["step"] = step
-            member.addresses = member.present_addresses()
         self._pinned: dict[str, torch.Tensor] = {}
+        self.update, self.square = Launch(), Launch()
         if key.on_triton:
             sizes = [local(member.owner).numel() for member in members]
             self.table = self._upload("table", torch.tensor([self._row(member) for member in members]))
@@ -120,7 +143,7 @@ class Bucket:
 
     def point_to_gradients(self) -> None:
         """Take the addresses of the members' present gradients."""
-        addresses = torch.tensor([member.gradient_address for member in self.members], dtype=torch.int64)
+        addresses = torch.tensor([member.gradient().data_ptr() for member in self.members], dtype=torch.int64)
         self.gradients = self._upload("gradients", addresses)  # int64 [tensors]
 
 
@@ -150,8 +173,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def block_map(sizes: Sequence[int], block: int) -> torch.Tensor:
-    """int32 [programs, 2] on the CPU: which tensor, and which of its blocks, each program works on."""
-    counts = torch.tensor([cdiv(size, block) for size in sizes], dtype=torch.int64)
+    """int32 [programs, 2] on the CPU: which tensor, and which of its blocks, each program works on.
+
+    A tensor without elements has one program, which counts its steps.
+    """
+    counts = torch.tensor([max(cdiv(size, block), 1) for size in sizes], dtype=torch.int64)
     tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     return torch.stack((tensor, torch.arange(tensor.numel()) - first), dim=1).to(torch.int32)
@@ -195,26 +221,23 @@ def sum_of_squares(bucket: Bucket) -> torch.Tensor:
         return reference_sum_of_squares([member.gradient() for member in bucket.members])
     count = len(bucket.blocks)
     programs = min(count, 8 * device_facts(bucket.key.device).multiprocessors)
-    partials = torch.empty(max(programs, 1), dtype=torch.float32, device=bucket.key.device)
-    if programs == 0:
-        return partials.zero_().sum()
-    sum_of_squares_kernel[(programs,)](
-        bucket.table,
-        bucket.gradients,
-        bucket.blocks,
-        partials,
-        count,
+    partials = torch.empty(programs, dtype=torch.float32, device=bucket.key.device)
+    bucket.square(
+        sum_of_squares_kernel,
         programs,
-        GRADIENT=TRITON_DTYPES[bucket.key.gradient],
-        ALIGNED=bucket.key.aligned,
-        BLOCK=bucket.block,
+        None,
+        [bucket.table, bucket.gradients, bucket.blocks, partials],
+        (count, programs, TRITON_DTYPES[bucket.key.gradient], bucket.key.aligned, bucket.block),
         num_warps=8,
     )
     return partials.sum()
 
 
 class Plan:
-    """Buckets of one group's parameters, valid while no address but those of gradients changes."""
+    """Buckets of one group's parameters, valid while no address but those of gradients changes.
+
+    Keeps addresses of gradients and states rather than the tensors, so that one set to None or put elsewhere is freed.
+    """
 
     def __init__(self, members: list[Member], block: int) -> None:
         self.members = members
@@ -228,24 +251,43 @@ class Plan:
             logger.warning(
                 "AdamW: %d kinds of tensors go to the PyTorch reference, not the kernel: %s", len(slow), slow
             )
+        self._owners, self._states = [member.owner for member in members], [member.state for member in members]
+        tensors = chain(self._owners, *(state.values() for state in self._states))
+        # the plain method costs a tenth of a call that looks for a DTensor's part first
+        plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
+        self._local: Callable[[torch.Tensor], torch.Tensor] | None = None if plain else local
+        self._addresses = self._present_addresses()
+        self._gradients = self._addresses_and_strides([member.owner.grad for member in members])
+
+    def _present_addresses(self) -> list[int]:
+        """Of the parameters and of all tensors of their states."""
+        tensors = chain(self._owners, *[state.values() for state in self._states])
+        return list(map(torch.Tensor.data_ptr, tensors if self._local is None else map(self._local, tensors)))
+
+    def _addresses_and_strides(self, gradients: list[Any]) -> tuple[list[int], list[tuple[int, ...]]]:
+        if self._local is not None:
+            gradients = [self._local(gradient) for gradient in gradients]
+        return list(map(torch.Tensor.data_ptr, gradients)), list(map(torch.Tensor.stride, gradients))
 
     def holds(self, params: Sequence[torch.Tensor], state: dict[torch.Tensor, Any]) -> bool:
         """True while the plan fits `params`; takes up the addresses of gradients that have moved."""
         present = [p for p in params if p.grad is not None]
-        if len(present) != len(self.members):
+        if len(present) != len(self._owners) or not all(map(is_, present, self._owners)):
             return False
-        moved = False
-        for p, member in zip(present, self.members, strict=True):
-            if p is not member.owner or state.get(p) is not member.state:
-                return False
-            if member.present_addresses() != member.addresses:
-                return False
-            moved |= member.gradient_moved()
-        for bucket in self.buckets if moved else ():
-            if not all(member.gradient_fits(bucket.key) for member in bucket.members):
-                return False
-            if bucket.key.on_triton:
-                bucket.point_to_gradients()
+        if not all(map(is_, map(state.get, present), self._states)):
+            return False
+        if self._present_addresses() != self._addresses:
+            return False
+        addresses, strides = self._addresses_and_strides([p.grad for p in present])
+        if strides != self._gradients[1]:
+            return False
+        if addresses != self._gradients[0]:
+            for bucket in self.buckets:
+                if not all(member.gradient_fits(bucket.key) for member in bucket.members):
+                    return False
+                if bucket.key.on_triton:
+                    bucket.point_to_gradients()
+            self._gradients = (addresses, strides)
         return True
 
 
@@ -253,11 +295,17 @@ def squares_over_ranks(buckets: list[Bucket], meshes: Iterable[Any]) -> torch.Te
     """Sum of the squares of all gradients, each counted once, over the ranks that hold shards of them."""
     totals = []
     for mesh in meshes:
-        mine = [sum_of_squares(bucket) for bucket in buckets if bucket.key.mesh == mesh]
-        total = torch.stack([part.to(mine[0].device) for part in mine]).sum()
+        total = _added([sum_of_squares(bucket) for bucket in buckets if bucket.key.mesh == mesh])
         if mesh is not None:
             device_mesh, sharded = mesh
             for dimension in sharded:
                 torch.distributed.all_reduce(total, group=device_mesh.get_group(dimension))
         totals.append(total)
-    return torch.stack([total.to(totals[0].device) for total in totals]).sum() if totals else None
+    return _added(totals) if totals else None
+
+
+def _added(scalars: list[torch.Tensor]) -> torch.Tensor:
+    """Their sum, on the first one's device."""
+    if len(scalars) == 1:
+        return scalars[0]
+    return torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).sum()
