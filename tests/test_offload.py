@@ -20,6 +20,7 @@ from distill.models.patching import patch
 from distill.models.pruning import find_layers
 from distill.recipe import RecipeError, Student, Teacher, parse
 from distill.run import run
+from distill.training.failures import out_of_memory
 from distill.training.trainer import DistillationTrainer
 
 CPU = torch.device("cpu")
@@ -159,6 +160,46 @@ def test_computing_waits_for_what_arrives_as_late_as_it_may(monkeypatch):
     for ids in (IDS, IDS.flip(1)):
         assert torch.equal(logits(offloaded, ids), logits(resident, ids))
     assert computing.waited == 10 and len(copying.late) == 1  # the first layer, for the next pass
+
+
+class Runtime:
+    """Stands for CUDA's: pins as many blocks as it may."""
+
+    def __init__(self, most):
+        self.most, self.pinned = most, {}
+
+    def cudaHostRegister(self, pointer, size, flags):
+        if len(self.pinned) == self.most:
+            return 2
+        self.pinned[pointer] = size
+        return 0
+
+    def cudaHostUnregister(self, pointer):
+        del self.pinned[pointer]
+
+
+@pytest.mark.parametrize("most", [5, 2])
+def test_host_memory_is_pinned_where_it_lies_and_given_back(most, monkeypatch, caplog):
+    runtime, waited = Runtime(most), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    model = offload_layers(frozen(), CPU)
+    conveyor = model.__dict__["_distill_conveyor"]
+    conveyor._pin()
+    blocks = {block.data_ptr(): len(block) for block in conveyor.host[:most]}
+    assert runtime.pinned == blocks and conveyor.pinned is (most == 5)
+    assert ("CUDA error 2" in caplog.text) is (most == 2)
+    assert ("wait in pinned host memory" in offloading_of(model)) is (most == 5)
+    del model, conveyor
+    gc.collect()
+    assert runtime.pinned == {} and waited == [CPU]
+
+
+def test_running_out_of_memory_names_it():
+    error = RuntimeError("CUDA out of memory")
+    assert "teacher.offload to cpu" in out_of_memory(recipe(), error)
+    for given in ("teacher.offload=cpu", "teacher.dtype=fp8"):
+        assert "teacher.offload" not in out_of_memory(recipe(given), error)
 
 
 def test_a_pass_that_fails_leaves_it_whole():

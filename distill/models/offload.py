@@ -21,6 +21,7 @@ of the teacher, counting) finds what it would find in a resident model.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections import Counter
@@ -180,6 +181,8 @@ class Conveyor:
                     "to the GPU are slower and computing waits for them", code, sum(size for _, size in done) / GIB,
                     sum(size for _, size in spans) / GIB,
                 )  # fmt: skip
+                with contextlib.suppress(RuntimeError):  # the next launch reports the failure once more, and forgets it
+                    torch.zeros(1, device=self.device)
                 break
             done.append(span)
         self.pinned = len(done) == len(spans)
