@@ -82,7 +82,6 @@ class FusedAdamW(torch.optim.AdamW):
         self._plans: dict[int, Plan] = {}
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` returns."""
         loss = None
@@ -94,18 +93,24 @@ class FusedAdamW(torch.optim.AdamW):
             plan = self._plans.get(index)
             if plan is None or not plan.holds(group["params"], self.state):
                 self._plans.pop(index, None)
-                plan = self._plans[index] = Plan(self._members(group["params"], number), BLOCK)
+                plan = self._plans[index] = self._plan(group["params"], number)
             number += len(group["params"])
             meshes.update(plan.meshes)
             buckets += [(group, bucket) for bucket in plan.buckets]
         grad_scale, squares = getattr(self, "grad_scale", None), None
         if self.options.max_grad_norm is not None or self.options.skip_nonfinite:
             squares = squares_over_ranks([bucket for _, bucket in buckets], meshes)
-            self.grad_norm = None if squares is None else squares.sqrt() / (1.0 if grad_scale is None else grad_scale)
+            self.grad_norm = None if squares is None else squares.sqrt()
+            if squares is not None and grad_scale is not None:
+                self.grad_norm = squares.sqrt() / grad_scale
         signals = Signals(squares, grad_scale, getattr(self, "found_inf", None))
         for group, bucket in buckets:
             (update if bucket.key.on_triton else update_by_reference)(bucket, group, self.options, signals)
         return loss
+
+    @torch.no_grad()
+    def _plan(self, params: Sequence[torch.Tensor], number: int) -> Plan:
+        return Plan(self._members(params, number), BLOCK)
 
     def _members(self, params: Sequence[torch.Tensor], number: int) -> list[Member]:
         """The parameters that have a gradient, numbered from `number`, with states made where there are none."""

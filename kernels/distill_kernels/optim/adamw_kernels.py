@@ -82,7 +82,7 @@ def reference_adamw(
     return parameter.to(exp_avg.dtype), exp_avg, exp_avg_sq
 
 
-@triton.jit
+@triton.jit(noinline=True)  # in line, its fp64 costs the update eight registers, and with them a block of occupancy
 def bias_correction(step, log2_beta):
     """1 - beta^step in fp32, by way of fp64: at beta2 = 0.999 the difference of two numbers near 1."""
     return (1.0 - tl.exp2(step.to(tl.float64) * log2_beta)).to(tl.float32)
@@ -192,10 +192,14 @@ def adamw_kernel(
         tl.store(exp_avg_ptr + offsets, m.to(STATE), mask=mask)
         tl.store(exp_avg_sq_ptr + offsets, v_stored, mask=mask)
 
-        tl.debug_barrier()  # all warps of this program have read the row, or it would not be here
+        tl.debug_barrier()  # all warps of this program have read the row, or they would not be here
+        # addresses anew, rather than in registers from the start
+        tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
+        row_ptr = rows_ptr + tensor * 8
         finished_ptr = (row_ptr + 6).to(tl.pointer_type(tl.int32))
-        finished = tl.atomic_add(finished_ptr, 1, sem="relaxed") + 1
-        if finished == tl.maximum(tl.cdiv(size, BLOCK), 1):  # so have all other programs
+        programs = tl.load(table_ptr + tensor * 8 + 6)
+        if tl.atomic_add(finished_ptr, 1, sem="relaxed") == programs - 1:  # so have all other programs
+            step = tl.load(row_ptr) + 1.0
             tl.store(finished_ptr, 0)
             tl.store(row_ptr, step)
             tl.store(row_ptr + 1, step + 1.0)
@@ -207,13 +211,19 @@ def adamw_kernel(
 
 def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
     """One step for the members of `bucket`, in place, by one launch."""
-    key, lr, (beta1, beta2) = bucket.key, group["lr"], group["betas"]
-    lr_on_device = isinstance(lr, torch.Tensor) and lr.device == key.device
-    present = [signals.squares, lr if lr_on_device else None, signals.grad_scale, signals.found_inf]
-    given = [None if signal is None else signal.to(key.device) for signal in present]
-    kinds = (options, *[None if signal is None else signal.dtype for signal in given])
+    lr, (beta1, beta2) = group["lr"], group["betas"]
+    device_lr = lr if isinstance(lr, torch.Tensor) and lr.device == bucket.key.device else None
+    tensors = [bucket.table, bucket.gradients, bucket.blocks, bucket.rows]
+    dtypes = []
+    for signal in (signals.squares, device_lr, signals.grad_scale, signals.found_inf):
+        tensors.append(bucket.rows if signal is None else signal.to(bucket.key.device))
+        dtypes.append(None if signal is None else signal.dtype)
+    kinds = (options, *dtypes)
+    constants = bucket.constants.get(kinds)
+    if constants is None:
+        constants = bucket.constants[kinds] = _constants(bucket, options, [dtype is not None for dtype in dtypes])
     numbers = (
-        0.0 if lr_on_device else float(lr),
+        float(lr) if device_lr is None else 0.0,
         math.log2(beta1) if beta1 > 0 else -1e4,
         math.log2(beta2) if beta2 > 0 else -1e4,
         float(beta1),
@@ -226,11 +236,15 @@ def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Sig
         -1.0 if group["maximize"] else 1.0,
         options.seed,
     )
+    bucket.update(adamw_kernel, len(bucket.blocks), kinds, tensors, numbers + constants, num_warps=WARPS)
+
+
+def _constants(bucket: Bucket, options: Options, given: list[bool]) -> tuple[Any, ...]:
+    """Of `adamw_kernel`, in its order; `given`: which of the signals and the learning rate are on the device."""
+    key = bucket.key
     rounds = key.state == torch.bfloat16 or (key.parameter == torch.bfloat16 and not key.has_master)
-    constants = (
-        lr_on_device,
-        signals.grad_scale is not None,
-        signals.found_inf is not None,
+    return (
+        *given[1:],
         options.max_grad_norm is not None,
         options.skip_nonfinite,
         TRITON_DTYPES[key.parameter],
@@ -242,11 +256,9 @@ def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Sig
         PHILOX_ROUNDS,
         bucket.block,
     )
-    tensors = [bucket.table, bucket.gradients, bucket.blocks, bucket.rows]
-    tensors += [bucket.rows if signal is None else signal for signal in given]
-    bucket.update(adamw_kernel, len(bucket.blocks), kinds, tensors, (*numbers, *constants), num_warps=WARPS)
 
 
+@torch.no_grad()
 def update_by_reference(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
     """One step for the members of `bucket`, in place, in PyTorch."""
     device = bucket.key.device

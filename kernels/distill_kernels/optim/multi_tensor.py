@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 COLUMNS = 8
-"""int64 columns of the table: address of parameter, first moment, second moment, master; elements; number; 2 unused."""
+"""int64 columns of the table: address of parameter, first moment, second moment, master; elements; number; programs."""
 
 
 class BucketKey(NamedTuple):
@@ -49,11 +49,6 @@ class Member:
     def gradient(self) -> torch.Tensor:
         assert self.owner.grad is not None
         return local(self.owner.grad)
-
-    def gradient_fits(self, key: BucketKey) -> bool:
-        """True where the present gradient could have led to `key`."""
-        gradient = self.gradient()
-        return gradient.dtype == key.gradient and not (key.aligned and gradient.data_ptr() % 16)
 
     def tensor(self, name: str) -> torch.Tensor:
         return local(self.state[name])
@@ -122,17 +117,19 @@ class Bucket:
             member.state["step"] = step
         self._pinned: dict[str, torch.Tensor] = {}
         self.update, self.square = Launch(), Launch()
+        self.constants: dict[Any, tuple[Any, ...]] = {}  # of the update, by what `Launch` calls kinds
         if key.on_triton:
             sizes = [local(member.owner).numel() for member in members]
             self.table = self._upload("table", torch.tensor([self._row(member) for member in members]))
             self.blocks = self._upload("blocks", block_map(sizes, block))  # int32 [programs, 2]
-            self.point_to_gradients()
+            self.point_to_gradients([member.gradient().data_ptr() for member in members])
 
     def _row(self, member: Member) -> list[int]:
         names = ("exp_avg", "exp_avg_sq", "master")
         states = [member.tensor(name).data_ptr() if name in member.state else 0 for name in names]
         parameter = local(member.owner)
-        return [parameter.data_ptr(), *states, parameter.numel(), member.number, 0, 0]
+        size = parameter.numel()
+        return [parameter.data_ptr(), *states, size, member.number, max(cdiv(size, self.block), 1), 0]
 
     def _upload(self, name: str, host: torch.Tensor) -> torch.Tensor:
         """`host` on the bucket's device, without a host sync; the pinned copy is kept, for a CUDA graph reads it."""
@@ -141,10 +138,9 @@ class Bucket:
         self._pinned[name] = host.pin_memory()
         return self._pinned[name].to(self.key.device, non_blocking=True)
 
-    def point_to_gradients(self) -> None:
+    def point_to_gradients(self, addresses: list[int]) -> None:
         """Take the addresses of the members' present gradients."""
-        addresses = torch.tensor([member.gradient().data_ptr() for member in self.members], dtype=torch.int64)
-        self.gradients = self._upload("gradients", addresses)  # int64 [tensors]
+        self.gradients = self._upload("gradients", torch.tensor(addresses, dtype=torch.int64))  # int64 [tensors]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,45 +248,54 @@ class Plan:
                 "AdamW: %d kinds of tensors go to the PyTorch reference, not the kernel: %s", len(slow), slow
             )
         self._owners, self._states = [member.owner for member in members], [member.state for member in members]
-        tensors = chain(self._owners, *(state.values() for state in self._states))
-        # the plain method costs a tenth of a call that looks for a DTensor's part first
-        plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
-        self._local: Callable[[torch.Tensor], torch.Tensor] | None = None if plain else local
+        self._places = {id(member): place for place, member in enumerate(members)}
+        tensors = chain(self._owners, *[state.values() for state in self._states])
+        # asking each for the part that a DTensor would have costs more than its address
+        self._plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
         self._addresses = self._present_addresses()
-        self._gradients = self._addresses_and_strides([member.owner.grad for member in members])
+        self._gradients = self._layouts([member.owner.grad for member in members])
 
     def _present_addresses(self) -> list[int]:
         """Of the parameters and of all tensors of their states."""
         tensors = chain(self._owners, *[state.values() for state in self._states])
-        return list(map(torch.Tensor.data_ptr, tensors if self._local is None else map(self._local, tensors)))
+        return list(map(torch.Tensor.data_ptr, tensors if self._plain else map(local, tensors)))
 
-    def _addresses_and_strides(self, gradients: list[Any]) -> tuple[list[int], list[tuple[int, ...]]]:
-        if self._local is not None:
-            gradients = [self._local(gradient) for gradient in gradients]
+    def _layouts(self, gradients: Sequence[Any]) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Addresses and strides."""
+        if not self._plain:
+            gradients = [local(gradient) for gradient in gradients]
         return list(map(torch.Tensor.data_ptr, gradients)), list(map(torch.Tensor.stride, gradients))
 
     def holds(self, params: Sequence[torch.Tensor], state: dict[torch.Tensor, Any]) -> bool:
         """True while the plan fits `params`; takes up the addresses of gradients that have moved."""
-        present = [p for p in params if p.grad is not None]
-        if len(present) != len(self._owners) or not all(map(is_, present, self._owners)):
+        gradients = [p.grad for p in params]
+        if any(map(is_, gradients, repeat(None))):
+            params = [p for p in params if p.grad is not None]
+            gradients = [p.grad for p in params]
+        if len(params) != len(self._owners) or not all(map(is_, params, self._owners)):
             return False
-        if not all(map(is_, map(state.get, present), self._states)):
+        if not all(map(is_, map(state.get, params), self._states)) or self._present_addresses() != self._addresses:
             return False
-        if self._present_addresses() != self._addresses:
-            return False
-        addresses, strides = self._addresses_and_strides([p.grad for p in present])
+        addresses, strides = self._layouts(gradients)
         if strides != self._gradients[1]:
             return False
-        if addresses != self._gradients[0]:
-            for bucket in self.buckets:
-                if not all(member.gradient_fits(bucket.key) for member in bucket.members):
-                    return False
-                if bucket.key.on_triton:
-                    bucket.point_to_gradients()
-            self._gradients = (addresses, strides)
+        return addresses == self._gradients[0] or self._follow(addresses, strides)
+
+    def _follow(self, addresses: list[int], strides: list[tuple[int, ...]]) -> bool:
+        """Take up new addresses of the gradients; False where one could not have led to its bucket's key."""
+        for bucket in self.buckets:
+            present = [addresses[self._places[id(member)]] for member in bucket.members]
+            if bucket.key.aligned and any(address % 16 for address in present):
+                return False
+            if any(member.gradient().dtype != bucket.key.gradient for member in bucket.members):
+                return False
+            if bucket.key.on_triton:
+                bucket.point_to_gradients(present)
+        self._gradients = (addresses, strides)
         return True
 
 
+@torch.no_grad()
 def squares_over_ranks(buckets: list[Bucket], meshes: Iterable[Any]) -> torch.Tensor | None:
     """Sum of the squares of all gradients, each counted once, over the ranks that hold shards of them."""
     totals = []
