@@ -4,7 +4,7 @@
 
 Everything that a person may have got wrong is found before the run's folder exists. Then `runs/<name>/` gets:
 
-    recipe.yaml         the resolved recipe
+    recipe.yaml         the resolved recipe; where a resumed run was told other settings, the latest, changes noted
     attention.json      the attention back ends that were the fastest here; a resumed run keeps them
     lock.yaml           all that the figures depend on: versions, hashes, seeds; `--lock` holds another run to it
     before.json         held-out figures and samples from before training, reused by --resume
@@ -61,6 +61,7 @@ from distill.training.launch import is_first
 from distill.training.parallel import is_sharded, plan_sharing, whole_student
 from distill.training.plugin import allowed_plugin
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
+from distill.training.resuming import said_already, told_anew
 from distill.training.soundness import resumable
 from distill.training.trainer import DistillationTrainer
 
@@ -123,12 +124,12 @@ def _run(
     own_terms: Any,
 ) -> RunResult:  # fmt: skip
     # --- what was asked for
-    last = None
+    last = told = None
     if resume:
-        _same_recipe(recipe, folder)
+        told = told_anew(recipe, folder, processes=world_size())
         last, refused = resumable(folder)
         if is_first():
-            _say_where_it_goes_on(folder, last, refused)
+            _say_where_it_goes_on(folder, last, [*refused, *told.lines()])
     precision = resolve_precision(recipe, device)
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
     # cuBLAS looks at what determinism needs before the first product, so this comes before the models
@@ -163,6 +164,7 @@ def _run(
         recipe, folder, rows=len(splits.train), device=device, precision=precision,
         student_sharded=sharing.student_sharded,
     )  # fmt: skip
+    notes = [] if told is None else told.notes(arguments, models.student, rows=len(splits.train))
     progress = ProgressReport()
     trainer = DistillationTrainer(
         models.student,
@@ -204,20 +206,21 @@ def _run(
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
         if not (resume and (folder / LOCK_FILE).exists()):
             _write(folder / LOCK_FILE, lock_text(locked))
-        _write(folder / RECIPE_FILE, dump(recipe))
+        _write(folder / RECIPE_FILE, dump(recipe) if told is None else told.recipe_text(last))
         attention.write(folder)
         lines = preamble(
             recipe, teacher=models.teacher, student=models.student, objective=trainer.objective, plan=plan,
             data=splits.report, vocabulary=models.vocabulary, device=str(device.type), kept=models.kept,
             sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
-        console.say("\n".join([*lines, *described, f"{'run':<12}{folder}"]))
+        console.say("\n".join([*lines, *described, *notes, f"{'run':<12}{folder}"]))
     process.wait_for_everyone()
     before, answers = _before(recipe, models, trainer, splits, precision, folder)
 
     # --- train
     try:
-        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        with said_already():
+            trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
         progress.stop()
     if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
@@ -257,18 +260,6 @@ def _write(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".unfinished")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
-
-
-def _same_recipe(recipe: Recipe, folder: Path) -> None:
-    """Refuse to continue a run under another recipe: it would be neither run."""
-    path = folder / RECIPE_FILE
-    old, new = path.read_text(encoding="utf-8").splitlines(), dump(recipe).splitlines()
-    if old != new:
-        changed = next((pair for pair in zip(old, new, strict=False) if pair[0] != pair[1]), ("", "a different length"))
-        raise ValueError(
-            f"--resume: the recipe differs from {path}: there {changed[0].strip()!r}, now {changed[1].strip()!r}; "
-            "continue with the same settings, or start a new run with --name"
-        )
 
 
 def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> None:

@@ -14,7 +14,9 @@ import torch
 from distill.faults import DISK, RunError
 from distill.recipe import Recipe
 from distill.recipe.models import EIGHT_BITS
+from distill.training.arguments import world_size
 from distill.training.checkpoints import checkpoints
+from distill.training.resuming import smaller_batch, why_batch_size_stays
 
 GIB = 2**30
 # what libraries that are not Python's put into exceptions of their own
@@ -32,7 +34,7 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RunError(out_of_memory(recipe, error)) from error
+        raise RunError(out_of_memory(recipe, error, folder)) from error
     except OSError as error:
         if error.errno not in DISK:
             raise
@@ -47,8 +49,8 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             raise RunError(
                 f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
-                f"train.batch_size (now {recipe.train.batch_size}) or data.max_length (now {recipe.data.max_length}), "
-                f"or close what else runs{_continue(folder)}"
+                f"train.batch_size (now {recipe.train.batch_size}), or data.max_length (now {recipe.data.max_length}) "
+                f"in a new run, or close what else runs{_continue(folder)}"
             ) from error
         if "DataLoader worker" in text:
             raise RunError(
@@ -58,30 +60,74 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
         raise
 
 
-def out_of_memory(recipe: Recipe, error: BaseException) -> str:
-    """What to lower, and by how much, when the GPU's memory is used up."""
-    batch, length = recipe.train.batch_size, recipe.data.max_length
-    ways = []
-    if batch > 1:
-        keeps = "" if recipe.train.tokens_per_step is None else " (the step stays the same: more micro-batches)"
-        ways.append(f"train.batch_size from {batch} to {max(batch // 2, 1)}, half of the activations{keeps}")
-    if not recipe.train.gradient_checkpointing:
-        ways.append("train.gradient_checkpointing to true, one layer's activations at a time")
+def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = None) -> str:
+    """What to lower, and by how much, when the GPU's memory is used up.
+
+    Args:
+        recipe: the run's.
+        error: what torch raised.
+        folder: the run's; from its last checkpoint it can go on with some of these settings, and how is said.
+    """
+    kept, lost = _ways_without_loss(recipe), _ways_of_a_new_run(recipe)
+    whole = checkpoints(folder) if folder is not None and folder.is_dir() else []
+    said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")  # then come figures and torch's own advice
+    told = f"the GPU is out of memory: {said}; "
+    ranked = "`distill check` ranks the ways by the GiB they save"
+    if not whole or folder is None:
+        return f"{told}set {'; or '.join([*kept.values(), *lost])}. {ranked}"
+    new = f"a new run can set {'; or '.join(lost)}" if lost else ""
+    if not kept:
+        return f"{told}{new or 'no setting of the recipe saves more'}. {ranked}"
+    return (
+        f"{told}set {'; or '.join(kept.values())}{new and f' ({new})'}. {ranked}. {whole[-1]} is kept: continue with "
+        f"the same command and --name {folder.name} --resume {next(iter(kept))}"
+    )
+
+
+def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
+    """Settings that a run may be resumed with, as overrides, and in words."""
+    train, ways = recipe.train, {}
+    if train.batch_size > 1 and why_batch_size_stays(recipe) is None:
+        smaller, tokens = smaller_batch(recipe, world_size())
+        if train.tokens_per_step is None:
+            override = f"train.batch_size={smaller} train.tokens_per_step={tokens}"
+            keeps = f"with train.tokens_per_step {tokens} the step stays the same"
+        else:
+            override, keeps = f"train.batch_size={smaller}", "the step stays the same: more micro-batches"
+        share = "half" if 2 * smaller == train.batch_size else f"{smaller}/{train.batch_size}"
+        ways[override] = f"train.batch_size from {train.batch_size} to {smaller}, {share} of the activations ({keeps})"
+    if not train.gradient_checkpointing:
+        ways["train.gradient_checkpointing=true"] = (
+            "train.gradient_checkpointing to true, one layer's activations at a time"
+        )
+    if _holds_a_whole_teacher(recipe):
+        ways["teacher.offload=cpu"] = (
+            "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead"
+        )
+    return ways
+
+
+def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
+    """Settings that change what is learned, in words."""
+    train, ways = recipe.train, []
+    if train.batch_size > 1 and why_batch_size_stays(recipe) is not None:
+        ways.append(f"train.batch_size from {train.batch_size} to {train.batch_size // 2}, half of the activations")
     if recipe.student.lora is None:
         ways.append("student.lora to {}, no gradients and optimizer states of the base weights")
-    if recipe.train.optimizer_states != "bfloat16" and recipe.train.optimizer == "fused_adamw":
+    if train.optimizer_states != "bfloat16" and train.optimizer == "fused_adamw":
         ways.append("train.optimizer_states to bfloat16, half of the optimizer's memory")
-    whole = not recipe.teacher.is_cached and recipe.teacher.offload is None and recipe.teacher.dtype not in EIGHT_BITS
-    if whole and not recipe.teachers:
+    if _holds_a_whole_teacher(recipe):
         ways.append("teacher.dtype to fp8, half of the teacher's layers")
-        ways.append("teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead")
-    if batch == 1:
+    if train.batch_size == 1:
+        length = recipe.data.max_length
         ways.append(f"data.max_length from {length} to {length // 2}, half of the activations")
-    said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")  # then come figures and torch's own advice
-    return (
-        f"the GPU is out of memory: {said}; set {'; or '.join(ways)}. "
-        "`distill check` ranks the ways by the GiB they save"
-    )
+    return ways
+
+
+def _holds_a_whole_teacher(recipe: Recipe) -> bool:
+    teacher = recipe.teacher
+    in_full = teacher.offload is None and teacher.dtype not in EIGHT_BITS
+    return in_full and not teacher.is_cached and not recipe.teachers and recipe.parallel.teacher != "sharded"
 
 
 def _disk(code: int, where: object, folder: Path) -> str:

@@ -221,6 +221,13 @@ class DistillationTrainer(Trainer):
             raise KeyboardInterrupt
         return result
 
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer`'s, which would log, save and evaluate at a checkpoint's intervals, whatever `args` say."""
+        begun = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        self.state.train_batch_size = self._train_batch_size
+        return begun
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer._run_epoch`, which would make one more step of a run that is resumed behind its last one."""
         if self.state.global_step >= self.state.max_steps:

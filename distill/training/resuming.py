@@ -1,0 +1,246 @@
+"""What a resumed run may be told anew: settings of memory, speed and records, none of what an optimizer step learns.
+
+    told = told_anew(recipe, folder, processes=2)      # ValueError names the first setting that has to stay
+    told.lines()                                       # what differs from what the run began with
+    told.recipe_text(last)                             # recipe.yaml, with a comment that says what changed and when
+
+A step learns from batch_size x accumulation x processes rows, in an order that the seed alone gives, and its loss is
+the mean over all trained tokens of these rows: how many of them go through the models at a time does not matter, as
+long as their number stays. `Trainer` counts what it skips in micro-batches of the settings it is given, not of those
+in the checkpoint (transformers 5.17 and 5.23), so the rows that follow are the ones an undisturbed run would take.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import TrainingArguments
+
+from distill.faults import show
+from distill.folders import RECIPE_FILE
+from distill.lock import LOCK_FILE, differences, read_lock
+from distill.models.head import bare
+from distill.recipe import Recipe, dump, load
+from distill.recipe.yaml_text import parse_yaml
+from distill.training.checkpoints import CHECKPOINT
+
+STEP = ("train.batch_size", "train.tokens_per_step")  # these two where the step keeps its rows
+FREE = (
+    "train.gradient_checkpointing",
+    "train.save_every",
+    "train.eval_every",
+    "train.log_every",
+    "train.report_to",
+    "teacher.offload",
+    "data.workers",
+    "data.cache",  # the rows' hash in lock.yaml holds the data
+    "data.on_policy.batch_size",
+)
+
+
+class Told(NamedTuple):
+    """A recipe beside the one that its run has gone by.
+
+    Attributes:
+        recipe: of now.
+        path: the run's recipe.yaml.
+        changed: name, last value and present value of what differs from that file.
+        began: the same against what the run began with (lock.yaml, where it is there).
+        processes: of the run so far.
+    """
+
+    recipe: Recipe
+    path: Path
+    changed: tuple[tuple[str, Any, Any], ...]
+    began: tuple[tuple[str, Any, Any], ...]
+    processes: int
+
+    def lines(self) -> list[str]:
+        """One line that names what differs from what the run began with; none where nothing does."""
+        if not self.began:
+            return []
+        told = "; ".join(f"{name} {show(now)}, {show(was)} when the run began" for name, was, now in self.began)
+        return [f"resumed with other settings, for the same steps: {told}"]
+
+    def notes(self, arguments: TrainingArguments, student: nn.Module, *, rows: int) -> list[str]:
+        """What another micro-batch changes all the same, a line each.
+
+        Args:
+            arguments: of now.
+            student: as loaded.
+            rows: of the training data.
+
+        Raises:
+            ValueError: `dataloader_drop_last` would cut off other rows than before.
+        """
+        sizes = next(((was, now) for name, was, now in self.changed if name == "train.batch_size"), None)
+        if sizes is None:
+            return []
+        notes = []
+        if drops_at_random(student):
+            notes.append("dropout draws other random numbers than with the micro-batches of before")
+        return notes + _ends_of_epochs(sizes, arguments, rows)
+
+    def recipe_text(self, last: Path | None) -> str:
+        """recipe.yaml: the present settings, and a comment for each that changed, at this and at earlier resumes.
+
+        Args:
+            last: the checkpoint that the run goes on from.
+        """
+        step = 0 if last is None else last.name.removeprefix(CHECKPOINT)
+        said = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+        said += [f"# {name}: {show(was)} up to step {step}, then {show(now)}" for name, was, now in self.changed]
+        return "".join(f"{line}\n" for line in said) + dump(self.recipe)
+
+
+def told_anew(recipe: Recipe, folder: Path, *, processes: int) -> Told:
+    """Hold that `recipe` makes the steps that the run in `folder` has left to make.
+
+    Args:
+        recipe: of now.
+        folder: the run's.
+        processes: of now.
+
+    Raises:
+        ValueError: naming the first setting that has to stay, what it was and what came.
+    """
+    path = folder / RECIPE_FILE
+    old = load(path)
+    was, now = parse_yaml(dump(old), str(path)), parse_yaml(dump(recipe), "recipe")
+    changed = tuple(differences(was, now))
+    for setting, before, after in changed:
+        if setting not in STEP + FREE:
+            name, one, other = next(differences(_numbered({setting: before}), _numbered({setting: after})))
+            raise ValueError(
+                f"--resume: the recipe differs from {path}: there {name} is {show(one)}, now {show(other)}; "
+                f"of a run that is resumed {', '.join(FREE)} may be changed, and train.batch_size where a step "
+                "keeps its rows; continue with the other settings as they were, or start a new run with --name"
+            )
+    lock = read_lock(folder / LOCK_FILE) if (folder / LOCK_FILE).exists() else {}
+    told = Told(recipe, path, changed, _since(lock.get("recipe", was), now), lock.get("processes", processes))
+    if any(name in STEP for name, _, _ in changed) or told.processes != processes:
+        _require_same_rows(old, told, processes)
+    return told
+
+
+def why_batch_size_stays(recipe: Recipe) -> str | None:
+    """Why a step would not be the same with another `train.batch_size` and as many rows; None where it would."""
+    own = recipe.data.on_policy
+    if own is not None and own.fraction > 0 and recipe.data.packing:
+        return "data.on_policy makes room for answers within each micro-batch of packed documents"
+    if recipe.train.arguments.get("auto_find_batch_size"):
+        return "train.arguments.auto_find_batch_size takes it from the checkpoint"
+    return None
+
+
+def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
+    """At most half of `train.batch_size`, and the `train.tokens_per_step` with which a step keeps its rows."""
+    rows = _rows_of_step(recipe, processes)
+    half = max(recipe.train.batch_size // 2, 1)
+    return next(size for size in range(half, 0, -1) if rows % (size * processes) == 0), rows * recipe.data.max_length
+
+
+def drops_at_random(model: nn.Module) -> bool:
+    """Whether the student draws random numbers in training: other micro-batches draw other ones."""
+    asked = getattr(bare(model).config, "attention_dropout", 0) or 0
+    return asked > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+
+
+@contextmanager
+def said_already() -> Iterator[None]:
+    """Keep `Trainer` from warning of the settings that `Told.lines` has named."""
+    logger = logging.getLogger("transformers.trainer_utils")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "do not match the ones in the `trainer_state.json`" not in str(record.msg)
+
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def _since(began: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
+    """What differs of the settings that may."""
+    found = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE]
+    return tuple((name, was, value) for name, was, value in found if was != value)
+
+
+def _at(tree: Mapping[str, Any], name: str) -> Any:
+    value: Any = tree
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _numbered(value: Any) -> Any:
+    """Lists as sections, so that what differs is named by its place."""
+    if isinstance(value, list):
+        value = {str(number): part for number, part in enumerate(value)}
+    return {name: _numbered(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
+def _require_same_rows(old: Recipe, told: Told, processes: int) -> None:
+    train, length = told.recipe.train, told.recipe.data.max_length
+    rows = _rows_of_step(old, told.processes)
+    changes = train.batch_size != old.train.batch_size
+    if told.processes != processes and (changes or rows % (train.batch_size * processes)):
+        raise ValueError(
+            f"--resume: a step of this run takes {rows} rows, {old.train.batch_size} at a time on {told.processes} "
+            f"processes; came {train.batch_size} on {processes}: continue on as many processes as before"
+        )
+    if changes and (why := why_batch_size_stays(told.recipe)):
+        raise ValueError(
+            f"--resume: train.batch_size has to stay {old.train.batch_size}: {why}; came {train.batch_size}; "
+            "train.gradient_checkpointing: true saves memory too"
+        )
+    if rows % (train.batch_size * processes):
+        sizes = [size for size in range(old.train.batch_size, 0, -1) if rows % (size * processes) == 0]
+        raise ValueError(
+            f"--resume: train.batch_size: a step of this run takes {rows} rows on {processes} device(s), so expected "
+            f"one of {', '.join(map(str, sizes))}; came {train.batch_size}"
+        )
+    if _tokens_of_step(told.recipe, processes) != rows * length:
+        raise ValueError(
+            f"--resume: train.tokens_per_step: a step of this run takes {rows} rows x data.max_length {length}, so "
+            f"expected {rows * length}; came {show(train.tokens_per_step)}"
+        )
+
+
+def _ends_of_epochs(sizes: tuple[int, int], arguments: TrainingArguments, rows: int) -> list[str]:
+    """A line where several processes fill up an epoch's last micro-batches with other rows than before."""
+    processes, drop = arguments.world_size, arguments.dataloader_drop_last
+    before, now = (_rows_of_epoch(rows, size * processes, processes, drop=drop) for size in sizes)
+    steps = -(-rows // (sizes[1] * processes * arguments.gradient_accumulation_steps))
+    if before == now or (not drop and arguments.max_steps < steps):
+        return []
+    if drop:
+        raise ValueError(
+            f"--resume: train.arguments.dataloader_drop_last leaves {before} of {rows} rows in an epoch with "
+            f"train.batch_size {sizes[0]}, and {now} with {sizes[1]}; keep {sizes[0]}"
+        )
+    return [
+        f"the last step of an epoch repeats {now - rows} of its first rows, so that all processes have as many "
+        f"micro-batches; with train.batch_size {sizes[0]} it was {before - rows}"
+    ]
+
+
+def _tokens_of_step(recipe: Recipe, processes: int) -> int:
+    return recipe.train.tokens_per_step or recipe.train.batch_size * recipe.data.max_length * processes
+
+
+def _rows_of_step(recipe: Recipe, processes: int) -> int:
+    return _tokens_of_step(recipe, processes) // recipe.data.max_length
+
+
+def _rows_of_epoch(rows: int, together: int, processes: int, *, drop: bool) -> int:
+    """Rows that all processes take in an epoch, `together` at a time."""
+    if drop:
+        return rows // together * together
+    return rows if processes == 1 else -(-rows // together) * together

@@ -1,0 +1,348 @@
+"""A run that is resumed with less memory: the steps left are the ones that an undisturbed run makes, row by row."""
+
+import json
+import logging
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from test_launch import START, program
+from test_on_policy import on_policy, pairs
+from test_trainer import rows, trainer, weights
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from torch.utils.data import BatchSampler
+from transformers import TrainerState
+from transformers.trainer_utils import compare_trainer_and_checkpoint_args
+
+from distill import run as run_module
+from distill.cli import run_command
+from distill.recipe import load, parse
+from distill.training.progress import read_metrics
+from distill.training.resuming import Told, said_already, smaller_batch
+
+STEPS, TAKEN = 8, 8  # of 18 rows an epoch takes steps of 8, 8 and 2 rows: 8 steps end within the third
+FLOAT64 = {"rtol": 0, "atol": 1e-9}
+
+
+class Seen:
+    """A trainer's steps: the number of trained tokens and the rows of each."""
+
+    def __init__(self, made):
+        self.steps = {}
+        samples = made.get_batch_samples
+
+        def watched(*args):
+            batches, count = samples(*args)
+            ids = [row.tolist() for batch in batches for row in batch["input_ids"]]
+            told = sorted([token for token in row if token != 2] for row in ids)  # without padding
+            self.steps[made.state.global_step + 1] = (int(count), told)
+            return batches, count
+
+        made.get_batch_samples = watched
+
+
+def made_of(folder, batch_size, student=None, **settings):
+    defaults = {"max_steps": STEPS, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5}
+    return trainer(
+        folder, student=student, dtype=torch.float64, data=settings.pop("data", rows(18)),
+        per_device_train_batch_size=batch_size, gradient_accumulation_steps=TAKEN // batch_size,
+        **(defaults | settings),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run of 4 rows at a time, with a checkpoint behind each step; and what it took."""
+    folder = tmp_path_factory.mktemp("whole")
+    made = made_of(folder, 4, save_strategy="steps", save_steps=1)
+    seen = Seen(made)
+    made.train()
+    return folder, made, seen.steps
+
+
+@pytest.mark.parametrize(
+    "step, batch_size, checkpointing",
+    [
+        (1, 2, False),  # in the middle of an epoch
+        (2, 1, True),  # before its last step, which is not full
+        (3, 2, True),  # between two
+        (5, 8, False),  # more at a time than before
+        (7, 1, False),  # in the epoch that the run ends in
+    ],
+)
+def test_the_steps_left_are_the_same(undisturbed, tmp_path, step, batch_size, checkpointing):
+    folder, whole, taken = undisturbed
+    assert len(taken) == STEPS and [len(ids) for _, ids in taken.values()] == [8, 8, 2, 8, 8, 2, 8, 8]
+    again = made_of(tmp_path, batch_size, gradient_checkpointing=checkpointing)
+    seen = Seen(again)
+    again.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    assert seen.steps == {number: taken[number] for number in range(step + 1, STEPS + 1)}
+    for name, value in weights(whole.model).items():
+        torch.testing.assert_close(weights(again.model)[name], value, **FLOAT64)
+
+
+def test_intervals_are_those_of_now(undisturbed, tmp_path):
+    """A checkpoint knows what it was made with; `Trainer` alone would go on with that, or fail where it was none."""
+    folder, _, _ = undisturbed
+    again = made_of(
+        tmp_path, 2, save_strategy="steps", save_steps=3, logging_steps=2, eval_strategy="steps", eval_steps=4
+    )
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    told = again.state.log_history[2:]  # behind those of the checkpoint
+    assert [entry["step"] for entry in told if "loss" in entry] == [4, 6, 8]
+    assert [entry["step"] for entry in told if "eval_loss" in entry] == [4, 8]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{n}" for n in (3, 6, 8)]
+    state = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())
+    assert state["train_batch_size"] == 2
+
+
+def test_answers_of_the_student_are_the_same_in_other_micro_batches(tmp_path):
+    def run(name, batch_size, checkpoint=None):
+        student = tiny_model(dtype=torch.float64)
+        made = made_of(
+            tmp_path / name, batch_size, student=student, data=Dataset.from_list(pairs(18)), max_steps=4,
+            save_strategy="steps", save_steps=2,
+        )  # fmt: skip
+        made.on_policy = on_policy(student, fraction=0.7)
+        seen = Seen(made)
+        made.train(resume_from_checkpoint=checkpoint)
+        return made, seen.steps
+
+    whole, taken = run("whole", 4)
+    again, left = run("again", 1, str(tmp_path / "whole/checkpoint-2"))
+    assert left == {step: taken[step] for step in (3, 4)}
+    for name, value in weights(whole.model).items():
+        torch.testing.assert_close(weights(again.model)[name], value, **FLOAT64)
+
+
+def test_trainer_does_not_repeat_what_is_said(tmp_path):
+    made, state = made_of(tmp_path, 2), TrainerState(train_batch_size=5, logging_steps=1)
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("transformers.trainer_utils")
+    logger.addHandler(handler)
+    try:
+        with said_already():
+            compare_trainer_and_checkpoint_args(made.args, state)
+            logger.warning("something else")
+        assert told == ["something else"]
+        state.train_batch_size = 6  # it says the same but once
+        compare_trainer_and_checkpoint_args(made.args, state)
+        assert "2 (from args) != 6" in told[1]
+    finally:
+        logger.removeHandler(handler)
+
+
+# ------------------------------------------------------------------ the command
+
+
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 1}}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1, max_rows: 2}}
+train: {steps: 6, batch_size: 4, tokens_per_step: 256, learning_rate: 0.1, optimizer: sgd, warmup: 0, log_every: 1,
+        save_every: 3, device: cpu}
+generate: {prompts: []}
+"""
+TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a finished run called whole."""
+    folder = tmp_path_factory.mktemp("resume")
+    tokenizer = tiny_tokenizer()
+    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "r.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
+        assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
+    return folder
+
+
+@pytest.fixture
+def stopped(finished, tmp_path, monkeypatch):
+    """A copy of it that ended behind step 3."""
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    run = folder / "runs/whole"
+    shutil.rmtree(run / "checkpoint-6")
+    shutil.rmtree(run / "student")
+    (run / "result.json").unlink()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
+    return folder
+
+
+def resume(*overrides):
+    return run_command(["run", "r.yaml", *overrides, "--name", "whole", "--resume"])
+
+
+def losses(folder):
+    return [row["loss"] for row in read_metrics(folder / "runs/whole/metrics.jsonl")]
+
+
+def test_a_run_goes_on_with_smaller_micro_batches(stopped, finished, capsys):
+    told = ["train.batch_size=1", "train.gradient_checkpointing=true", "teacher.offload=cpu"]
+    assert resume(*told, "train.save_every=2", "data.workers=1") == 0
+    out = capsys.readouterr().out
+    assert (
+        "resumed with other settings, for the same steps: train.batch_size 1, 4 when the run began; "
+        "train.gradient_checkpointing true, false when the run began; train.save_every 2, 3 when the run began; "
+        "teacher.offload 'cpu', null when the run began; data.workers 1, 0 when the run began\n" in out
+    )
+    assert losses(stopped) == pytest.approx(losses(finished), rel=1e-5)
+    ours, theirs = (load_file(path / "runs/whole/student/model.safetensors") for path in (stopped, finished))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value)
+    # the file is of what goes on now, and says what was before
+    path = stopped / "runs/whole/recipe.yaml"
+    assert load(path) == load("r.yaml", [*told, "train.save_every=2", "data.workers=1"])
+    assert "# train.batch_size: 4 up to step 3, then 1\n" in path.read_text()
+    # and once more, with the first of them as it was
+    assert resume("train.batch_size=4") == 0
+    assert "other settings" not in capsys.readouterr().out
+    notes = [line for line in path.read_text().splitlines() if line.startswith("# train.batch_size")]
+    assert notes == ["# train.batch_size: 4 up to step 3, then 1", "# train.batch_size: 1 up to step 6, then 4"]
+    lock = (stopped / "runs/whole/lock.yaml").read_text()
+    assert lock == (finished / "runs/whole/lock.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["train.learning_rate=0.2"], "there train.learning_rate is 0.1, now 0.2; of a run that is resumed"),
+        (["loss.terms.0.weight=0.5"], "there loss.terms.0.weight is 1.0, now 0.5"),
+        (["train.max_grad_norm=2"], "train.gradient_checkpointing, train.save_every"),
+        (["train.steps=7"], "there train.steps is 6, now 7"),
+        (["data.max_length=16"], "there data.max_length is 32, now 16"),
+        (["student.lora={r: 2}"], "there student.lora is null, now a section of 5"),
+        (["train.batch_size=3", "train.tokens_per_step=192"], "8 rows on 1 device(s), so expected one of 4, 2, 1"),
+        (["train.batch_size=2", "train.tokens_per_step=128"], "8 rows x data.max_length 32, so expected 256; came 128"),
+        (["train.batch_size=2", "train.tokens_per_step=null"], "expected 256; came null"),
+        (["train.batch_size=4", "train.tokens_per_step=512"], "expected 256; came 512"),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_run_is_refused(stopped, capsys, overrides, expected):
+    before = (stopped / "runs/whole/recipe.yaml").read_bytes()
+    assert resume(*overrides) == 2
+    err = capsys.readouterr().err
+    assert expected in err and err.count("\n") == 1
+    assert (stopped / "runs/whole/recipe.yaml").read_bytes() == before
+
+
+def test_a_step_of_one_micro_batch_becomes_one_of_several(finished, stopped, capsys):
+    """Without tokens_per_step, the step's size was batch_size's alone: given now, it keeps that."""
+    path = stopped / "runs/whole/recipe.yaml"
+    path.write_text(path.read_text().replace("batch_size: 4", "batch_size: 8").replace("step: 256", "step: null"))
+    assert "batch_size: 8" in path.read_text() and "step: null" in path.read_text()
+    assert resume("train.batch_size=2", "train.tokens_per_step=256") == 0
+    assert losses(stopped) == pytest.approx(losses(finished), rel=1e-5)
+    assert resume("train.batch_size=2", "train.tokens_per_step=null") == 2
+    assert "expected 256; came null" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more, expected",
+    [
+        (["train.arguments={auto_find_batch_size: true}"], "auto_find_batch_size takes it from the checkpoint"),
+        (["train.arguments={dataloader_drop_last: true}"], r"dataloader_drop_last leaves \d+ of \d+ rows .*; keep 4"),
+        (
+            ["data.on_policy={fraction: 0.5}", "data.packing=true"],
+            r"data\.on_policy makes room for answers within each micro-batch",
+        ),
+    ],
+)
+def test_a_batch_size_that_has_to_stay(stopped, capsys, more, expected):
+    path = stopped / "runs/whole/recipe.yaml"
+    settings = load("r.yaml", more)
+    path.write_text(run_module.dump(settings))
+    assert resume(*more, "train.batch_size=1") == 2
+    assert re.search(expected, capsys.readouterr().err)
+
+
+def notes(sizes, student, *, rows=18, processes=1, steps=STEPS, drop=False):
+    """What is said of a run whose micro-batches go from the first of `sizes` to the second."""
+    told = Told(None, None, (("train.batch_size", *sizes),), (), processes)
+    arguments = SimpleNamespace(
+        world_size=processes, dataloader_drop_last=drop, max_steps=steps,
+        gradient_accumulation_steps=TAKEN // (sizes[1] * processes),
+    )  # fmt: skip
+    return told.notes(arguments, student, rows=rows)
+
+
+def test_dropout_is_said_to_draw_other_numbers():
+    plain, drops = tiny_model(), tiny_model(attention_dropout=0.1)
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
+    assert notes((4, 2), plain) == []
+    for model in (drops, adapted):
+        assert notes((4, 2), model) == ["dropout draws other random numbers than with the micro-batches of before"]
+
+
+def epoch(rows, size, process, drop):
+    """The rows of an epoch that one of two processes gets, a micro-batch each, as accelerate cuts them."""
+    return list(BatchSamplerShard(BatchSampler(range(rows), size, drop), num_processes=2, process_index=process))
+
+
+@pytest.mark.parametrize("rows", [16, 17, 18, 20, 23, 24])
+def test_what_fills_up_an_epochs_end_is_said(rows):
+    found = {size: [epoch(rows, size, process, drop=False) for process in (0, 1)] for size in (4, 1)}
+    repeated = {size: sum(len(batch) for one in found[size] for batch in one) - rows for size in found}
+    said = notes((4, 1), tiny_model(), rows=rows, processes=2)
+    if repeated[4] == repeated[1]:
+        assert said == [] and rows in (16, 24, 23)
+    else:
+        assert f"repeats {repeated[1]} of its first rows" in said[0] and f"it was {repeated[4]}" in said[0]
+    assert notes((4, 1), tiny_model(), rows=rows, processes=2, steps=1) == []  # ends within the first epoch
+    # every other step has the same rows
+    for step in range(rows // TAKEN):
+        of_step = [
+            sorted(row for one in found[size] for batch in one[step * each : (step + 1) * each] for row in batch)
+            for size, each in ((4, 1), (1, 4))
+        ]
+        assert of_step[0] == of_step[1] == list(range(step * TAKEN, (step + 1) * TAKEN))
+
+
+@pytest.mark.parametrize("rows", [16, 18, 20])
+def test_rows_that_an_epoch_would_lose_are_told(rows):
+    kept = [sum(len(batch) for process in (0, 1) for batch in epoch(rows, size, process, drop=True)) for size in (4, 1)]
+    if kept[0] == kept[1]:
+        assert notes((4, 1), tiny_model(), rows=rows, processes=2, drop=True) == []
+        return
+    with pytest.raises(ValueError, match=rf"leaves {kept[0]} of {rows} rows .* and {kept[1]} with 1; keep 4"):
+        notes((4, 1), tiny_model(), rows=rows, processes=2, drop=True)
+
+
+@pytest.mark.parametrize(
+    "batch_size, tokens, processes, expected",
+    [(4, 256, 1, (2, 256)), (6, None, 1, (3, 192)), (5, None, 1, (1, 160)), (5, 320, 1, (2, 320)),
+     (1, 256, 1, (1, 256)), (4, None, 2, (2, 256)), (6, 768, 2, (3, 768))],
+)  # fmt: skip
+def test_the_next_smaller_batch_keeps_the_steps_rows(batch_size, tokens, processes, expected):
+    recipe = parse(RECIPE, [f"train.batch_size={batch_size}", f"train.tokens_per_step={tokens or 'null'}"])
+    assert smaller_batch(recipe, processes) == expected
+
+
+def test_on_two_processes(stopped, finished):
+    """The same weights with smaller micro-batches on as many processes; on fewer it is refused."""
+    whole = program(stopped, START, "run", "r.yaml", "--name", "two")
+    assert whole.returncode == 0, whole.stderr
+    run = stopped / "runs/two"
+    theirs = load_file(run / "student/model.safetensors")
+    shutil.rmtree(run / "checkpoint-6")
+    refused = program(stopped, ["-m", "distill"], "run", "r.yaml", "train.batch_size=2", "--name", "two", "--resume")
+    assert refused.returncode == 2, refused.stderr
+    assert "takes 8 rows, 4 at a time on 2 processes; came 2 on 1: continue on as many" in refused.stderr
+    smaller = program(stopped, START, "run", "r.yaml", "train.batch_size=1", "--name", "two", "--resume")
+    assert smaller.returncode == 0, smaller.stderr
+    assert smaller.stdout.count("resumed with other settings") == 1
+    for name, value in load_file(run / "student/model.safetensors").items():
+        torch.testing.assert_close(value, theirs[name])
