@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from distill.cli import run_command
 from distill.faults import RunError
-from distill.recipe import parse
+from distill.recipe import dump, parse
 from distill.teachers.cache.read import TeacherCache
 from distill.training import failures
 from distill.training.checkpoints import checkpoints
@@ -280,6 +280,46 @@ def test_what_torch_says_of_its_memory_does_not_bury_what_to_do():
     )
     text = failures.out_of_memory(RECIPE, torch.OutOfMemoryError(said))
     assert text.startswith("the GPU is out of memory: CUDA out of memory. Tried to allocate 20.00 MiB; set train.batch")
+
+
+def checkpoint(folder, step=8):
+    (folder / f"checkpoint-{step}").mkdir(parents=True)
+    (folder / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    "overrides, ends",
+    [
+        ([], "--name a --resume train.batch_size=2"),
+        (["train.tokens_per_step=null"], "--name a --resume train.batch_size=2 train.tokens_per_step=2048"),
+        (["train.batch_size=1"], "--name a --resume train.gradient_checkpointing=true"),
+        (["train.batch_size=1", "train.gradient_checkpointing=true"], "--name a --resume teacher.offload=cpu"),
+        (["data.on_policy={fraction: 0.5}"], "--name a --resume train.gradient_checkpointing=true"),
+        (["data.on_policy={fraction: 0.5}", "data.packing=false"], "--name a --resume train.batch_size=2"),
+    ],
+)
+def test_memory_that_runs_out_behind_a_checkpoint_ends_with_how_to_go_on(tmp_path, overrides, ends):
+    folder = tmp_path / "a"
+    checkpoint(folder)
+    recipe = parse(dump(RECIPE), overrides)
+    with pytest.raises(RunError) as raised, failures.explained(recipe, folder):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    text = str(raised.value)
+    assert text.endswith(f"{folder / 'checkpoint-8'} is kept: continue with the same command and {ends}")
+    # what a resumed run may not be told comes apart from what it may
+    can, only_new = text.split(" (a new run can set ")
+    assert (
+        "student.lora" not in can and "student.lora" in only_new and "train.gradient_checkpointing to" not in only_new
+    )
+    before = failures.out_of_memory(recipe, torch.OutOfMemoryError("full"), tmp_path / "absent")
+    assert "--resume" not in before and "student.lora" in before and before.endswith("by the GiB they save")
+
+
+def test_nothing_is_said_of_resuming_where_only_another_run_would_fit(tmp_path):
+    checkpoint(tmp_path)
+    told = ["train.batch_size=1", "train.gradient_checkpointing=true", "teacher.dtype=fp8"]
+    text = failures.out_of_memory(parse(dump(RECIPE), told), torch.OutOfMemoryError("full"), tmp_path)
+    assert "a new run can set student.lora to {}" in text and "--resume" not in text
 
 
 def test_advice_leaves_out_what_is_set_already():

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from distill.cli import run_command
 from distill.recipe import load, parse
 from distill.training.progress import read_metrics
 from distill.training.resuming import Told, said_already, smaller_batch
+from distill.training.trainer import DistillationTrainer
 
 STEPS, TAKEN = 8, 8  # of 18 rows an epoch takes steps of 8, 8 and 2 rows: 8 steps end within the third
 FLOAT64 = {"rtol": 0, "atol": 1e-9}
@@ -214,6 +216,30 @@ def test_a_run_goes_on_with_smaller_micro_batches(stopped, finished, capsys):
     assert notes == ["# train.batch_size: 4 up to step 3, then 1", "# train.batch_size: 1 up to step 6, then 4"]
     lock = (stopped / "runs/whole/lock.yaml").read_text()
     assert lock == (finished / "runs/whole/lock.yaml").read_text()
+
+
+def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    shutil.rmtree(folder / "runs")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
+    step = DistillationTrainer.training_step
+
+    def full(self, model, inputs, *args, **kwargs):
+        if self.state.global_step == 4 and len(inputs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return step(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(DistillationTrainer, "training_step", full)
+    assert run_command(["run", "r.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "runs/r/checkpoint-3 is kept: continue with the same command and --name r" in err
+    assert run_command(["run", "r.yaml", "--resume"]) == 1  # without what it says
+    capsys.readouterr()
+    assert run_command(["run", "r.yaml", *shlex.split(err.split("the same command and ")[1])]) == 0
+    assert "continuing from runs/r/checkpoint-3" in capsys.readouterr().out
+    resumed = [row["loss"] for row in read_metrics(folder / "runs/r/metrics.jsonl")]
+    assert resumed == pytest.approx(losses(finished), rel=1e-5)
 
 
 @pytest.mark.parametrize(
