@@ -23,9 +23,9 @@ from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 from distill import run as run_module
 from distill.cli import run_command
-from distill.recipe import load, parse
+from distill.recipe import dump, load, parse
 from distill.training.progress import read_metrics
-from distill.training.resuming import Told, said_already, smaller_batch
+from distill.training.resuming import Told, said_already, smaller_batch, told_anew
 from distill.training.trainer import DistillationTrainer
 
 STEPS, TAKEN = 8, 8  # of 18 rows an epoch takes steps of 8, 8 and 2 rows: 8 steps end within the third
@@ -290,7 +290,7 @@ def test_a_step_of_one_micro_batch_becomes_one_of_several(finished, stopped, cap
 def test_a_batch_size_that_has_to_stay(stopped, capsys, more, expected):
     path = stopped / "runs/whole/recipe.yaml"
     settings = load("r.yaml", more)
-    path.write_text(run_module.dump(settings))
+    path.write_text(dump(settings))
     assert resume(*more, "train.batch_size=1") == 2
     assert re.search(expected, capsys.readouterr().err)
 
@@ -357,16 +357,35 @@ def test_the_next_smaller_batch_keeps_the_steps_rows(batch_size, tokens, process
     assert smaller_batch(recipe, processes) == expected
 
 
-def test_on_two_processes(stopped, finished):
+@pytest.mark.parametrize(
+    "processes, expected",
+    [
+        (1, "expected 256; came null"),
+        (4, "takes 8 rows, 4 at a time on 2 processes; came 4 on 4: continue on as many processes"),
+    ],
+)
+def test_other_processes_do_not_make_steps_of_another_size(stopped, processes, expected):
+    """Without tokens_per_step, it is the number of processes that makes the step."""
+    run = stopped / "runs/whole"
+    now = load("r.yaml", ["train.tokens_per_step=null"])
+    (run / "recipe.yaml").write_text(dump(now))
+    (run / "lock.yaml").write_text((run / "lock.yaml").read_text().replace("processes: 1", "processes: 2"))
+    told_anew(now, run, processes=2)
+    with pytest.raises(ValueError, match=expected):
+        told_anew(now, run, processes=processes)
+    told_anew(load("r.yaml", ["train.tokens_per_step=256"]), run, processes=1)
+
+
+def test_on_two_processes(stopped, capsys):
     """The same weights with smaller micro-batches on as many processes; on fewer it is refused."""
     whole = program(stopped, START, "run", "r.yaml", "--name", "two")
     assert whole.returncode == 0, whole.stderr
     run = stopped / "runs/two"
     theirs = load_file(run / "student/model.safetensors")
     shutil.rmtree(run / "checkpoint-6")
-    refused = program(stopped, ["-m", "distill"], "run", "r.yaml", "train.batch_size=2", "--name", "two", "--resume")
-    assert refused.returncode == 2, refused.stderr
-    assert "takes 8 rows, 4 at a time on 2 processes; came 2 on 1: continue on as many" in refused.stderr
+    assert run_command(["run", "r.yaml", "train.batch_size=2", "--name", "two", "--resume"]) == 2
+    told = "takes 8 rows, 4 at a time on 2 processes; came 2 on 1: continue on as many"
+    assert told in capsys.readouterr().err
     smaller = program(stopped, START, "run", "r.yaml", "train.batch_size=1", "--name", "two", "--resume")
     assert smaller.returncode == 0, smaller.stderr
     assert smaller.stdout.count("resumed with other settings") == 1
