@@ -19,6 +19,7 @@ from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch, why_batch_size_stays
 
 GIB = 2**30
+MOST_WAYS = 4  # named where memory ran out, so that it stays one line; `distill check` has them all
 # what libraries that are not Python's put into exceptions of their own
 CUT_SHORT = (
     "inline_container",
@@ -74,7 +75,8 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
     told = f"the GPU is out of memory: {said}; "
     ranked = "`distill check` ranks the ways by the GiB they save"
     if not whole or folder is None:
-        return f"{told}set {'; or '.join([*kept.values(), *lost])}. {ranked}"
+        return f"{told}set {'; or '.join([*kept.values(), *lost][:MOST_WAYS])}. {ranked}"
+    lost = lost[: max(MOST_WAYS - len(kept), 1)]
     new = f"a new run can set {'; or '.join(lost)}" if lost else ""
     if not kept:
         return f"{told}{new or 'no setting of the recipe saves more'}. {ranked}"
@@ -112,15 +114,15 @@ def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
     train, ways = recipe.train, []
     if train.batch_size > 1 and why_batch_size_stays(recipe) is not None:
         ways.append(f"train.batch_size from {train.batch_size} to {train.batch_size // 2}, half of the activations")
+    if train.batch_size == 1:
+        length = recipe.data.max_length
+        ways.append(f"data.max_length from {length} to {length // 2}, half of the activations")
     if recipe.student.lora is None:
         ways.append("student.lora to {}, no gradients and optimizer states of the base weights")
     if train.optimizer_states != "bfloat16" and train.optimizer == "fused_adamw":
         ways.append("train.optimizer_states to bfloat16, half of the optimizer's memory")
     if _holds_a_whole_teacher(recipe):
         ways.append("teacher.dtype to fp8, half of the teacher's layers")
-    if train.batch_size == 1:
-        length = recipe.data.max_length
-        ways.append(f"data.max_length from {length} to {length // 2}, half of the activations")
     return ways
 
 
