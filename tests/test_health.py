@@ -319,7 +319,8 @@ def test_nothing_is_said_of_resuming_where_only_another_run_would_fit(tmp_path):
     checkpoint(tmp_path)
     told = ["train.batch_size=1", "train.gradient_checkpointing=true", "teacher.dtype=fp8"]
     text = failures.out_of_memory(parse(dump(RECIPE), told), torch.OutOfMemoryError("full"), tmp_path)
-    assert "a new run can set student.lora to {}" in text and "--resume" not in text
+    assert "a new run can set data.max_length from 512 to 256" in text and "student.lora to {}" in text
+    assert "--resume" not in text
 
 
 def test_advice_leaves_out_what_is_set_already():
