@@ -27,6 +27,7 @@ from scripts.bench.step import random_model
 
 MODELS = ("llama-3.1-8b", "granite-3.3-8b")
 BATCH, PROMPT, NEW = 2, 512, 256
+EAGER = "generate, eager"
 
 
 def forward_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ def ways(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[Tokens]
         "Triton only": loop(on_triton_only(model)),
         "ours on cuBLAS, CUDA graph": loop(twin(model, attention=None)),
         "transformers' layers on cuBLAS, CUDA graph": loop(model),
-        "generate, eager": generate,
+        EAGER: generate,
     }
     if compiled:
         found["generate, static cache, compiled"] = lambda prompts: generate(prompts, cache_implementation="static")
@@ -88,16 +89,19 @@ def _measure(name: str, new: int, compiled: bool) -> list[Row]:
     prompts = torch.randint(3, model.config.vocab_size, (BATCH, PROMPT), generator=generator).tolist()
     shape = f"{name}, {BATCH} x {PROMPT} in, {new} out, bf16"
     rows, runs, errors = [], {}, {}
-    for label, way in ways(model, new, compiled=compiled).items():
+    found = ways(model, new, compiled=compiled)
+    for label, way in found.items():
         try:
             errors[label] = {"regret": regret(model, prompts, way(prompts))}
         except (RuntimeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:  # of a library's own way
             rows.append(Row("cuda_free", shape, label, math.nan, note=f"failed: {str(error).splitlines()[0]}"))
-            continue
-        if errors[label]["regret"] < REGRET:
-            runs[label] = lambda w=way: w(prompts)
+    # the greatest of all choices grows with their number: transformers' own forward says what bf16 leaves open
+    most = max(REGRET, 1.5 * errors.get(EAGER, {}).get("regret", 0.0))
+    for label, error in errors.items():
+        if error["regret"] < most:
+            runs[label] = lambda w=found[label]: w(prompts)
         else:
-            rows.append(Row("cuda_free", shape, label, math.nan, error=errors[label], note="wrong, not timed"))
+            rows.append(Row("cuda_free", shape, label, math.nan, error=error, note="wrong, not timed"))
     times = time_in_turn(runs, rounds=3, calls=1, settle=0)  # a call is seconds: clocks are its own
     fastest = min((ms for label, ms in times.items() if label != "Triton only"), default=math.nan)
     for label, ms in times.items():
