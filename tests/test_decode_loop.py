@@ -217,7 +217,7 @@ def test_the_benchmarks_candidates_agree():
 
 
 def test_a_model_on_triton_kernels_alone(kernel_device):
-    from scripts.bench.cuda_free import split_k_rows, ways
+    from scripts.bench.cuda_free import forward_on_triton, ways
 
     model = tiny_model(layers=1).to(kernel_device, torch.bfloat16 if kernel_device.type == "cuda" else torch.float32)
     model.generation_config.eos_token_id = None
@@ -225,7 +225,7 @@ def test_a_model_on_triton_kernels_alone(kernel_device):
     assert len(found) == 4 and all(tokens == found["generate, eager"] for tokens in found.values())
     x = torch.randn(2, 70, 32, device=kernel_device, dtype=model.dtype)
     linear = model.model.layers[0].mlp.up_proj
-    torch.testing.assert_close(split_k_rows(linear, x), linear(x))
+    torch.testing.assert_close(forward_on_triton(linear, x), linear(x))
 
 
 @pytest.mark.gpu

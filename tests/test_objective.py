@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from distill_kernels import FusedJSDLoss, FusedKLLoss, LossTerm
 from helpers import relative_error
 from peft import LoraConfig, get_peft_model
@@ -270,7 +271,20 @@ def test_a_model_with_a_twist_between_head_and_logits_is_refused():
         probe_logits(model, "student")
 
 
-def test_a_model_that_a_trainer_has_prepared_for_autocast_is_read_in_its_own_precision():
+@pytest.fixture
+def accelerate_anew():
+    """Accelerate without what other tests have chosen for the process."""
+    states = [AcceleratorState._shared_state, PartialState._shared_state]
+    kept = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    yield
+    for state, before in zip(states, kept, strict=True):
+        state.clear()
+        state.update(before)
+
+
+def test_a_model_that_a_trainer_has_prepared_for_autocast_is_read_in_its_own_precision(accelerate_anew):
     model = tiny_model(hidden=64)
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     assert prepared is model
