@@ -36,10 +36,14 @@ class Collator:
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Make a batch of `rows`, each with `input_ids`, `labels` (not shifted) and `position_ids`.
 
+        Of no rows a row of padding is made: what a process passes through the models that has no rows left.
+
         Returns:
             `input_ids`, `labels`, `position_ids`: int64 [B, S]; `valid_rows`: int64 [M], the flat indices
             `b * S + i` whose next token is learned (`labels[b, i + 1] != -100`). There is no attention mask.
         """
+        # two tokens, since one is what decoding looks like
+        rows = rows or [{"input_ids": [self.pad_token_id] * 2, "labels": [IGNORED] * 2, "position_ids": [0, 1]}]
         length = max(len(row["input_ids"]) for row in rows)
         multiple = self.pad_to_multiple_of or 1
         length = -(-length // multiple) * multiple

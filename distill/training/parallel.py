@@ -241,6 +241,16 @@ def use_fsdp2(accelerator: Any, settings: dict[str, Any]) -> None:
     state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32)
 
 
+def keeps_nothing(optimizer: Any) -> bool:
+    """Whether an optimizer's steps follow from its settings alone: plain SGD, without momentum.
+
+    torch cannot load the state of such a one into shards ("Expected device to be set": it takes the device from the
+    state's tensors), and there is nothing to load.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return type(inner) is torch.optim.SGD and not any(group["momentum"] for group in inner.param_groups)
+
+
 def whole_student(accelerator: Any, model: nn.Module) -> Any:
     """A sharded student as an ordinary model on the CPU, to save, merge or hand over; on the first process only.
 

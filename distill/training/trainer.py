@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
 
 from distill.data.collator import Collator
 from distill.generation.on_policy import OnPolicy
@@ -28,10 +29,11 @@ from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.training.blame import teacher_fault
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
+from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health
 from distill.training.metrics import NO_WORK, Meter, named_means, work_of
 from distill.training.objective import STATISTICS, DistillationObjective, LossSpec
-from distill.training.parallel import is_sharded, use_fsdp2
+from distill.training.parallel import is_sharded, keeps_nothing, use_fsdp2
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class DistillationTrainer(Trainer):
         vocab_size: Columns that both heads are cut to; None for the smaller head.
         train_dataset, eval_dataset, processing_class, callbacks: As of `Trainer`.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
+            On several processes each row of an epoch is taken once (`even_batches.py`).
         objective: What makes the objective of `(teacher, model, loss, vocab_size=)`: `DistillationObjective` or a
             subclass for another kind of teacher.
         more: Anything else of `Trainer`.
@@ -89,8 +92,8 @@ class DistillationTrainer(Trainer):
         for whose, owned in (("student", model), ("teacher", teacher)):
             if owned is not None:
                 keep_soft_cap(owned, field=f"{whose}'s attention")
-        if data_collator is None:
-            data_collator = PlainRows(Collator(_padding_token(processing_class, model), omit_plain_positions=True))
+        plain = Collator(_padding_token(processing_class, model), omit_plain_positions=True)
+        data_collator = PlainRows(plain) if data_collator is None else OrPadding(data_collator, plain)
         super().__init__(
             model=model,
             args=args,
@@ -130,6 +133,10 @@ class DistillationTrainer(Trainer):
         if self.args.fsdp and self.accelerator.num_processes > 1:
             use_fsdp2(self.accelerator, self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer._get_dataloader`; where several processes share an epoch, each row comes once."""
+        return each_row_once(super()._get_dataloader(*args, **kwargs), self.accelerator.num_processes)
 
     # ------------------------------------------------------------------ loss
 
@@ -276,6 +283,16 @@ class DistillationTrainer(Trainer):
         return {"loss": loss / trained, **named_means(statistics, trained, self.objective.divergence)}
 
     # ----------------------------------------------------------- checkpoints
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As `Trainer`'s, which fails for a sharded student whose optimizer has no state."""
+        if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self.optimizer is not None and self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # a scheduler sets it behind a step, for the next one
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._checkpoints_go_to or super()._get_output_dir(trial)

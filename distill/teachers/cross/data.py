@@ -290,7 +290,7 @@ class CrossCollator:
         batch = self.plain([{name: row[name] for name in NAMES[:3]} for row in rows])
         readings = [(row["teacher_input_ids"], row["teacher_position_ids"]) for row in rows]
         teacher = self.teacher([{"input_ids": ids, "labels": ids, "position_ids": at} for ids, at in readings])
-        spans = []
+        spans = [torch.zeros(0, 4, dtype=torch.int64)]
         for number, row in enumerate(rows):
             own = torch.as_tensor(row["spans"], dtype=torch.int64).view(-1, 2, 2)
             for side, (made, name) in enumerate(((batch, "input_ids"), (teacher, "teacher_input_ids"))):
