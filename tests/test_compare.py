@@ -9,10 +9,12 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill.cli import run_command
 from distill.judging.compare_runs import welch
 from distill.judging.measure import KL, SPANS, measure_of
+from distill.lock import FIRST, lock_text
 from distill.recipe import parse
+from distill.recipe.same_step import FREE, settings_of_steps
 
 
-def make_run(name, kl, *, seed=0, rate="1e-4", result=True, student="{model: b}"):
+def make_run(name, kl, *, seed=0, rate="1e-4", result=True, student="{model: b}", more="", processes=None):
     from pathlib import Path
 
     folder = Path("runs") / name
@@ -20,8 +22,11 @@ def make_run(name, kl, *, seed=0, rate="1e-4", result=True, student="{model: b}"
     key = "divergence" if "cross" in student else "kl"
     (folder / "recipe.yaml").write_text(
         f"name: {name}\nteacher: {{model: a}}\nstudent: {student}\ndata: {{source: x.txt}}\n"
-        f"train: {{steps: 5, seed: {seed}, learning_rate: {rate}}}\n"
+        f"train: {{steps: 5, seed: {seed}, learning_rate: {rate}{more}}}\n"
     )
+    if processes is not None:
+        sections = {name: {} for name in FIRST} | {"processes": processes}
+        (folder / "lock.yaml").write_text(lock_text(sections))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, key: 2.0, f"eval_{key}": kl}) + "\n")
     if result:
         after = {f"forward_{key}": kl, "agreement": 0.5}
@@ -52,6 +57,55 @@ def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
     assert run_command(["compare", *ALL, "--json"]) == 0
     groups = json.loads(capsys.readouterr().out)
     assert [group["runs"] for group in groups] == [ALL[:3], ALL[3:]] and groups[0]["p_value"] is None
+
+
+def groups_of(capsys, *runs):
+    assert run_command(["compare", *runs, "--json"]) == 0
+    return [(group["runs"], group["differs"]) for group in json.loads(capsys.readouterr().out)]
+
+
+def test_what_leaves_the_steps_as_they_are_makes_no_group(folder, capsys):
+    """A run that was out of memory and went on with smaller micro-batches stays with its seeds."""
+    make_run("whole", 0.5, seed=7, more=", batch_size: 8", processes=2)
+    smaller = ", batch_size: 2, tokens_per_step: 16384, gradient_checkpointing: true, save_every: 3, log_every: 1"
+    make_run("resumed", 0.5, seed=8, more=smaller + ", report_to: [wandb]", processes=2)
+    assert groups_of(capsys, "whole", "resumed") == [(["whole", "resumed"], {})]
+    # half the step, by the number of processes alone, and by what is asked for
+    make_run("alone", 0.5, seed=9, more=", batch_size: 8", processes=1)
+    make_run("half", 0.5, seed=10, more=", batch_size: 8, tokens_per_step: 8192")
+    assert groups_of(capsys, "whole", "alone", "resumed", "half") == [
+        (["whole", "resumed"], {}), (["alone", "half"], {"train.tokens_per_step": 8192})
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_every_free_setting_is_left_out(name):
+    """Each is a field of the recipe, so that none of the names is misspelt, and the steps do not tell of it."""
+    text = (
+        "name: a\nteacher: {model: a}\nstudent: {model: b}\ntrain: {steps: 5}\n"
+        "data: {source: x.txt, packing: false, on_policy: {fraction: 0.5}}\n"
+    )
+    before = parse(text)
+    values = {bool: "true", int: "7", list: "[wandb]"}
+    found = before.model_dump()
+    for part in name.split("."):
+        found = found[part]
+    value = "cpu" if name == "teacher.offload" else "false" if found is True else values.get(type(found), "7")
+    after = parse(text, [f"{name}={value}"])
+    assert after != before and settings_of_steps(after, 2) == settings_of_steps(before, 2)
+    other = settings_of_steps(parse(text, ["train.batch_size=2"]), 2)
+    assert other["train.tokens_per_step"] == 2 * settings_of_steps(before, 2)["train.tokens_per_step"]
+
+
+def test_a_batch_size_that_the_steps_depend_on_makes_a_group():
+    text = (
+        "name: a\nteacher: {model: a}\nstudent: {model: b}\ntrain: {steps: 5, tokens_per_step: 8192}\n"
+        "data: {source: x.txt, on_policy: {fraction: 0.5}}\n"
+    )
+    packed = [settings_of_steps(parse(text, [f"train.batch_size={size}"]), 1) for size in (1, 2)]
+    assert packed[0] != packed[1]
+    plain = [settings_of_steps(parse(text, [f"train.batch_size={n}", "data.packing=false"]), 1) for n in (1, 2)]
+    assert plain[0] == plain[1]
 
 
 def test_one_seed_has_no_test(folder, capsys):

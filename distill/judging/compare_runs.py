@@ -1,8 +1,9 @@
 """`distill compare`: several runs side by side, and whether a difference is more than the luck of the seed.
 
-Runs whose recipes differ in nothing but `name` and `train.seed` are one group. Groups are compared with the first by
-Welch's t-test (1947) on the held-out divergence, one figure a run: with a single run in a group there is no spread, so
-no test, and the table says so; nor is there one between measures, such as KL and the divergence of aligned spans.
+Runs whose recipes differ in nothing but `name`, `train.seed` and what leaves an optimizer step as it is (micro-batches,
+checkpointing, intervals: `recipe/same_step.py`) are one group. Groups are compared with the first by Welch's t-test
+(1947) on the held-out divergence, one figure a run: with a single run in a group there is no spread, so no test, and
+the table says so; nor is there one between measures, such as KL and the divergence of aligned spans.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from distill.judging.measure import Measure
 from distill.recipe import parse
+from distill.recipe.same_step import settings_of_steps
 from distill.reports.report import Run, points
 from distill.reports.svg_plot import Series, line_chart
 
@@ -26,7 +28,7 @@ class Group(NamedTuple):
         runs: names.
         measure: what the divergence is.
         divergence, agreement, gap: one figure a run.
-        differs: settings by which this group's recipe differs from the first group's.
+        differs: settings by which this group's steps differ from the first group's.
         p_value: that a difference from the first group as large comes from seeds alone; None where it cannot be told.
     """
 
@@ -59,7 +61,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         if "after" not in run.result:
             raise ValueError(f"{run.folder}: has no result yet; distill run ... --resume finishes it")
-        settings = _flat(parse(run.recipe, name=run.folder.name).model_dump(mode="json"))
+        settings = settings_of_steps(parse(run.recipe, name=run.folder.name), run.processes)
         for name in ("name", "train.seed"):
             settings.pop(name, None)
         groups.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(run)
@@ -85,16 +87,6 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             )
         )  # fmt: skip
     return made
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict) and tree:
-        return {
-            k: v for key, value in tree.items() for k, v in _flat(value, f"{prefix}.{key}" if prefix else key).items()
-        }
-    if isinstance(tree, list) and tree:
-        return {k: v for number, value in enumerate(tree) for k, v in _flat(value, f"{prefix}.{number}").items()}
-    return {prefix: tree}
 
 
 def mean_and_spread(values: Sequence[float]) -> str:

@@ -66,6 +66,14 @@ class Run(NamedTuple):
         stored = self.result.get("measure") or self.before.get("measure")
         return measure_of(parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE)), stored)
 
+    @property
+    def processes(self) -> int:
+        """That it began on, as its lock.yaml says; 1 where there is none."""
+        from distill.lock import LOCK_FILE, read_lock
+
+        path = self.folder / LOCK_FILE
+        return int(read_lock(path)["processes"]) if path.is_file() else 1
+
 
 def find_run(argument: str | Path) -> Path:
     """The folder of a run: a path, or its name under `runs/`.

@@ -14,9 +14,10 @@ import torch
 from distill.faults import DISK, RunError
 from distill.recipe import Recipe
 from distill.recipe.models import EIGHT_BITS
+from distill.recipe.same_step import why_batch_size_stays
 from distill.training.arguments import world_size
 from distill.training.checkpoints import checkpoints
-from distill.training.resuming import smaller_batch, why_batch_size_stays
+from distill.training.resuming import smaller_batch
 
 GIB = 2**30
 MOST_WAYS = 4  # named where memory ran out, so that it stays one line; `distill check` has them all

@@ -4,10 +4,9 @@
     told.lines()                                       # what differs from what the run began with
     told.recipe_text(last)                             # recipe.yaml, with a comment that says what changed and when
 
-A step learns from batch_size x accumulation x processes rows, in an order that the seed alone gives, and its loss is
-the mean over all trained tokens of these rows: how many of them go through the models at a time does not matter, as
-long as their number stays. `Trainer` counts what it skips in micro-batches of the settings it is given, not of those
-in the checkpoint (transformers 5.17 and 5.23), so the rows that follow are the ones an undisturbed run would take.
+Rows come in an order that the seed alone gives, each once an epoch however many processes share it, and a step keeps
+its rows (`recipe/same_step.py`). `Trainer` counts what it skips in micro-batches of the settings it is given, not of
+those in the checkpoint (transformers 5.17 and 5.23): the rows that follow are the ones an undisturbed run would take.
 """
 
 from __future__ import annotations
@@ -26,21 +25,9 @@ from distill.folders import RECIPE_FILE
 from distill.lock import LOCK_FILE, differences, read_lock
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
+from distill.recipe.same_step import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
 from distill.training.checkpoints import CHECKPOINT
-
-STEP = ("train.batch_size", "train.tokens_per_step")  # these two where the step keeps its rows
-FREE = (
-    "train.gradient_checkpointing",
-    "train.save_every",
-    "train.eval_every",
-    "train.log_every",
-    "train.report_to",
-    "teacher.offload",
-    "data.workers",
-    "data.cache",  # the rows' hash in lock.yaml holds the data
-    "data.on_policy.batch_size",
-)
 
 
 class Told(NamedTuple):
@@ -81,10 +68,10 @@ class Told(NamedTuple):
         sizes = next(((was, now) for name, was, now in self.changed if name == "train.batch_size"), None)
         if sizes is None:
             return []
-        notes = []
+        _require_same_epochs(sizes, arguments, rows)
         if drops_at_random(student):
-            notes.append("dropout draws other random numbers than with the micro-batches of before")
-        return notes + _ends_of_epochs(sizes, arguments, rows)
+            return ["dropout draws other random numbers than with the micro-batches of before"]
+        return []
 
     def recipe_text(self, last: Path | None) -> str:
         """recipe.yaml: the present settings, and a comment for each that changed, at this and at earlier resumes.
@@ -128,19 +115,9 @@ def told_anew(recipe: Recipe, folder: Path, *, processes: int) -> Told:
     return told
 
 
-def why_batch_size_stays(recipe: Recipe) -> str | None:
-    """Why a step would not be the same with another `train.batch_size` and as many rows; None where it would."""
-    own = recipe.data.on_policy
-    if own is not None and own.fraction > 0 and recipe.data.packing:
-        return "data.on_policy makes room for answers within each micro-batch of packed documents"
-    if recipe.train.arguments.get("auto_find_batch_size"):
-        return "train.arguments.auto_find_batch_size takes it from the checkpoint"
-    return None
-
-
 def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
     """At most half of `train.batch_size`, and the `train.tokens_per_step` with which a step keeps its rows."""
-    rows = _rows_of_step(recipe, processes)
+    rows = rows_of_step(recipe, processes)
     half = max(recipe.train.batch_size // 2, 1)
     return next(size for size in range(half, 0, -1) if rows % (size * processes) == 0), rows * recipe.data.max_length
 
@@ -188,7 +165,7 @@ def _numbered(value: Any) -> Any:
 
 def _require_same_rows(old: Recipe, told: Told, processes: int) -> None:
     train, length = told.recipe.train, told.recipe.data.max_length
-    rows = _rows_of_step(old, told.processes)
+    rows = rows_of_step(old, told.processes)
     changes = train.batch_size != old.train.batch_size
     if told.processes != processes and (changes or rows % (train.batch_size * processes)):
         raise ValueError(
@@ -206,41 +183,20 @@ def _require_same_rows(old: Recipe, told: Told, processes: int) -> None:
             f"--resume: train.batch_size: a step of this run takes {rows} rows on {processes} device(s), so expected "
             f"one of {', '.join(map(str, sizes))}; came {train.batch_size}"
         )
-    if _tokens_of_step(told.recipe, processes) != rows * length:
+    if tokens_of_step(told.recipe, processes) != rows * length:
         raise ValueError(
             f"--resume: train.tokens_per_step: a step of this run takes {rows} rows x data.max_length {length}, so "
             f"expected {rows * length}; came {show(train.tokens_per_step)}"
         )
 
 
-def _ends_of_epochs(sizes: tuple[int, int], arguments: TrainingArguments, rows: int) -> list[str]:
-    """A line where several processes fill up an epoch's last micro-batches with other rows than before."""
-    processes, drop = arguments.world_size, arguments.dataloader_drop_last
-    before, now = (_rows_of_epoch(rows, size * processes, processes, drop=drop) for size in sizes)
-    steps = -(-rows // (sizes[1] * processes * arguments.gradient_accumulation_steps))
-    if before == now or (not drop and arguments.max_steps < steps):
-        return []
-    if drop:
+def _require_same_epochs(sizes: tuple[int, int], arguments: TrainingArguments, rows: int) -> None:
+    """Where the rest of an epoch is dropped, how much of it is what the micro-batches of all processes leave."""
+    if not arguments.dataloader_drop_last:
+        return
+    before, now = (rows // (size * arguments.world_size) * size * arguments.world_size for size in sizes)
+    if before != now:
         raise ValueError(
             f"--resume: train.arguments.dataloader_drop_last leaves {before} of {rows} rows in an epoch with "
             f"train.batch_size {sizes[0]}, and {now} with {sizes[1]}; keep {sizes[0]}"
         )
-    return [
-        f"the last step of an epoch repeats {now - rows} of its first rows, so that all processes have as many "
-        f"micro-batches; with train.batch_size {sizes[0]} it was {before - rows}"
-    ]
-
-
-def _tokens_of_step(recipe: Recipe, processes: int) -> int:
-    return recipe.train.tokens_per_step or recipe.train.batch_size * recipe.data.max_length * processes
-
-
-def _rows_of_step(recipe: Recipe, processes: int) -> int:
-    return _tokens_of_step(recipe, processes) // recipe.data.max_length
-
-
-def _rows_of_epoch(rows: int, together: int, processes: int, *, drop: bool) -> int:
-    """Rows that all processes take in an epoch, `together` at a time."""
-    if drop:
-        return rows // together * together
-    return rows if processes == 1 else -(-rows // together) * together

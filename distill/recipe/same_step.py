@@ -1,0 +1,71 @@
+"""Which settings leave an optimizer step as it is: settings of memory, speed and records.
+
+A step learns from batch_size x accumulation x processes rows, and its loss is the mean over all trained tokens of these
+rows: how many of them go through the models at a time does not matter, as long as their number stays. A run may be
+resumed with other values of these settings, and runs that differ in nothing else are runs of one recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from distill.recipe.schema import Recipe
+
+STEP = ("train.batch_size", "train.tokens_per_step")  # these two where the step keeps its rows
+FREE = (
+    "train.gradient_checkpointing",
+    "train.save_every",
+    "train.eval_every",
+    "train.log_every",
+    "train.report_to",
+    "teacher.offload",
+    "data.workers",
+    "data.cache",  # the rows' hash in lock.yaml holds the data
+    "data.on_policy.batch_size",
+)
+
+
+def tokens_of_step(recipe: Recipe, processes: int) -> int:
+    """Tokens of an optimizer step over all processes, padding included."""
+    return recipe.train.tokens_per_step or recipe.train.batch_size * recipe.data.max_length * processes
+
+
+def rows_of_step(recipe: Recipe, processes: int) -> int:
+    """Rows of an optimizer step over all processes."""
+    return tokens_of_step(recipe, processes) // recipe.data.max_length
+
+
+def why_batch_size_stays(recipe: Recipe) -> str | None:
+    """Why a step would not be the same with another `train.batch_size` and as many rows; None where it would."""
+    own = recipe.data.on_policy
+    if own is not None and own.fraction > 0 and recipe.data.packing:
+        return "data.on_policy makes room for answers within each micro-batch of packed documents"
+    if recipe.train.arguments.get("auto_find_batch_size"):
+        return "train.arguments.auto_find_batch_size takes it from the checkpoint"
+    return None
+
+
+def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, Any]:
+    """The settings that the optimizer steps of a run depend on, each by its name with dots.
+
+    Args:
+        recipe: as resolved.
+        processes: of the run. A step's size is told in tokens, under `train.tokens_per_step`, also where
+            `train.batch_size` has made it.
+    """
+    settings = dict(_named(recipe.model_dump(mode="json")))
+    settings["train.tokens_per_step"] = tokens_of_step(recipe, processes)
+    if why_batch_size_stays(recipe) is None:
+        del settings["train.batch_size"]
+    free = tuple(f"{name}." for name in FREE)
+    return {name: value for name, value in settings.items() if not f"{name}.".startswith(free)}
+
+
+def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a tree by its name; lists by number."""
+    if not (isinstance(tree, dict | list) and tree):
+        yield name, tree
+        return
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _named(value, f"{name}.{key}" if name else str(key))
