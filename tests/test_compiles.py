@@ -26,7 +26,7 @@ ours.FusedKLLoss(skip_ignored_rows=False)(x.float(), w.float(), x_t.float(), w_t
     ),
     "losses of a cut vocabulary": (
         """
-from distill_kernels.losses import linear, terms
+from distill_kernels.losses import linear, operands, terms
 from distill_kernels.losses.shards import VocabShard
 class One:  # of two ranks, whose collectives do nothing
     index, size = 1, 2
@@ -36,11 +36,11 @@ class One:  # of two ranks, whose collectives do nothing
 shard = VocabShard(One(), ((0, 1000), (1000, 2000)))
 for kinds, temperature in (["forward_kl"], 1.0), (["jsd", "cross_entropy"], 2.0):
     objective = terms.make_objective([ours.LossTerm(kind, 1.0) for kind in kinds], temperature=temperature)
-    wanted = linear.Wanted(True, True, stats=True)
-    batch = linear.Batch(y, torch.ones(130), None)
+    wanted = operands.Wanted(True, True, stats=True)
+    batch = operands.Batch(y, torch.ones(130), None)
     with torch.no_grad():
         linear.linear_divergence(
-            linear.Head(x, w), linear.Head(x_t, w_t), batch, objective, wanted,
+            operands.Head(x, w), operands.Head(x_t, w_t), batch, objective, wanted,
             vocab=1000, dtype=torch.bfloat16, shard=shard,
         )
 """,

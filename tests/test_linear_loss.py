@@ -8,7 +8,8 @@ from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import LossTerm
 from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.fused import fused_linear_divergence
-from distill_kernels.losses.linear import Batch, Head, Wanted, reference_linear_divergence, row_scales
+from distill_kernels.losses.linear import reference_linear_divergence, row_scales
+from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import fits_descriptors
 from distill_kernels.losses.terms import make_objective

@@ -26,19 +26,23 @@ generate: {prompts: []}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A folder with a finished run called whole: checkpoint-2 and checkpoint-4."""
-    folder = tmp_path_factory.mktemp("resume")
+def finished_run(folder, recipe):
+    """A folder in which `recipe` (of a folder called teacher and text.txt) was run under the name whole."""
     tokenizer = tiny_tokenizer()
     save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
     (folder / "text.txt").write_text(TEXT)
-    (folder / "r.yaml").write_text(RECIPE)
+    (folder / "r.yaml").write_text(recipe)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
         assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """With checkpoint-2 and checkpoint-4."""
+    return finished_run(tmp_path_factory.mktemp("resume"), RECIPE)
 
 
 @pytest.fixture

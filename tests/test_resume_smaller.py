@@ -15,8 +15,9 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_launch import START, program
 from test_on_policy import on_policy, pairs
+from test_resume import finished_run
 from test_trainer import rows, trainer, weights
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import tiny_model
 from torch.utils.data import BatchSampler
 from transformers import TrainerState
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args
@@ -153,22 +154,12 @@ train: {steps: 6, batch_size: 4, tokens_per_step: 256, learning_rate: 0.1, optim
         save_every: 3, device: cpu}
 generate: {prompts: []}
 """
-TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder with a finished run called whole."""
-    folder = tmp_path_factory.mktemp("resume")
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    (folder / "text.txt").write_text(TEXT)
-    (folder / "r.yaml").write_text(RECIPE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
-        assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
-    return folder
+    return finished_run(tmp_path_factory.mktemp("resume"), RECIPE)
 
 
 @pytest.fixture

@@ -7,14 +7,8 @@ import torch
 from dense_loss import ALL_TERMS
 from distill_kernels import LossTerm
 from distill_kernels.losses.fused import fused_linear_divergence
-from distill_kernels.losses.linear import (
-    Batch,
-    Head,
-    Wanted,
-    linear_divergence,
-    reference_linear_divergence,
-    row_scales,
-)
+from distill_kernels.losses.linear import linear_divergence, reference_linear_divergence, row_scales
+from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
 from helpers import assert_as_good_as_torch, realistic_heads

@@ -2,23 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from distill_kernels import triton_linear
 from distill_kernels.matmul import tiled
 from distill_kernels.matmul.tiled import TILES, Tile, choose_tile
-from helpers import assert_as_good_as_torch
-
-
-def draw(rows, outputs, inputs, dtype, device):
-    x = torch.randn(rows, inputs, device=device).to(dtype)
-    weight = (torch.randn(outputs, inputs, device=device) / inputs**0.5).to(dtype)
-    return x, weight, torch.randn(outputs, device=device).to(dtype)
-
-
-def check(y, x, weight, bias):
-    eager = F.linear(x, weight, bias)
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert_as_good_as_torch(y, eager, exact, x.dtype)
+from test_split_k import check, draw
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
-from distill_kernels.losses.linear import Batch, Head, Wanted, reference_linear_divergence
+from distill_kernels.losses.linear import reference_linear_divergence
+from distill_kernels.losses.operands import Batch, Head, Wanted
 
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 

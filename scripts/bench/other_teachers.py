@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from distill_kernels import FusedDistillationLoss, FusedKLLoss, LossTerm, TeacherHead
-from distill_kernels.losses.linear import Batch, Head, Wanted, reference_linear_divergence
+from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.mixture import Mixture
+from distill_kernels.losses.operands import Batch, Head, Wanted
 
 from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
 from scripts.bench.harness import Row, time_in_turn

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
-from distill_kernels.losses.linear import Batch, Head, Wanted, reference_linear_divergence
+from distill_kernels.losses.linear import reference_linear_divergence
+from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.topk_rows import TopK
 
 from scripts.bench.harness import Row, time_in_turn

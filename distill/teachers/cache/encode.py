@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.divergence import transform_logits
-from distill_kernels.losses.linear import Head
+from distill_kernels.losses.operands import Head
 from torch.nn import functional as F
 
 from distill.models.head import HeadWeights, LogitShape

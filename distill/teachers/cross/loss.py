@@ -14,7 +14,8 @@ from distill_kernels import LossTerm, TokenStats
 from distill_kernels.launch import device_facts
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.divergence import transform_logits
-from distill_kernels.losses.linear import Head, HeadGradients, Wanted
+from distill_kernels.losses.linear import HeadGradients
+from distill_kernels.losses.operands import Head, Wanted
 from distill_kernels.losses.operator import SECOND_BACKWARD
 from distill_kernels.losses.scaling import scale_gradient_
 from distill_kernels.losses.terms import make_objective

@@ -14,16 +14,8 @@ from torch import nn
 
 from distill_kernels.launch import device_facts
 from distill_kernels.losses.arguments import check_arguments
-from distill_kernels.losses.linear import (
-    REFERENCE_CHUNK_ELEMENTS,
-    Batch,
-    Head,
-    HeadGradients,
-    Outcome,
-    Wanted,
-    find_rows,
-    row_scales,
-)
+from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, find_rows, row_scales
+from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.operator import SECOND_BACKWARD
 from distill_kernels.losses.projection import product_fp32
 from distill_kernels.losses.scaling import scale_gradient_

@@ -14,9 +14,9 @@ import torch
 
 from distill_kernels.launch import cdiv, device_facts
 from distill_kernels.losses.accumulate import add_product_
-from distill_kernels.losses.linear import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, run_mixed_rows
+from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
 from distill_kernels.losses.projection import TILE, Logits, Transform, product_fp32, project
 from distill_kernels.losses.rows import run_rows

@@ -1,4 +1,4 @@
-"""Hidden states and head weights to loss and gradients: what goes in, what comes out, and the PyTorch path.
+"""Hidden states and head weights to loss and gradients, chunk by chunk: the way in, and the PyTorch path.
 
 Per chunk of rows: logits `z = x W^T (+ bias) (+ scale (x A^T) B^T)` of both models, the rows' losses and the gradient
 `G` for the student's logits (divergence.py), then `dx = G W` and `dW += G^T x`. Logits of the whole batch never exist,
@@ -12,93 +12,18 @@ CPU tensors take the PyTorch path of this file (fp32 arithmetic, fp64 for fp64 i
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 
 from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
+from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
-from distill_kernels.losses.topk_rows import TopK, reference_top_k_rows
+from distill_kernels.losses.topk_rows import reference_top_k_rows
 
 REFERENCE_CHUNK_ELEMENTS = 8 << 20  # logits of one chunk and model on the CPU: 32 MiB in fp32
-
-
-class Head(NamedTuple):
-    """One model's hidden states and language-model head.
-
-    Attributes:
-        hidden: [N, H].
-        weight: [Vp, H], Vp >= V: columns from V on are padding.
-        bias: [Vp] or None.
-        lora_a: [r, H] or None: the head's weight is `weight + lora_scale * lora_b @ lora_a`.
-        lora_b: [Vp, r] or None.
-        lora_scale: a number.
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    lora_a: torch.Tensor | None = None
-    lora_b: torch.Tensor | None = None
-    lora_scale: float = 1.0
-
-    def cut(self, vocab: int, dtype: torch.dtype) -> Head:
-        """The first `vocab` columns of the head, in `dtype` (views where the dtype fits already)."""
-        return Head(
-            self.hidden,
-            self.weight[:vocab].to(dtype),
-            None if self.bias is None else self.bias[:vocab].to(dtype),
-            None if self.lora_a is None else self.lora_a.to(dtype),
-            None if self.lora_b is None else self.lora_b[:vocab].to(dtype),
-            self.lora_scale,
-        )
-
-
-class Batch(NamedTuple):
-    """What belongs to the tokens.
-
-    Attributes:
-        labels: int64 [N] or None; row i of the hidden states predicts labels[i].
-        row_scale: [N] fp32 (fp64 for fp64 inputs); a row's loss is multiplied by it, 0 skips the row.
-        rows: int64 [M], the rows worth computing, or None for all of them.
-        top: what a teacher that is data says of every token, or None where the teacher is a head.
-    """
-
-    labels: torch.Tensor | None
-    row_scale: torch.Tensor
-    rows: torch.Tensor | None
-    top: TopK | None = None
-
-
-class Wanted(NamedTuple):
-    """Which results to make: gradients for the student's tensors, and statistics."""
-
-    hidden: bool = False
-    weight: bool = False
-    bias: bool = False
-    lora_a: bool = False
-    lora_b: bool = False
-    stats: bool = False
-
-    @property
-    def gradient(self) -> bool:
-        """True where any gradient is wanted."""
-        return any(self[:5])
-
-
-class Outcome(NamedTuple):
-    """Row losses [N] (scaled; 0 on skipped rows), the wanted statistics, and the wanted gradients."""
-
-    loss: torch.Tensor
-    stats: TokenStats | None
-    hidden: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
 
 
 def row_scales(

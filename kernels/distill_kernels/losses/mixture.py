@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from distill_kernels.losses.divergence import RowResult, reference_rows, transform_logits
+from distill_kernels.losses.operands import Head
 from distill_kernels.losses.terms import Objective
-
-if TYPE_CHECKING:
-    from distill_kernels.losses.linear import Head
 
 Rows = slice | torch.Tensor
 

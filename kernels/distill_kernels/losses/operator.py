@@ -12,16 +12,9 @@ from typing import Any
 
 import torch
 
-from distill_kernels.losses.linear import (
-    Batch,
-    Head,
-    Outcome,
-    Wanted,
-    find_rows,
-    linear_divergence,
-    row_scales,
-)
+from distill_kernels.losses.linear import find_rows, linear_divergence, row_scales
 from distill_kernels.losses.mixture import Mixture, TeacherHead, make_mixture
+from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.sharded_heads import Heads, own_heads
 from distill_kernels.losses.shards import VocabShard

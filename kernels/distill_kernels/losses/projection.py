@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.launch import cdiv, device_facts, tl, triton
-from distill_kernels.losses.linear import Head
+from distill_kernels.losses.operands import Head
 
 TILE = 256
 ROWS_PER_TILE = 128
