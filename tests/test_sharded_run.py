@@ -173,8 +173,10 @@ def test_two_gpus_end_as_one_does(workplace_on_gpus, monkeypatch, case, way):
     hold_against_one(case + way, case, "cuda", 1e-3)
 
 
-def test_resumed_shards_end_as_shards_left_alone(workplace):
-    ours, theirs = weights(workplace / "runs/again/student"), weights(workplace / "runs/tied/student")
+@pytest.mark.parametrize("made", ["workplace", pytest.param("workplace_on_gpus", marks=pytest.mark.gpu)])
+def test_resumed_shards_end_as_shards_left_alone(request, made):
+    folder = request.getfixturevalue(made)
+    ours, theirs = weights(folder / "runs/again/student"), weights(folder / "runs/tied/student")
     assert all(torch.equal(ours[key], value) for key, value in theirs.items())
 
 
