@@ -12,9 +12,11 @@ from distill.training.arguments import fused_optimizer, resolve_precision, train
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 
 
-def arguments(recipe, device, folder):
+def arguments(recipe, device, folder, **more):
     device = torch.device(device)
-    return training_arguments(recipe, folder, rows=8, device=device, precision=resolve_precision(recipe, device))
+    return training_arguments(
+        recipe, folder, rows=8, device=device, precision=resolve_precision(recipe, device), **more
+    )  # fmt: skip
 
 
 def test_on_a_cpu_torch_serves(tmp_path: Path):
@@ -28,6 +30,15 @@ def test_another_optimizer_by_its_name(tmp_path: Path):
     recipe = parse(RECIPE, ["train.optimizer=adafactor"])
     made = arguments(recipe, "cpu", tmp_path)
     assert fused_optimizer(recipe, made) is None and made.optim == "adafactor"
+
+
+@pytest.mark.parametrize("name", ["adagrad", "adafactor"])
+def test_what_cannot_train_shards_is_refused_before_it_starts(name, tmp_path: Path, monkeypatch):
+    recipe = parse(RECIPE, [f"train.optimizer={name}"])
+    assert arguments(recipe, "cpu", tmp_path, student_sharded=True).optim == name  # one process cuts nothing
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=rf"^train\.optimizer: {name} cannot train a student sharded .*ddp$"):
+        arguments(recipe, "cpu", tmp_path, student_sharded=True)
 
 
 def test_settings_of_ours_are_refused_for_others():

@@ -14,6 +14,11 @@ from distill.recipe import Data, Recipe, Train
 from distill.recipe.models import EIGHT_BITS
 
 FUSED = "fused_adamw"
+# fail at their first step over FSDP2's shards (transformers 5.23, torch 2.13), with a traceback
+NOT_IN_SHARDS = {
+    "adagrad": "it makes its states before the student is cut",
+    "adafactor": "it adds whole tensors to shards",
+}
 COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -180,6 +185,11 @@ def training_arguments(
         name = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
         values |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
     if student_sharded and world > 1:
+        if why := NOT_IN_SHARDS.get(train.optimizer):
+            raise ValueError(
+                f"train.optimizer: {train.optimizer} cannot train a student sharded by FSDP ({why}); expected "
+                f"{FUSED}, adamw_torch, rmsprop or sgd, or parallel.strategy: ddp"
+            )
         values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
         raise ValueError(f"train.arguments.{clash[0]}: a field of the recipe sets it; leave it out")
