@@ -75,11 +75,11 @@ class Watch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         named = self.made.accelerator.unwrap_model(self.made.model).named_parameters()
         self.steps[state.global_step]["weights"] = {
-            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named
+            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu().clone() for name, p in named
         }
 
 
-def train(case, folder, *, processes, size=None, **settings):
+def train(case, folder, *, processes, size=None, device="cpu", **settings):
     """Two epochs of a case; the steps, and the held-out figures behind them."""
     from test_on_policy import on_policy, pairs
     from test_trainer import rows
@@ -100,7 +100,7 @@ def train(case, folder, *, processes, size=None, **settings):
             str(folder), num_train_epochs=2, per_device_train_batch_size=size, per_device_eval_batch_size=1,
             gradient_accumulation_steps=case.together // size // processes, optim="sgd", learning_rate=0.5,
             lr_scheduler_type="cosine", warmup_steps=2, logging_steps=1, report_to="none", disable_tqdm=True,
-            use_cpu=True, seed=3, max_grad_norm=0.5, **({"save_strategy": "no"} | settings.pop("saves", {})),
+            use_cpu=device == "cpu", seed=3, max_grad_norm=0.5, **({"save_strategy": "no"} | settings.pop("saves", {})),
             **({"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
                if sharded else {}),
         ),
@@ -118,7 +118,7 @@ def train(case, folder, *, processes, size=None, **settings):
     return {"steps": watch.steps, "held_out": made.evaluate(), "layout": type(next(made.model.parameters())).__name__}
 
 
-def run_all(folder):
+def run_all(folder, device):
     """What each of the two processes does."""
     from accelerate.state import AcceleratorState, PartialState
 
@@ -126,14 +126,17 @@ def run_all(folder):
     found = {}
     for name, case in CASES.items():
         place = folder / name
-        found[name] = train(case, place, processes=2, saves={"save_strategy": "steps", "save_steps": 1})
+        found[name] = train(
+            case, place, processes=2, device=device, saves={"save_strategy": "steps", "save_steps": 1}
+        )  # fmt: skip
         if name in RESUMED:  # at the end of the first epoch's first step, and within the second epoch
             steps = len(found[name]["steps"])
             for step in (1, steps // 2 + 1):
                 checkpoint = str(place / f"checkpoint-{step}")
                 found[f"{name} from {step}"] = train(
-                    case, place / "again", processes=2, size=RESUMED[name], resume_from_checkpoint=checkpoint
-                )
+                    case, place / "again", processes=2, size=RESUMED[name], device=device,
+                    resume_from_checkpoint=checkpoint,
+                )  # fmt: skip
         AcceleratorState._reset_state()
         PartialState._shared_state.clear()
     torch.save(found, folder / f"rank-{dist.get_rank()}.pt")
@@ -142,21 +145,31 @@ def run_all(folder):
     leave(0)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    """What both saw, by case."""
-    folder = tmp_path_factory.mktemp("two")
+def seen_by_both(folder, device):
+    """What both processes saw, by case."""
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(folder)]  # fmt: skip
+               "--rdzv-endpoint=localhost:0", __file__, str(folder), device]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     both = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
     return {name: (both[0][name], both[1][name]) for name in both[0]}
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    return seen_by_both(tmp_path_factory.mktemp("two"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return seen_by_both(tmp_path_factory.mktemp("two"), "cuda")
 
 
 def hold_steps(first, second, expected):
@@ -171,10 +184,10 @@ def hold_steps(first, second, expected):
             torch.testing.assert_close(one["weights"][name], value, **EXACT, msg=f"step {number}: {name}")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
-    case, (one, other) = CASES[name], two_processes[name]
-    alone = train(case, tmp_path, processes=1)
+def hold_case(seen, name, folder, device):
+    """Two processes make the steps of one, and judge as one does."""
+    case, (one, other) = CASES[name], seen[name]
+    alone = train(case, folder, processes=1, device=device)
     assert one["layout"] == ("DTensor" if case.way == "fsdp" else "Parameter"), "not shared as asked for"
     steps = alone["steps"]
     assert [len(step["rows"]) for step in steps.values()] == 2 * ([4, 4, 1] if case.rows == 9 else [8, 5])
@@ -184,19 +197,37 @@ def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
         assert one["held_out"][figure] == pytest.approx(alone["held_out"][figure], rel=1e-9), figure
 
 
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_makes_the_steps_that_are_left(two_processes, name):
+def hold_resumed(seen, name):
     """Within an epoch and before its last step, also with smaller micro-batches; SGD in shards has nothing to load."""
-    whole = two_processes[name][0]["steps"], two_processes[name][1]["steps"]
+    whole = seen[name][0]["steps"], seen[name][1]["steps"]
     for step in (1, len(whole[0]) // 2 + 1):
         left = {
-            number: {**whole[0][number], "rows": whole[0][number]["rows"] + whole[1][number]["rows"],
-                     "loss": whole[0][number]["loss"] + whole[1][number]["loss"]}
+            number: {**whole[0][number], **{key: whole[0][number][key] + whole[1][number][key]
+                                            for key in ("rows", "loss")}}
             for number in whole[0] if number > step
         }  # fmt: skip
         assert left
-        one, other = two_processes[f"{name} from {step}"]
+        one, other = seen[f"{name} from {step}"]
         hold_steps(one["steps"], other["steps"], left)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
+    hold_case(two_processes, name, tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_makes_the_steps_that_are_left(two_processes, name):
+    hold_resumed(two_processes, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_make_the_steps_of_one(two_gpus, tmp_path, monkeypatch, name):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hold_case(two_gpus, name, tmp_path, "cuda")
+    if name in RESUMED:
+        hold_resumed(two_gpus, name)
 
 
 # ------------------------------------------------------------------- the rows of an epoch
@@ -321,4 +352,4 @@ def test_fused_losses_of_no_rows(kernel_device, dtype, lora):
 
 
 if __name__ == "__main__":
-    run_all(Path(sys.argv[1]))
+    run_all(Path(sys.argv[1]), sys.argv[2])
