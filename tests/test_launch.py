@@ -124,3 +124,19 @@ leave(7)
 """
     done = program(tmp_path, ["-c", code])
     assert (done.returncode, done.stdout.splitlines()) == (7, ["thread done", "at exit"]), done.stderr
+
+
+def test_one_of_several_leaves_though_executors_wait_for_work(tmp_path):
+    """torch.compile leaves such threads behind; all that they were given is done first."""
+    code = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from distill.training.launch import leave
+
+pool = ThreadPoolExecutor()
+pool.submit(len, "").result()
+pool.submit(lambda: (time.sleep(0.3), print("done late", flush=True)))
+leave(0)
+"""
+    done = program(tmp_path, ["-c", code])
+    assert done.returncode == 0 and "done late" in done.stdout, done.stderr

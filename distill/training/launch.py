@@ -109,9 +109,9 @@ def leave(code: int) -> NoReturn:
     holds the group. Dropping them needs Python, and before 3.14 a thread that asks a finished interpreter for Python
     aborts the process: one in six ended so, after all its work. So the interpreter is not finished.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    # as an interpreter that finishes does: idle threads of executors (torch.compile has some) are told to end before
+    # they are waited for
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
