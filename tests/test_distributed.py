@@ -3,8 +3,6 @@
 The file is also the program of the two processes: it runs every case in one start and saves what it got.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from two_ranks import run_as_two
 
 from distill.training.launch import leave
 
-ROOT = Path(__file__).resolve().parents[1]
 DDP_CASES = ["tied", "untied", "lora"]
 FSDP_CASES = [(kind, accumulation) for kind in ("tied", "untied", "lora") for accumulation in (1, 4)]
 BIG_COUNT = 65_373  # bf16 would make 65,280 of it
@@ -183,17 +181,7 @@ def run_all(folder):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(folder)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run_as_two(__file__, folder)
     return torch.load(folder / "results.pt", weights_only=True)
 
 

@@ -5,7 +5,6 @@ The file is also the program of the two processes: it runs every case in one sta
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +17,11 @@ from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import TrainerCallback
+from two_ranks import run_as_two
 
 from distill.training.even_batches import EvenBatches, OrPadding, each_row_once
 from distill.training.launch import leave
 
-ROOT = Path(__file__).resolve().parents[1]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -147,15 +146,7 @@ def run_all(folder, device):
 
 def seen_by_both(folder, device):
     """What both processes saw, by case."""
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(folder), device]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run_as_two(__file__, folder, device, device=device)
     both = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
     return {name: (both[0][name], both[1][name]) for name in both[0]}
 
@@ -167,8 +158,6 @@ def two_processes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     return seen_by_both(tmp_path_factory.mktemp("two"), "cuda")
 
 

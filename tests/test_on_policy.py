@@ -1,8 +1,6 @@
 """The student's own words in training: what is replaced, what trains; ranks, batches and resumes change nothing."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import torch
 from datasets import Dataset
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
+from two_ranks import run_as_two
 
 from distill.data.collator import Collator
 from distill.generation.decode_loop import DecodeLoop, Generated
@@ -22,7 +21,6 @@ from distill.training.launch import leave
 from distill.training.progress import MetricsFile, read_metrics
 from distill.training.trainer import DistillationTrainer, PlainRows
 
-ROOT = Path(__file__).resolve().parents[1]
 COLLATE = PlainRows(Collator(2, omit_plain_positions=True))
 
 
@@ -148,17 +146,7 @@ def test_batches_accumulation_and_ranks_say_and_learn_the_same(tmp_path):
     assert 0 < sum(count for count, *_ in expected[1]) < 16
     for batch, accumulation in ((2, 4), (1, 8)):
         same_run(expected, two_steps_of_eight(tmp_path, batch, accumulation))
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(tmp_path)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run_as_two(__file__, tmp_path, timeout=300)
     same_run(expected, torch.load(tmp_path / "two.pt", weights_only=True))
 
 

@@ -3,14 +3,13 @@
 The file is also the program of the two processes.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from two_ranks import run_as_two
 
 from distill.training.launch import leave
 
@@ -126,15 +125,7 @@ def gradients(kind, sharded):
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(folder)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    run_as_two(__file__, folder, timeout=240)
     return torch.load(folder / "results.pt", weights_only=True)
 
 

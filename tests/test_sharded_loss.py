@@ -5,7 +5,6 @@ The file is also the program of the two processes: it runs every case in one sta
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +25,10 @@ from distill_kernels import (
 )
 from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
+from two_ranks import run_as_two
 
 from distill.training.launch import leave
 
-ROOT = Path(__file__).resolve().parents[1]
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
 HARD = {"label_smoothing": 0.1, "z_loss": 1e-3}
 V, H, HT = 61, 16, 24  # 61: the ranks hold 31 and 30 columns
@@ -248,25 +247,13 @@ def run_all(folder, device):
 
 
 def start(folder, device):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(str(path) for path in (ROOT, ROOT / "kernels", ROOT / "tests")),
-        "OMP_NUM_THREADS": "1",
-    }
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(folder), device]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    run_as_two(__file__, folder, device, device=device)
     return [torch.load(folder / f"results{rank}.pt", weights_only=True, map_location="cpu") for rank in range(2)]
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def two(request, tmp_path_factory):
     """The device, and what the two processes got on it."""
-    if request.param == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     return torch.device(request.param), start(tmp_path_factory.mktemp("two"), request.param)
 
 

@@ -6,7 +6,6 @@ The file is also the program of the two processes, which make all runs in one st
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
+from two_ranks import run_as_two
 
 from distill.training.launch import leave
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 name: tiny
 teacher: {model: teacher}
@@ -98,20 +97,7 @@ def made_by_two(folder, device):
     save_tiny(folder / "untied-teacher", tiny_model(tokenizer, seed=3, tie=False), tokenizer)
     save_tiny(folder / "untied", tiny_model(tokenizer, seed=4, tie=False), tokenizer)
     (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [*map(str, (ROOT, ROOT / "kernels", ROOT / "tests")), os.environ.get("PYTHONPATH", "")]
-        ),
-        "OMP_NUM_THREADS": "1",
-    }
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-               "--rdzv-endpoint=localhost:0", __file__, str(folder), device]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
-    (folder / "out.txt").write_text(done.stdout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    (folder / "out.txt").write_text(run_as_two(__file__, folder, device, device=device, timeout=500))
     return folder
 
 
@@ -122,8 +108,6 @@ def workplace(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def workplace_on_gpus(tmp_path_factory):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
     return made_by_two(tmp_path_factory.mktemp("sharded"), "cuda")
 
 
