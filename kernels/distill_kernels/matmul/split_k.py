@@ -212,6 +212,24 @@ def _backward(ctx, dy: torch.Tensor):
 _split_k_linear.register_autograd(_backward, setup_context=_setup_context)
 
 
+def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Hold that `x` [..., K], `weight` [N, K] and `bias` [N] or None fit, for a linear layer of 16-bit kernels.
+
+    Raises:
+        ValueError: For shapes that do not, dtypes that differ or that no kernel takes, or rows of W with gaps.
+    """
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight: expected [N, {x.shape[-1]}] to fit x {tuple(x.shape)}, got {tuple(weight.shape)}")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if weight.dtype != x.dtype or (x.is_cuda and x.dtype not in (torch.float16, torch.bfloat16)):
+        raise ValueError(
+            f"dtype: expected x and weight both float16 or both bfloat16, got {x.dtype} and {weight.dtype}"
+        )
+    if weight.stride(1) != 1:
+        raise ValueError(f"weight: expected contiguous rows, got strides {weight.stride()}")
+
+
 def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` for at most 64 rows, reading the weight at memory speed; always the same bits.
 
@@ -226,20 +244,10 @@ def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     Raises:
         ValueError: For shapes, dtypes or row counts other than these.
     """
-    inputs = x.shape[-1]
-    flat = x.reshape(-1, inputs)
-    if weight.dim() != 2 or weight.shape[1] != inputs:
-        raise ValueError(f"weight: expected [N, {inputs}] to fit x {tuple(x.shape)}, got {tuple(weight.shape)}")
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"bias: expected [{weight.shape[0]}], got {tuple(bias.shape)}")
+    check_linear(x, weight, bias)
+    flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] > MAX_ROWS:
         raise ValueError(f"x: expected at most {MAX_ROWS} rows, got {flat.shape[0]}")
-    if weight.dtype != x.dtype or (x.is_cuda and x.dtype not in (torch.float16, torch.bfloat16)):
-        raise ValueError(
-            f"dtype: expected x and weight both float16 or both bfloat16, got {x.dtype} and {weight.dtype}"
-        )
-    if weight.stride(1) != 1:
-        raise ValueError(f"weight: expected contiguous rows, got strides {weight.stride()}")
     if flat.stride(1) != 1:
         flat = flat.contiguous()
     recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

@@ -18,7 +18,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
-from distill_kernels.matmul.split_k import MAX_ROWS, reference_split_k_linear, split_k_linear
+from distill_kernels.matmul.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
 
 DEPTH = 64
 
@@ -120,18 +120,12 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     flat = x.reshape(-1, inputs)
     if flat.shape[0] <= MAX_ROWS:
         return split_k_linear(x, weight, bias)
-    if weight.dim() != 2 or weight.shape[1] != inputs or weight.shape[0] % 8 or inputs % 8:
+    check_linear(x, weight, bias)
+    if weight.shape[0] % 8 or inputs % 8 or weight.stride(0) % 8:
         raise ValueError(
-            f"weight: expected [N, {inputs}] to fit x {tuple(x.shape)}, both multiples of 8, got {tuple(weight.shape)}"
-        )
-    if bias is not None and bias.shape != (weight.shape[0],):
-        raise ValueError(f"bias: expected [{weight.shape[0]}], got {tuple(bias.shape)}")
-    if weight.dtype != x.dtype or (x.is_cuda and x.dtype not in (torch.float16, torch.bfloat16)):
-        raise ValueError(
-            f"dtype: expected x and weight both float16 or both bfloat16, got {x.dtype} and {weight.dtype}"
+            f"weight: expected [N, K], both multiples of 8, and rows as far apart, got {tuple(weight.shape)} with "
+            f"strides {weight.stride()}"
         )
     if x.is_cuda and device_facts(x.device).capability < (9, 0):
         raise ValueError("x: more than 64 rows need a GPU with TMA (sm_90 and later)")
-    if weight.stride(1) != 1 or weight.stride(0) % 8:
-        raise ValueError(f"weight: expected contiguous rows, got strides {weight.stride()}")
     return _op(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])
