@@ -18,7 +18,7 @@ from distill.contract import doctor, invariants
 from distill.models import attention, patching
 from distill.recipe import load
 
-STEPS, BATCH, LARGE = 60, 2, 400
+STEPS, BATCH, LARGE = 24, 2, 400
 RECIPE = f"""
 teacher: {{model: teacher}}
 student: {{from_teacher: {{layers: 2}}}}

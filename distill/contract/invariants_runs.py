@@ -112,7 +112,9 @@ def ranks_change_nothing(subject: Subject, *, program: Sequence[str] = PROGRAM) 
 def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -> list[Finding]:
     """`ranks_change_nothing` of several subjects, by the same two processes."""
     subjects = [subject.shrunk() for subject in subjects]
-    gpus = subjects[0].device.type == "cuda" and torch.cuda.device_count() > 1
+    on_gpu = subjects[0].device.type == "cuda"  # asked before the models are written, from the CPU
+    gpus = on_gpu and torch.cuda.device_count() > 1
+    how = "NCCL" if gpus else "gloo, CPU" + (", for want of a second GPU" if on_gpu else "")
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name) / f"{number:03}" for number in range(len(subjects))]
         for folder, subject in zip(folders, subjects, strict=True):
@@ -123,15 +125,14 @@ def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -
             return [Finding("ranks", False, f"two processes failed: {reason_of(said)}")] * len(subjects)
         alone = [_one_step(folder, processes=1, cpu=not gpus) for folder in folders]
         two = [load_file(folder / TWO) for folder in folders]
-    return [_compared(*each, gpus) for each in zip(subjects, two, alone, strict=True)]
+    return [_compared(*each, how) for each in zip(subjects, two, alone, strict=True)]
 
 
-def _compared(subject: Subject, two: Weights, alone: Weights, gpus: bool) -> Finding:
+def _compared(subject: Subject, two: Weights, alone: Weights, how: str) -> Finding:
     """The steps of two processes and of one from the same start."""
     start = {name: value.cpu() for name, value in _base(subject.student).float().state_dict().items() if name in alone}
     off = difference(*({name: step[name] - start[name] for name in alone} for step in (two, alone)))
     allowed = subject.tolerance
-    how = "NCCL" if gpus else "gloo, CPU" + (", for want of a second GPU" if subject.device.type == "cuda" else "")
     return Finding(
         "ranks", off <= allowed, f"the step of 2 processes ({how}) and of 1 differ by {off:.1e} (at most {allowed:.0e})"
     )
