@@ -145,9 +145,10 @@ def ragged_attention(
     if attention_mask is not None or dropout > 0 or ragged_cache is None:
         raise ValueError("attention: a ragged cache takes no mask and no dropout, and must be given as ragged_cache=")
     grouped = query.shape[1] != key.shape[1]
-    if ragged_cache.decoding and not runs_on_triton(query) and softcap is None:
-        # PyTorch's attention is the faster one on a CPU
-        filled = int(ragged_cache.lengths.max())
+    kernels = runs_on_triton(query) and query.dtype != torch.float64  # which none of them takes
+    if ragged_cache.decoding and not kernels and softcap is None:
+        # PyTorch's attention is the faster one on a CPU; there, slots that are not filled yet can be left out
+        filled = ragged_cache.slots if query.is_cuda else int(ragged_cache.lengths.max())
         slot, lengths = torch.arange(filled, device=query.device), ragged_cache.lengths[:, None]
         seen = slot < lengths
         if sliding_window is not None:
@@ -160,7 +161,7 @@ def ragged_attention(
         out = decode_attention(
             query, key, value, ragged_cache.lengths, scale=scaling, window=sliding_window, softcap=softcap
         )
-    elif query.is_cuda or sliding_window is not None or softcap is not None:
+    elif kernels or sliding_window is not None or softcap is not None:
         out = flash_attention(query, key, value, scale=scaling, window=sliding_window, softcap=softcap)
     else:
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
