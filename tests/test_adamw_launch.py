@@ -1,4 +1,4 @@
-"""How FusedAdamW launches: one launch a step, tables kept while they hold, steps counted on the device."""
+"""How FusedAdamW launches: once a step, twice if large; tables kept while they hold, steps counted on the device."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import pytest
 import torch
 from distill_kernels.launch import interpreted
 from distill_kernels.optim import adamw_kernels, multi_tensor
-from distill_kernels.optim.adamw import FusedAdamW
+from distill_kernels.optim.adamw import BLOCK, FusedAdamW
 from distill_kernels.optim.multi_tensor import Launch
 from helpers import assert_as_good_as_torch
 
@@ -96,6 +96,20 @@ def test_a_step_is_one_launch(monkeypatch):
         assert kernel.counts() == (3, [3, 0, 1]) and squares.counts() == (1, [1])
 
 
+def test_many_programs_are_counted_by_a_launch_of_their_own(monkeypatch):
+    kernel, count = Kernel(), Kernel()
+    monkeypatch.setattr(adamw_kernels, "adamw_kernel", kernel)
+    monkeypatch.setattr(adamw_kernels, "count_kernel", count)
+    with interpreted():
+        for programs, launches in ((4, 1), (5, 0)):
+            monkeypatch.setattr(adamw_kernels, "COUNTED_APART", programs)
+            params = make([(3 * BLOCK,), (16,)])
+            set_gradients(params, 0)
+            FusedAdamW(params, **SETTINGS).step()
+            assert [grid for grid, *_ in count.launches] == [(2,)] * launches
+            count.launches.clear()
+
+
 def test_tables_are_kept_until_something_moves(monkeypatch):
     uploads = []
     upload = multi_tensor.Bucket._upload
@@ -131,6 +145,32 @@ def test_a_gradient_of_another_layout_at_the_same_address(kernel_device):
         params[0].grad = params[0].grad.t()
         optimizer.step()
     assert_as_good_as_torch(ours[0], eager[0], eager[0], torch.float32)
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5, "skip_nonfinite": True}])
+def test_steps_counted_by_a_second_launch_are_the_same(kernel_device, monkeypatch, settings):
+    shapes = [(5000,), (7,), (0,), ()]
+    results = []
+    for apart in (1, 10**9):
+        monkeypatch.setattr(adamw_kernels, "COUNTED_APART", apart)
+        params = make(shapes, kernel_device)
+        optimizer = FusedAdamW(params, **SETTINGS, **settings)
+        for step in range(6):
+            set_gradients(params, step)
+            if step == 2 and settings:
+                params[0].grad[0] = float("nan")  # this step is skipped
+            if step == 3:  # as torch.amp.GradScaler asks: this one too
+                optimizer.found_inf = torch.ones((), device=kernel_device)
+            if step == 4:
+                optimizer.found_inf.zero_()
+                optimizer.param_groups[0]["betas"] = (0.8, 0.95)
+            optimizer.step()
+        taken = 4 if settings else 5
+        assert [optimizer.state[p]["step"].item() for p in params] == [taken] * len(shapes)
+        rows = torch.cat([bucket.rows for bucket in optimizer._plans[0].buckets])
+        results.append([p.detach() for p in params] + [rows])
+    for ours, others in zip(*results, strict=True):
+        assert torch.equal(ours, others)
 
 
 @pytest.mark.parametrize("change", ["nothing", "betas", "step"])
@@ -176,7 +216,9 @@ def test_hooks_and_closures_are_called(kernel_device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.5, "skip_nonfinite": True}])
-def test_replays_in_a_cuda_graph_count_steps(settings):
+@pytest.mark.parametrize("apart", [1, 10**9])
+def test_replays_in_a_cuda_graph_count_steps(settings, apart, monkeypatch):
+    monkeypatch.setattr(adamw_kernels, "COUNTED_APART", apart)
     shapes = [(100_000,), (33, 7), (1,)]
     ours, eager = make(shapes, "cuda"), make(shapes, "cuda")
     optimizer, plain = FusedAdamW(ours, **SETTINGS, **settings), FusedAdamW(eager, **SETTINGS, **settings)
@@ -201,6 +243,7 @@ def test_replays_in_a_cuda_graph_count_steps(settings):
 
 
 SNIPPET = """
+from distill_kernels.optim import adamw_kernels
 from distill_kernels.optim.adamw import FusedAdamW
 for dtype, settings in (
     (torch.float32, {}),
@@ -209,7 +252,8 @@ for dtype, settings in (
 ):
     p = torch.nn.Parameter(torch.ones(4096, dtype=dtype))
     p.grad = torch.ones_like(p)
-    FusedAdamW([p], **settings).step()
+    for adamw_kernels.COUNTED_APART in (1, 10**9):
+        FusedAdamW([p], **settings).step()
 """
 
 
@@ -222,7 +266,7 @@ def test_compiles_for_a_gpu_without_spilling(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     found = re.findall(r"adamw_kernel: (\d+) registers, (\d+) bytes spilled", run.stdout)
-    assert len(found) == 3, run.stdout
+    assert len(found) == 6, run.stdout
     for registers, spilled in found:
         assert int(spilled) == 0
         assert int(registers) <= 48  # five blocks of eight warps a multiprocessor

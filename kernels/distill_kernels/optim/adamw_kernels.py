@@ -10,7 +10,9 @@ Loshchilov and Hutter, 2019, as `torch.optim.AdamW` computes it, per element at 
 All arithmetic is fp32. With bf16 parameters, gradients and states a step reads 8 and writes 6 bytes an element, and
 2 more are read where the gradients' norm is wanted. Nothing waits for the host: the step number, the norm, the
 clipping factor and the finite check stay on the device. One launch does all: who finishes a tensor last counts its
-step and leaves the bias corrections of the next one (fp64, slow on some GPUs) where its programs will find them.
+step and leaves the bias corrections of the next one (fp64, slow on some GPUs) where its programs will find them. Where
+the programs are so many that the host is ahead of the GPU anyway, a second launch counts: a hundred thousand programs
+that count themselves in at one address took 5 % of a step.
 
 Symbols: `bucket` holds tensors that share a launch (multi_tensor.py), `group` is the optimizer's parameter group.
 """
@@ -35,6 +37,8 @@ from distill_kernels.optim.stochastic_rounding import (
 )
 
 WARPS = 8
+COUNTED_APART = 16_384
+"""Programs from which a second launch counts steps: they take the GPU 0.1 ms or more, several launches long."""
 
 
 class Options(NamedTuple):
@@ -88,6 +92,38 @@ def bias_correction(step, log2_beta):
     return (1.0 - tl.exp2(step.to(tl.float64) * log2_beta)).to(tl.float32)
 
 
+@triton.jit
+def count_step(row_ptr, log2_beta1, log2_beta2):
+    """Count a step of one tensor, and leave the bias corrections of the next."""
+    step = tl.load(row_ptr) + 1.0
+    tl.store(row_ptr, step)
+    tl.store(row_ptr + 1, step + 1.0)
+    tl.store(row_ptr + 2, log2_beta1)
+    tl.store(row_ptr + 3, log2_beta2)
+    tl.store(row_ptr + 4, bias_correction(step + 1.0, log2_beta1))
+    tl.store(row_ptr + 5, 1.0 / tl.sqrt(bias_correction(step + 1.0, log2_beta2)))
+
+
+@triton.jit
+def skip_step(squares_ptr, found_inf_ptr, HAS_FOUND_INF: tl.constexpr, SKIP: tl.constexpr):
+    """Not 0 where this step is not to be taken."""
+    skip = 0.0
+    if HAS_FOUND_INF:
+        skip += tl.load(found_inf_ptr)
+    if SKIP:
+        skip = tl.where(tl.abs(tl.load(squares_ptr)) < float("inf"), skip, 1.0)
+    return skip
+
+
+@triton.jit(do_not_specialize=["squares_ptr", "found_inf_ptr"])
+def count_kernel(
+    rows_ptr, squares_ptr, found_inf_ptr, log2_beta1, log2_beta2, HAS_FOUND_INF: tl.constexpr, SKIP: tl.constexpr
+):
+    """`count_step` of a tensor a program, for `adamw_kernel` without COUNT."""
+    if skip_step(squares_ptr, found_inf_ptr, HAS_FOUND_INF, SKIP) == 0.0:
+        count_step(rows_ptr + tl.program_id(0) * 8, log2_beta1, log2_beta2)
+
+
 @triton.jit(do_not_specialize=["seed", "squares_ptr", "lr_ptr", "grad_scale_ptr", "found_inf_ptr"])
 def adamw_kernel(
     table_ptr,  # int64 [tensors, 8]
@@ -115,6 +151,7 @@ def adamw_kernel(
     HAS_FOUND_INF: tl.constexpr,
     CLIP: tl.constexpr,
     SKIP: tl.constexpr,
+    COUNT: tl.constexpr,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
     STATE: tl.constexpr,
@@ -124,7 +161,7 @@ def adamw_kernel(
     ROUNDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update BLOCK elements of one tensor, in place; the last program of a tensor to finish counts its step."""
+    """Update BLOCK elements of one tensor, in place; if COUNT, a tensor's last program to finish counts its step."""
     tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
     first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
     row_ptr = rows_ptr + tensor * 8
@@ -150,18 +187,11 @@ def adamw_kernel(
     scale = sign * 1.0
     if HAS_GRAD_SCALE:
         scale = scale / tl.load(grad_scale_ptr)
-    skip = 0.0
-    if HAS_FOUND_INF:
-        skip += tl.load(found_inf_ptr)
-    if CLIP or SKIP:
-        squares = tl.load(squares_ptr)
-        if CLIP:
-            factor = max_norm / (tl.sqrt(squares) * tl.abs(scale) + 1e-6)
-            scale = scale * tl.where(factor > 1.0, 1.0, factor)  # a factor of NaN stays NaN
-        if SKIP:
-            skip = tl.where(tl.abs(squares) < float("inf"), skip, 1.0)
+    if CLIP:
+        factor = max_norm / (tl.sqrt(tl.load(squares_ptr)) * tl.abs(scale) + 1e-6)
+        scale = scale * tl.where(factor > 1.0, 1.0, factor)  # a factor of NaN stays NaN
 
-    if skip == 0.0:
+    if skip_step(squares_ptr, found_inf_ptr, HAS_FOUND_INF, SKIP) == 0.0:
         if not known:
             correction1 = bias_correction(step, log2_beta1)
             correction2 = 1.0 / tl.sqrt(bias_correction(step, log2_beta2))
@@ -192,25 +222,20 @@ def adamw_kernel(
         tl.store(exp_avg_ptr + offsets, m.to(STATE), mask=mask)
         tl.store(exp_avg_sq_ptr + offsets, v_stored, mask=mask)
 
-        tl.debug_barrier()  # all warps of this program have read the row, or they would not be here
-        # addresses anew, rather than in registers from the start
-        tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
-        row_ptr = rows_ptr + tensor * 8
-        finished_ptr = (row_ptr + 6).to(tl.pointer_type(tl.int32))
-        programs = tl.load(table_ptr + tensor * 8 + 6)
-        if tl.atomic_add(finished_ptr, 1, sem="relaxed") == programs - 1:  # so have all other programs
-            step = tl.load(row_ptr) + 1.0
-            tl.store(finished_ptr, 0)
-            tl.store(row_ptr, step)
-            tl.store(row_ptr + 1, step + 1.0)
-            tl.store(row_ptr + 2, log2_beta1)
-            tl.store(row_ptr + 3, log2_beta2)
-            tl.store(row_ptr + 4, bias_correction(step + 1.0, log2_beta1))
-            tl.store(row_ptr + 5, 1.0 / tl.sqrt(bias_correction(step + 1.0, log2_beta2)))
+        if COUNT:
+            tl.debug_barrier()  # all warps of this program have read the row, or they would not be here
+            # addresses anew, rather than in registers from the start
+            tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
+            row_ptr = rows_ptr + tensor * 8
+            finished_ptr = (row_ptr + 6).to(tl.pointer_type(tl.int32))
+            programs = tl.load(table_ptr + tensor * 8 + 6)
+            if tl.atomic_add(finished_ptr, 1, sem="relaxed") == programs - 1:  # so have all other programs
+                tl.store(finished_ptr, 0)
+                count_step(row_ptr, log2_beta1, log2_beta2)
 
 
 def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Signals) -> None:
-    """One step for the members of `bucket`, in place, by one launch."""
+    """One step for the members of `bucket`, in place, by one launch, or two where programs are many."""
     lr, (beta1, beta2) = group["lr"], group["betas"]
     device_lr = lr if isinstance(lr, torch.Tensor) and lr.device == bucket.key.device else None
     tensors = [bucket.table, bucket.gradients, bucket.blocks, bucket.rows]
@@ -222,10 +247,10 @@ def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Sig
     constants = bucket.constants.get(kinds)
     if constants is None:
         constants = bucket.constants[kinds] = _constants(bucket, options, [dtype is not None for dtype in dtypes])
+    logarithms = (math.log2(beta1) if beta1 > 0 else -1e4, math.log2(beta2) if beta2 > 0 else -1e4)
     numbers = (
         float(lr) if device_lr is None else 0.0,
-        math.log2(beta1) if beta1 > 0 else -1e4,
-        math.log2(beta2) if beta2 > 0 else -1e4,
+        *logarithms,
         float(beta1),
         float(beta2),
         1.0 - beta1,
@@ -237,6 +262,15 @@ def update(bucket: Bucket, group: dict[str, Any], options: Options, signals: Sig
         options.seed,
     )
     bucket.update(adamw_kernel, len(bucket.blocks), kinds, tensors, numbers + constants, num_warps=WARPS)
+    if counted_apart(bucket):
+        flags = (signals.found_inf is not None, options.skip_nonfinite)
+        seen = [tensors[place] for place in (3, 4, 7)]
+        bucket.count(count_kernel, len(bucket.members), kinds, seen, logarithms + flags, num_warps=1)
+
+
+def counted_apart(bucket: Bucket) -> bool:
+    """Whether a launch of its own counts the steps of `bucket`."""
+    return len(bucket.blocks) >= COUNTED_APART
 
 
 def _constants(bucket: Bucket, options: Options, given: list[bool]) -> tuple[Any, ...]:
@@ -247,6 +281,7 @@ def _constants(bucket: Bucket, options: Options, given: list[bool]) -> tuple[Any
         *given[1:],
         options.max_grad_norm is not None,
         options.skip_nonfinite,
+        not counted_apart(bucket),
         TRITON_DTYPES[key.parameter],
         TRITON_DTYPES[key.gradient],
         TRITON_DTYPES[key.state],

@@ -116,7 +116,7 @@ class Bucket:
         for member, step in zip(members, self.rows[:, 0].unbind(), strict=True):
             member.state["step"] = step
         self._pinned: dict[str, torch.Tensor] = {}
-        self.update, self.square = Launch(), Launch()
+        self.update, self.count, self.square = Launch(), Launch(), Launch()
         self.constants: dict[Any, tuple[Any, ...]] = {}  # of the update, by what `Launch` calls kinds
         if key.on_triton:
             sizes = [local(member.owner).numel() for member in members]
