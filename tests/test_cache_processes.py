@@ -26,7 +26,7 @@ ALONE = ["-m", "distill"]
 TWO = ["-c", "import sys; from distill.training.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 # shards so small that there are many
 SMALL = (
-    "from distill.teachers import cache_make as m; plan = m.plan_work; "
+    "from distill.teachers.cache import make as m; plan = m.plan_work; "
     "m.plan_work = lambda *given, **named: plan(*given, **(named | {'shard_bytes': 4096})); "
 )
 MANY_SHARDS = ["-c", SMALL + "from distill.cli import main; main()"]

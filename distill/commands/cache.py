@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import typer
 
 from distill import console
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+from distill.recipe import Recipe
 from distill.training import launch
 
 CACHES = Path("caches")
@@ -48,8 +50,9 @@ def cache(
 ) -> None:
     """Run the teacher once over a recipe's data and store what it says; then train without it in memory.
 
-    Killed, it goes on where it was; all visible GPUs are used. The recipe then takes it by its folder; one that says
-    `teacher: {type: cache, path: ..., model: ...}` is cached and run as it is:
+    Killed, it goes on where it was; all visible GPUs are used, and hold the teacher in shards where it fits none of
+    them whole (parallel.teacher: sharded for shards in any case). The recipe then takes it by its folder; one that
+    says `teacher: {type: cache, path: ..., model: ...}` is cached and run as it is:
 
     \b
     distill cache chat-8b-to-1b.yaml --report
@@ -63,37 +66,41 @@ def cache(
     stored = resolved.teacher.path
     folder = out or (CACHES / resolved.name if stored is None else Path(stored).expanduser())
     settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
-    processes = 1
-    if not report:
-        processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
-    if processes > 1:
+    processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
+    if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
         again = ["cache", recipe, *(overrides or []), "--top-k", str(top_k), "--tail", settings.tail]
-        again += ["--hidden"] if hidden else []
+        again += ["--hidden"] * hidden + ["--report"] * report
         again += ["--json"] if as_json else []
         for name, value in (("--out", out), ("--dtype", dtype), ("--batch-size", batch_size)):
             again += [] if value is None else [name, str(value)]
         raise typer.Exit(launch.start(processes, again))
     from distill.teachers.cache.make import load, make_cache
 
-    quiet = as_json or not launch.is_first()
+    first = launch.is_first()
+    quiet = as_json or not first
     with contextlib.nullcontext() if quiet else console.working("loading teacher, student and data"):
-        loaded = load(resolved)
+        loaded = load(resolved, batch_size)
     manifest = None
     if not report:
         manifest = make_cache(
             loaded, folder, settings, say=(lambda line: None) if as_json else console.say,
             progress=_silence if quiet else _bar,
         )  # fmt: skip
-        if manifest is None:
-            return
+    if not (first or loaded.teacher.sharded):
+        return
     table: Sequence[Any] = []
     if report or not hidden:
         from distill.teachers.cache.error import KS, measure, take_sample
 
         with contextlib.nullcontext() if quiet else console.working("measuring what K tokens lose"):
-            ks = sorted({*KS, top_k})
-            sample = take_sample(loaded)
-            table = measure(sample, temperature=resolved.loss.temperature, ks=ks, seed=resolved.train.seed)
+            sample = take_sample(loaded)  # shards answer together
+            del loaded  # both models leave the device
+            gc.collect()
+            if first:
+                ks = sorted({*KS, top_k})
+                table = measure(sample, temperature=resolved.loss.temperature, ks=ks, seed=resolved.train.seed)
+    if not first:
+        return
     if as_json:
         say_json({"cache": manifest, "errors": table})
         return
@@ -102,6 +109,16 @@ def cache(
     if manifest is not None:
         changes = f' "teacher={{type: cache, path: {folder}}}"'
         console.say(f"train from it:  distill run {recipe}" + changes * (stored is None or folder != Path(stored)))
+
+
+def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
+    """Whether the teacher takes several GPUs, even to be looked at only."""
+    import torch
+
+    from distill.planning.caching import loaded_section, plan_caching
+
+    recipe = recipe.model_copy(update={"teacher": loaded_section(recipe.teacher)})
+    return plan_caching(recipe, torch.device("cuda", 0), processes, batch_size).teacher_sharded
 
 
 def _show(table: Sequence[Any], positions: int, temperature: float) -> None:

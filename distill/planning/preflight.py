@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from distill.models.adapters import add_lora
 from distill.models.load import load_config, load_tokenizer
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
+from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
 from distill.planning.memory import GIB, USABLE, Memory, Shape, shape_of, step_memory
 from distill.planning.step_time import asks_teacher, step_time
@@ -178,23 +179,30 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     pairs = _check_data(recipe, tokenizer, shapes, report, gpus) if look_at_data else None
     works = [work_of(model, trains=False) for model in (teacher, *others)]
     if recipe.teacher.path is not None:
-        works, report.cache = [NO_WORK], _cache_of(recipe, report.teacher)
+        works, report.cache = [NO_WORK], _cache_of(recipe, report)
     _time(recipe, works, work_of(student, trains=True), pairs, report)
     _disk(recipe, shapes[1], planned_precision(recipe, device), report)
     return report
 
 
-def _cache_of(recipe: Recipe, teacher: Shape) -> str:
+def _cache_of(recipe: Recipe, report: Preflight) -> str:
     """What the cache holds; of one that is still to be made by the model beside it, what it will take."""
-    section = recipe.teacher
+    section, teacher, device = recipe.teacher, report.teacher, report.device
     assert section.path is not None
     if (section.model is None and section.init != "random") or (Path(section.path).expanduser() / MANIFEST).is_file():
         return on_disk(section.path)
     each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": teacher.vocabulary, "dtype": "float16"})
-    return (
+    line = (
         f"not loaded: {section.path}, which is still to be made: distill cache takes {each} bytes a learned token "
         f"(k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
     )
+    if not device.cuda:
+        return line
+    takes = what_caching_takes(
+        recipe, teacher, report.student, planned_precision(recipe, device), memory_bytes=device.memory_bytes,
+        world=report.gpus,
+    )  # fmt: skip
+    return f"{line}; {takes}"
 
 
 def _sharing(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> Sharing:

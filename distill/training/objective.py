@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from distill.judging.measure import KL as KL_MEASURE
@@ -322,9 +321,9 @@ def last_hidden(teacher: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     """
     body = {key: value for key, value in inputs.items() if key not in ("labels", "valid_rows") and value is not None}
     # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
-    sharded = isinstance(find_head(teacher).linear.weight, DTensor)
-    with torch.no_grad() if sharded else torch.inference_mode():
-        return decoder_of(teacher)(**body, use_cache=False).last_hidden_state
+    decoder = decoder_of(teacher)
+    with torch.no_grad() if hasattr(decoder, "unshard") else torch.inference_mode():
+        return decoder(**body, use_cache=False).last_hidden_state
 
 
 def _check_shapes(loss: FusedDistillationLoss, shapes: Mapping[str, Any]) -> None:

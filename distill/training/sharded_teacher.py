@@ -107,6 +107,13 @@ def _draw(model: Any, seed: int) -> None:
             model._init_weights(module)
 
 
+def of_the_first(make: Callable[[], Any]) -> Any:
+    """What `make` returns on the first process, which alone calls it, on all; what it raises is raised on all."""
+    found = [_on_the_first(make)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def _on_the_first(load: Callable[[], Any]) -> Any:
     """What `load` returns, on the first process; None on the others. What it raises is raised on all."""
     found, fault = None, [""]

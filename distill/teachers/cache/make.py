@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,16 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from accelerate import PartialState
 
 from distill.data.load import DataReport, Splits, load_data
 from distill.environment import environment
 from distill.judging.samples import generate
 from distill.loading import Models, load_models, patch_models, read_tokenizer, synthetic_size
+from distill.models.attention_choice import AttentionChoices
 from distill.models.fp8_teacher import is_quantised
-from distill.models.head import LogitShape, bare, decoder_of, find_head, probe_logits, read_head
+from distill.models.head import HeadWeights, LogitShape, bare, find_head, probe_logits, whole
 from distill.models.load import load_student, save_student
+from distill.planning.caching import loaded_section, plan_caching
 from distill.recipe import Recipe
-from distill.recipe import Teacher as TeacherSection
+from distill.recipe.models import EIGHT_BITS
 from distill.teachers.cache.format import (
     ANSWERS,
     HEAD,
@@ -37,6 +42,7 @@ from distill.teachers.cache.write import (
     Teacher,
     Work,
     close,
+    missing_shards,
     open_folder,
     plan_work,
     require_room,
@@ -44,6 +50,12 @@ from distill.teachers.cache.write import (
 )
 from distill.training.arguments import Precision, resolve_device, resolve_precision, world_size
 from distill.training.launch import is_first
+from distill.training.objective import last_hidden
+from distill.training.parallel import ALONE, Sharing, is_sharded
+from distill.training.sharded_teacher import of_the_first
+
+# the first process may read weights for long while the others wait
+PATIENCE = datetime.timedelta(hours=4)
 
 
 class Loaded(NamedTuple):
@@ -56,6 +68,7 @@ class Loaded(NamedTuple):
         student_shape: how the student makes logits.
         cut: the student as it was cut from the teacher, on the CPU; None for any other.
         ids_below: of random tokens; None for text.
+        sharing: how several processes hold the teacher.
     """
 
     recipe: Recipe
@@ -66,6 +79,7 @@ class Loaded(NamedTuple):
     student_shape: LogitShape
     cut: Any = None
     ids_below: int | None = None
+    sharing: Sharing = ALONE
 
     @property
     def columns(self) -> int:
@@ -78,14 +92,18 @@ class Loaded(NamedTuple):
         return self.models.tokenizer
 
 
-def load(recipe: Recipe) -> Loaded:
+def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     """Load data, teacher and student as a run would; of a recipe that reads a cache, the teacher it names beside it.
+
+    Args:
+        recipe: what to cache.
+        batch_size: rows given to the teacher at once, by which several GPUs choose copies or shards of it; None for
+            the recipe's.
 
     Raises:
         ValueError: as `distill run` would say.
     """
-    if recipe.teacher.is_cached:
-        recipe = recipe.model_copy(update={"teacher": _loaded(recipe.teacher)})
+    recipe = recipe.model_copy(update={"teacher": loaded_section(recipe.teacher)})
     if recipe.teachers:
         raise ValueError("teachers: expected one teacher, since a cache holds what one says; came several")
     if recipe.student.vocabulary == "cross":
@@ -98,7 +116,10 @@ def load(recipe: Recipe) -> Loaded:
     tokenizer = read_tokenizer(recipe)
     below = synthetic_size(recipe, tokenizer)
     splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=below)
-    models = load_models(recipe, tokenizer, device, precision)
+    sharing, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
+    if sharing.teacher_sharded:
+        PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+    models = load_models(recipe, tokenizer, device, precision, sharing, choices)
     shape = probe_logits(models.teacher, "teacher")
     student_shape = probe_logits(models.student, "student")
     cut = None
@@ -106,37 +127,26 @@ def load(recipe: Recipe) -> Loaded:
         bare_section = recipe.student.model_copy(update={"lora": None})
         cut = load_student(bare_section, teacher=models.teacher, device="cpu", dtype=precision.student)
     if device.type == "cuda":
-        patch_models(models, recipe)
-        if recipe.teacher.dtype == "fp8" and not is_quantised(models.teacher):
-            from distill_kernels import swap_linears_for_fp8
+        patch_models(models, recipe, choices)
+    if recipe.teacher.dtype == "fp8" and not is_quantised(models.teacher):
+        from distill_kernels import swap_linears_for_fp8
 
-            swap_linears_for_fp8(bare(models.teacher))
+        swap_linears_for_fp8(bare(models.teacher))
     teacher = as_read(models.teacher, shape, device)
-    return Loaded(recipe, splits, models, precision, teacher, student_shape, cut, below)
-
-
-def _loaded(section: TeacherSection) -> TeacherSection:
-    """The section of a cached teacher as one to load.
-
-    Raises:
-        ValueError: it does not say whose words the cache holds.
-    """
-    if section.model is None and section.init != "random":
-        raise ValueError("teacher.model: expected the teacher to run over the data beside type: cache, came none")
-    return section.model_copy(update={"type": "model", "path": None})
+    return Loaded(recipe, splits, models, precision, teacher, student_shape, cut, below, sharing)
 
 
 def as_read(model: Any, shape: LogitShape, device: torch.device) -> Teacher:
-    """A loaded teacher in the parts that caching needs; `shape` from before its layers were patched."""
-    return Teacher(_hidden_states(model), read_head(find_head(model)), shape, device)
+    """A loaded teacher in the parts that caching needs; `shape` from before its layers were patched.
 
-
-def _hidden_states(model: Any) -> Callable[[Any], torch.Tensor]:
-    def hidden_states(batch: Any) -> torch.Tensor:
-        body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
-        return decoder_of(model)(**body, use_cache=False).last_hidden_state
-
-    return hidden_states
+    The head of a sharded one is kept whole beside its shards.
+    """
+    sharded = is_sharded(model)
+    with whole(find_head(model)) as weights:
+        if sharded:
+            bias = weights.bias
+            weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
+    return Teacher(functools.partial(last_hidden, model), weights, shape, device, sharded)
 
 
 def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
@@ -145,7 +155,7 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
     Raises:
         ValueError: more tokens than there are.
     """
-    recipe, head = loaded.recipe, loaded.teacher.head
+    recipe, head, held = loaded.recipe, loaded.teacher.head, loaded.recipe.teacher.dtype
     if not settings.hidden and settings.k > loaded.columns:
         raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, came {settings.k}")
     if not settings.hidden and settings.k > MOST_ON_GPUS and loaded.teacher.device.type == "cuda":
@@ -162,12 +172,16 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
         "softcap": loaded.teacher.shape.softcap,
         "seed": recipe.train.seed,
         "ids_below": loaded.ids_below,
-        "teacher": teacher_identity(recipe.teacher) | {"dtype": str(head.weight.dtype).removeprefix("torch.")},
+        "teacher": teacher_identity(recipe.teacher) | {"dtype": held if held in EIGHT_BITS else _name(head.weight)},
         "text": text_hashes(recipe, loaded.tokenizer),
         "data": data_settings(recipe, loaded.splits.report.digest),
         "student_layers": loaded.models.kept,
         "versions": environment(),
     }
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def make_cache(
@@ -187,6 +201,8 @@ def make_cache(
         say: prints a line; called by the first process only.
         progress: makes a context manager for the number of positions; entered, it is told of those that are stored.
 
+    Every process must call this.
+
     Returns:
         The manifest; None in processes that are not the first.
 
@@ -201,19 +217,36 @@ def make_cache(
         shard_bytes=settings.shard_bytes,
     )  # fmt: skip
     plan["work"] = work.digest()
-    finished = open_folder(folder, plan, first=is_first())
-    if is_first():
-        _announce(loaded, folder, plan, work, say, finished)
+
+    def begin() -> list[int]:
+        finished = open_folder(folder, plan, first=is_first())
+        if is_first():
+            _announce(loaded, folder, plan, work, say, finished)
+        return missing_shards(folder, work)
+
+    missing = of_the_first(begin) if loaded.teacher.sharded else begin()
     batch_size = settings.batch_size or recipe.train.batch_size
     with progress(work.learned) as advance:
         write_shards(
             folder, plan, work, splits, loaded.teacher, batch_size=batch_size, rank=_rank(), world=world_size(),
-            advance=advance,
+            missing=missing, advance=advance,
         )  # fmt: skip
+    answers = _answers(loaded) if is_first() or loaded.teacher.sharded else None  # shards answer together
     if not is_first():
         return None
+    if answers is not None:
+        write_json(folder / ANSWERS, {"max_new_tokens": recipe.generate.max_new_tokens, "answers": answers})
     _write_what_goes_with_it(loaded, folder, plan)
     return close(folder, plan, work, {})
+
+
+def _answers(loaded: Loaded) -> dict[str, str] | None:
+    """What the teacher answers the recipe's prompts; None where there are none, or no tokenizer."""
+    asked, tokenizer = loaded.recipe.generate, loaded.tokenizer
+    if tokenizer is None or not asked.prompts:
+        return None
+    answers = generate(loaded.models.teacher, tokenizer, asked.prompts, asked.max_new_tokens)
+    return dict(zip(asked.prompts, answers, strict=True))
 
 
 def _rank() -> int:
@@ -230,6 +263,9 @@ def _announce(
         extra += sum(parameter.nbytes for parameter in loaded.cut.parameters())
     total, left = require_room(folder, plan, work, extra)
     state = "complete already" if finished else f"{_size(left)} to be written"
+    if loaded.sharing is not ALONE:
+        held = "in shards (FSDP2)" if loaded.sharing.teacher_sharded else "copied"
+        say(f"{'devices':<12}teacher {held}: {loaded.sharing.why}")
     say(
         f"{folder}: {work.learned:,} positions of {len(work.entries):,} documents, {bytes_a_token(plan)} bytes each, "
         f"{_size(total)} in {len(work.shards)} shards; {state}"
@@ -259,17 +295,11 @@ def _size(count: int) -> str:
 
 
 def _write_what_goes_with_it(loaded: Loaded, folder: Path, plan: dict[str, Any]) -> None:
-    """Tokenizer, configuration, head, cut student and answers."""
-    recipe, models = loaded.recipe, loaded.models
+    """Tokenizer, configuration, head and cut student."""
+    models = loaded.models
     models.teacher.config.save_pretrained(folder / TEACHER)
     if models.tokenizer is not None:
         models.tokenizer.save_pretrained(folder / TOKENIZER)
-        if recipe.generate.prompts:
-            answers = generate(
-                models.teacher, models.tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens
-            )
-            kept = dict(zip(recipe.generate.prompts, answers, strict=True))
-            write_json(folder / ANSWERS, {"max_new_tokens": recipe.generate.max_new_tokens, "answers": kept})
     if plan["kind"] == "hidden":
         head = loaded.teacher.head
         tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})

@@ -2,8 +2,10 @@
 
 The documents of training and held-out rows, equal ones once, are packed and cut into shards by a plan that follows from
 the data alone. Each process takes every n-th shard and writes it whole or not at all; a later call with the same
-settings makes only those that are missing, on as many processes as it likes. Nothing is communicated: process 0 waits
-until all shards are there and closes the cache with its manifest.
+settings makes only those that are missing, on as many processes as it likes. Process 0 waits until all shards are there
+and closes the cache with its manifest. Copies of a teacher have nothing to tell each other. Where the processes hold
+shards of one, each of its layers is gathered from all of them when it is called, so that all make the same number of
+calls: one that has nothing left to write passes padding through it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from distill.teachers.cache.format import (
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+SHARDS, LEAST_BYTES = 64, 1 << 20
 
 
 class Entry(NamedTuple):
@@ -96,7 +99,7 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
         width: bytes of a stored position.
         max_length: tokens of a row that is given to the teacher.
         packing: several documents may share one; else they are sorted by length, to save padding.
-        shard_bytes: about how large a shard is.
+        shard_bytes: about how large a shard is at most; of few data there are `SHARDS`, that many processes have some.
     """
     entries, seen = [], set()
     for split, rows in enumerate(splits):
@@ -113,6 +116,8 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
         groups = best_fit(lengths, max_length)
     else:
         groups = [np.array([number]) for number in np.argsort(-lengths, kind="stable")]
+    total = width * sum(entry.learned for entry in entries)
+    shard_bytes = min(shard_bytes, max(total // SHARDS, LEAST_BYTES))
     shards: list[list[np.ndarray]] = [[]]
     size = 0
     for group in groups:
@@ -132,12 +137,14 @@ class Teacher(NamedTuple):
         head: what makes logits of them; likewise `shape`.
         shape: scale and soft cap.
         device: where it is.
+        sharded: whether the processes hold it together, so that all must call it as often.
     """
 
     hidden_states: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     head: HeadWeights
     shape: LogitShape
     device: torch.device
+    sharded: bool = False
 
 
 def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
@@ -148,7 +155,7 @@ def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
     """
     there = read_json(folder / PLAN)
     if there is None:
-        if folder.exists() and any(folder.iterdir()):
+        if first and folder.exists() and any(folder.iterdir()):  # others may see what the first is writing
             raise ValueError(f"--out: {folder} is not empty and holds no cache; name another folder")
         if first:
             folder.mkdir(parents=True, exist_ok=True)
@@ -181,7 +188,7 @@ def require_room(folder: Path, plan: Mapping[str, Any], work: Work, extra: int =
     """
     width = bytes_a_token(plan)
     total = width * work.learned + (KEY_BYTES + 8) * len(work.entries) + extra
-    missing = [number for number in range(len(work.shards)) if not shard_path(folder, number).is_file()]
+    missing = missing_shards(folder, work)
     left = sum(width * work.learned_in(number) for number in missing) + extra
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free
@@ -191,6 +198,11 @@ def require_room(folder: Path, plan: Mapping[str, Any], work: Work, extra: int =
             f"{free / GIB:,.1f} GiB free; use fewer tokens (--top-k, data.max_rows) or another disk"
         )
     return total, left
+
+
+def missing_shards(folder: Path, work: Work) -> list[int]:
+    """Numbers of the shards that are still to be written."""
+    return [number for number in range(len(work.shards)) if not shard_path(folder, number).is_file()]
 
 
 def write_shards(
@@ -204,6 +216,7 @@ def write_shards(
     pad: int = 0,
     rank: int = 0,
     world: int = 1,
+    missing: Sequence[int] | None = None,
     advance: Callable[[int], None] = lambda positions: None,
 ) -> None:
     """Write this process's missing shards; process 0 then waits for those of the others.
@@ -212,20 +225,22 @@ def write_shards(
         batch_size: rows given to the teacher at once.
         pad: any token.
         rank: of this process; likewise `world`, their number.
+        missing: from `missing_shards`, of a sharded teacher the same on all processes; None to look here.
         advance: told how many positions were stored, as they are; process 0 hears of all processes.
     """
     tables = [rows.with_format("numpy") if hasattr(rows, "with_format") else rows for rows in splits]
-    others = {n for n in range(len(work.shards)) if n % world != rank and rank == 0}
+    missing = missing_shards(folder, work) if missing is None else missing
+    mine = [number for number in missing if number % world == rank]
+    others = set(missing) - set(mine) if rank == 0 else set()
+    for number in set(range(len(work.shards))) - set(missing):
+        advance(work.learned_in(number))
 
     def look() -> None:
         for number in [number for number in others if shard_path(folder, number).is_file()]:
             others.remove(number)
             advance(work.learned_in(number))
 
-    for number in range(rank, len(work.shards), world):
-        if shard_path(folder, number).is_file():
-            advance(work.learned_in(number))
-            continue
+    for number in mine:
         generator = torch.Generator(teacher.device).manual_seed(plan["seed"] * 1_000_003 + number)
 
         def batch_done(positions: int) -> None:
@@ -234,9 +249,21 @@ def write_shards(
 
         tensors = shard_tensors(plan, work, number, tables, teacher, batch_size, pad, generator, batch_done)
         write_tensors(shard_path(folder, number), tensors)
+    for _ in range(calls_left(work, missing, batch_size, rank, world) if teacher.sharded else 0):
+        padding = Collator(pad, omit_plain_positions=True)([])
+        teacher.hidden_states({name: tensor.to(teacher.device) for name, tensor in padding.items()})
+        look()
     while others:
         look()
         time.sleep(0.2 if others else 0)
+
+
+def calls_left(work: Work, missing: Sequence[int], batch_size: int, rank: int, world: int) -> int:
+    """By how many calls of the teacher another process has more to write than this one."""
+    calls = [0] * world
+    for number in missing:
+        calls[number % world] += -(-len(work.shards[number]) // batch_size)
+    return max(calls) - calls[rank]
 
 
 def shard_tensors(
@@ -280,7 +307,7 @@ def _laid_out(documents: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
     return {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
 
 
-@torch.inference_mode()
+@torch.no_grad()  # FSDP2's gathered weights must not be made under inference mode
 def _stored(
     plan: Mapping[str, Any], batch: Mapping[str, torch.Tensor], teacher: Teacher, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:

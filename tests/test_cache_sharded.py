@@ -1,0 +1,299 @@
+"""A teacher in shards over two processes is cached as the whole one is by one process: the same files, bit for bit.
+
+The file is also the program of the two processes, which make all caches in one start.
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_parallel import gpu_of
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from two_ranks import run_as_two
+
+from distill.cli import run_command
+from distill.planning.caching import loaded_section, plan_caching
+from distill.planning.devices import find_device
+from distill.planning.preflight import check
+from distill.teachers.cache import format as layout
+from distill.teachers.cache import write
+from distill.teachers.cache.make import load, make_cache
+from distill.teachers.cache.settings import Settings
+from distill.training import launch
+
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
+train: {steps: 3, batch_size: 2, tokens_per_step: 64, learning_rate: 3e-3, warmup: 0, log_every: 1}
+parallel: {teacher: sharded}
+generate: {prompts: [The teacher], max_new_tokens: 5}
+"""
+ON = {
+    "cpu": ["train.device=cpu"],
+    "cuda": ["train.device=cuda", "train.precision=float32", "train.deterministic=true"],
+}
+FEW_BYTES = 2048  # of a shard, so that there are many
+CASES = {
+    "drawn": ["--top-k", "16"],
+    "likeliest": ["--top-k", "24", "--tail", "bucket", "--batch-size", "3", "teacher.model=untied"],
+    "hidden": ["--hidden", "--dtype", "float32", "data.packing=false"],
+    "soft-capped": ["--top-k", "8", "--tail", "renormalize", "teacher.model=capped"],
+}
+REFUSED = {
+    "cut": ["student={from_teacher: {layers: 2}}"],
+    "fp8": ["teacher.dtype=fp8"],
+    "full": ["--out", "student"],
+}
+
+
+def command(case, device, *more):
+    return ["cache", "tiny.yaml", *CASES[case], *ON[device], "--json", *more]
+
+
+def said_by(arguments):
+    """The exit code of a command and what it printed, lines of JSON and errors."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = run_command(arguments)
+    return {"code": code, "out": out.getvalue(), "errors": errors.getvalue()}
+
+
+def missing_some(source, folder, kept):
+    """A cache that was begun: its plan and the shards whose numbers `kept` takes."""
+    folder.mkdir()
+    shutil.copy(source / layout.PLAN, folder)
+    for number in range(len(layout.read_json(source / layout.MANIFEST)["shards"])):
+        if kept(number):
+            shutil.copy(layout.shard_path(source, number), folder)
+
+
+def both(folder, device):
+    """What each of the two processes does."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    write.LEAST_BYTES = FEW_BYTES
+    found = {case: said_by(command(case, device, "--out", f"two-{case}")) for case in CASES}
+    found |= {name: said_by(command("drawn", device, *more)) for name, more in REFUSED.items()}
+    found["report"] = said_by(command("drawn", device, "--report"))
+    found["resumed"] = said_by(command("drawn", device, "--out", "resumed"))
+    found["again"] = said_by(command("drawn", device, "--out", "resumed"))
+
+    from distill.recipe import parse
+
+    told = []
+
+    @contextlib.contextmanager
+    def counts(total):
+        yield told.append
+        assert os.environ["RANK"] == "1" or sum(told) == total, "progress is exact"
+
+    loaded = load(parse(RECIPE, ON[device], name="tiny"))
+    assert loaded.teacher.sharded
+    plain = loaded.teacher.hidden_states
+    calls = []
+    held = loaded.teacher._replace(hidden_states=lambda batch: calls.append(len(batch["valid_rows"])) or plain(batch))
+    write.LEAST_BYTES = 2 * FEW_BYTES  # an odd number of shards
+    made = Settings(k=8, tail="bucket").checked()
+    make_cache(loaded._replace(teacher=held), Path("counted"), made, say=lambda line: None, progress=counts)
+    found["calls"] = calls
+    Path(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def made_by_two(folder, device):
+    """The folder in which one process and two have made all caches."""
+    tokenizer = tiny_tokenizer()
+    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, hidden=48, seed=1), tokenizer)
+    save_tiny(folder / "untied", tiny_model(tokenizer, layers=3, seed=3, tie=False), tokenizer)
+    save_tiny(folder / "capped", tiny_model(tokenizer, layers=3, seed=4, kind="gemma2"), tokenizer)
+    save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
+    (folder / "tiny.yaml").write_text(RECIPE)
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(write, "LEAST_BYTES", FEW_BYTES)
+        if device == "cuda":
+            patch.delenv("TRITON_INTERPRET", raising=False)
+        torch.set_num_threads(1)
+        try:
+            alone = {case: said_by(command(case, device, "--out", f"one-{case}")) for case in CASES}
+            missing_some(folder / "one-drawn", folder / "resumed", lambda number: number in (0, 1, 4))
+            run_as_two(__file__, folder, device, device=device, timeout=500)
+            missing_some(folder / "two-drawn", folder / "finished-by-one", lambda number: number % 3 == 1)
+            alone["finished-by-one"] = said_by(command("drawn", device, "--out", "finished-by-one"))
+        finally:
+            torch.set_num_threads(threads)
+    found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+    return folder, alone, found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return made_by_two(tmp_path_factory.mktemp("sharded"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def made_on_gpus(tmp_path_factory):
+    return made_by_two(tmp_path_factory.mktemp("sharded"), "cuda")
+
+
+PLACES = ["made", pytest.param("made_on_gpus", marks=pytest.mark.gpu)]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", CASES)
+def test_shards_are_cached_as_the_whole_teacher_is(request, place, case):
+    folder, alone, (first, second) = request.getfixturevalue(place)
+    assert alone[case]["code"] == first[case]["code"] == second[case]["code"] == 0, (alone[case], first, second)
+    one, two = contents(folder / f"one-{case}"), contents(folder / f"two-{case}")
+    assert one.keys() == two.keys() and len(one) > 6
+    assert one == two
+    manifest = json.loads(two["manifest.json"])
+    assert len(manifest["shards"]) > 5 and manifest["teacher"]["files_sha256"]
+    assert not second[case]["out"], "one process speaks"
+    told = [json.loads(way["out"][way["out"].index("{") :]) for way in (alone[case], first[case])]
+    assert told[0] == told[1], "the manifest and the measured error"
+    assert bool(told[0]["errors"]) == (case != "hidden")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_processes_ask_a_sharded_teacher_as_often(request, place):
+    folder, _, (first, second) = request.getfixturevalue(place)
+    assert len(first["calls"]) == len(second["calls"])
+    assert all(first["calls"]) and second["calls"][-1] == 0, "the second had less to write and passed padding"
+    assert sum(first["calls"]) + sum(second["calls"]) == layout.read_json(folder / "counted/manifest.json")["positions"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_begun_is_finished_by_another_number_of_processes(request, place):
+    folder, alone, (first, second) = request.getfixturevalue(place)
+    for done in (alone["finished-by-one"], first["resumed"], second["resumed"], first["again"], second["again"]):
+        assert done["code"] == 0, done
+    whole = contents(folder / "one-drawn")
+    assert contents(folder / "resumed") == whole == contents(folder / "finished-by-one")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_only_measured_in_shards(request, place):
+    _, alone, (first, second) = request.getfixturevalue(place)
+    assert first["report"]["code"] == second["report"]["code"] == 0 and not second["report"]["out"]
+    report, cached = (json.loads(way["out"][way["out"].index("{") :]) for way in (first["report"], alone["drawn"]))
+    assert report["cache"] is None and report["errors"] == cached["errors"]
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("cut", "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices"),
+        ("fp8", "teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies"),
+        ("full", "--out: student is not empty and holds no cache; name another folder"),
+    ],
+)
+def test_mistakes_are_one_line_on_every_process(made, name, expected):
+    _, _, found = made
+    for rank, each in enumerate(found):
+        assert each[name]["code"] == 2
+        prefix = "distill: " if rank == 0 else "distill (rank 1): "
+        assert each[name]["errors"].startswith(prefix + expected) and each[name]["errors"].count("\n") == 1
+
+
+def test_a_run_takes_it_as_the_teachers_own_words(made, monkeypatch):
+    from distill.recipe import parse
+    from distill.run import run
+
+    folder, _, _ = made
+    monkeypatch.chdir(folder)
+    ends = []
+    for place in ("one", "two"):
+        teacher = f"teacher={{type: cache, path: {place}-drawn, model: teacher}}"
+        ends.append(run(parse(RECIPE, [teacher, *ON["cpu"]], name="tiny"), name=place).after)
+    assert ends[0] == ends[1] or repr(ends[0]) == repr(ends[1])  # NaN: what a drawn tail cannot tell
+
+
+# ---------------------------------------------------------------- copies or shards
+
+
+def of_70b(*overrides):
+    from distill.recipe import load
+
+    shapes = ["init: random, config: llama-3.1-70b", "student={init: random, config: llama-3.1-8b}"]
+    cached = f"teacher={{type: cache, path: nowhere, {shapes[0]}}}"
+    more = ["data.source=synthetic", "train.batch_size=1", "train.tokens_per_step=null"]
+    return load(Path(__file__).parents[1] / "recipes/llama3-8b-to-1b.yaml", [cached, shapes[1], *more, *overrides])
+
+
+@pytest.mark.parametrize(
+    "gib, world, overrides, expected",
+    [
+        (80, 4, [], (True, True)),  # 131 GiB of weights
+        (80, 2, [], (True, False)),
+        (180, 4, [], (False, True)),
+        (180, 4, ["parallel.teacher=sharded"], (True, True)),
+        (80, 4, ["parallel.teacher=copied"], (False, False)),
+        (80, 4, ["teacher.offload=cpu"], (False, True)),
+        (180, 1, ["parallel.teacher=sharded"], (False, True)),
+        (80, 4, ["train.batch_size=64"], (True, False)),
+    ],
+)
+def test_a_teacher_that_fits_no_gpu_is_cached_in_shards(monkeypatch, gib, world, overrides, expected):
+    gpu_of(monkeypatch, gib)
+    teacher = [change for change in overrides if change.startswith("teacher")]
+    rest = [change for change in overrides if change not in teacher]
+    recipe = of_70b(*rest)
+    section = loaded_section(recipe.teacher)
+    if teacher:
+        section = section.model_copy(update={"offload": "cpu"})
+    recipe = recipe.model_copy(update={"teacher": section})
+    found = plan_caching(recipe, torch.device("cuda", 0), world)
+    assert (found.teacher_sharded, found.fits) == expected, str(found)
+    if rest == ["train.batch_size=64"]:
+        assert plan_caching(recipe, torch.device("cuda", 0), world, batch_size=1).fits
+
+
+def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
+    gpu_of(monkeypatch, 40)
+    recipe = of_70b()
+    section = loaded_section(recipe.teacher).model_copy(update={"dtype": "fp8"})
+    with pytest.raises(
+        ValueError, match=r"teacher\.dtype: an fp8 teacher cannot be sharded, and it does not fit whole"
+    ):
+        plan_caching(recipe.model_copy(update={"teacher": section}), torch.device("cuda", 0), 4)
+
+
+def test_check_says_what_making_the_cache_takes():
+    found = [check(of_70b(), find_device("H100"), gpus=gpus, look_at_data=False).cache for gpus in (2, 4)]
+    assert "GiB on each GPU meanwhile, the teacher in shards, more than there are" in found[0]
+    assert found[1].endswith("GiB on each GPU meanwhile, the teacher in shards")
+
+
+@pytest.mark.parametrize("how, started", [("sharded", 4), ("copied", 1)])
+def test_measuring_alone_takes_several_gpus_only_in_shards(made, monkeypatch, capsys, how, started):
+    folder, _, _ = made
+    monkeypatch.chdir(folder)
+    gpu_of(monkeypatch, 80)
+    starts = []
+    monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(launch, "start", lambda *given: starts.append(given) or 0)
+    arguments = ["cache", "tiny.yaml", f"parallel.teacher={how}", "--report", "--batch-size", "1"]
+    assert run_command(arguments) == 0
+    assert len(starts) == (started == 4)
+    if starts:
+        processes, again = starts[0]
+        assert processes == 4 and {"--report", f"parallel.teacher={how}", "--batch-size"} <= set(again)
+
+
+if __name__ == "__main__":
+    both(*sys.argv[1:])
+    torch.distributed.destroy_process_group()
+    launch.leave(0)

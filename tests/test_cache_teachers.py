@@ -1,0 +1,135 @@
+"""Caches of teachers that are held in other ways: offloaded, in 8 bits, quantised on disk."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from distill_kernels import swap_linears_for_fp8
+from test_quantised import BITNET, saved
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from torch.nn import functional as F
+
+from distill.judging.samples import generate
+from distill.models.fp8_teacher import is_quantised
+from distill.models.load import load_teacher
+from distill.models.offload import is_offloaded
+from distill.recipe import Teacher, parse
+from distill.run import run
+from distill.teachers.cache import format as layout
+from distill.teachers.cache.make import load, make_cache
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.cache.settings import Settings
+
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data: {source: text.txt, max_length: 32, packing: false, cache: false, validation: {fraction: 0.2}}
+train: {steps: 2, batch_size: 1, tokens_per_step: 64, learning_rate: 3e-3, warmup: 0, log_every: 1}
+generate: {prompts: [The teacher], max_new_tokens: 5}
+"""
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, hidden=64, seed=1), tokenizer)
+    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {n} once more." for n in range(12)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@contextlib.contextmanager
+def silent(total):
+    yield lambda positions: None
+
+
+def cached(device, folder, *overrides, **settings):
+    """The cache of every token's log-probability, unless told otherwise, and what it was made by."""
+    recipe = parse(RECIPE, [f"train.device={device}", "train.deterministic=true", *overrides], name="tiny")
+    loaded = load(recipe)
+    made = Settings(**({"k": 250, "dtype": "float32"} | settings)).checked()
+    make_cache(loaded, Path(folder), made, say=lambda line: None, progress=silent)
+    return loaded, TeacherCache(folder)
+
+
+def contents(cache):
+    return {path.name: path.read_bytes() for path in sorted(cache.path.iterdir()) if path.is_file()}
+
+
+def hold_to(teacher, loaded, cache):
+    """Every stored number is the log-probability that `teacher` gives, document by document."""
+    for row in loaded.splits.train:
+        ids = torch.tensor([row["input_ids"]], device=teacher.device)
+        with torch.no_grad():
+            hidden = teacher.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            logp = F.linear(hidden[0, :-1].float(), teacher.lm_head.weight.float()).log_softmax(-1)
+        learned = torch.tensor(row["labels"])[1:] != -100
+        said = cache.said([row])
+        wanted = logp.cpu()[learned].gather(-1, said["cached_ids"].long())
+        torch.testing.assert_close(said["cached_logprobs"], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("kind", [{"tail": "sampled", "k": 16}, {"hidden": True}])
+def test_an_offloaded_teacher_says_what_a_resident_one_says(here, device, kind):
+    _, resident = cached(device, "resident", **kind)
+    loaded, offloaded = cached(device, "offloaded", "teacher.offload=cpu", **kind)
+    assert is_offloaded(loaded.models.teacher)
+    assert contents(offloaded) == contents(resident)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_an_fp8_teacher_is_cached_in_fp8(here, device):
+    loaded, cache = cached(device, "fp8", "teacher.dtype=fp8", "train.precision=float32")
+    assert is_quantised(loaded.models.teacher)
+    assert cache.manifest["teacher"]["dtype"] == "fp8"
+    if device == "cpu":  # there the layers are not swapped for other kernels
+        teacher = load_teacher(Teacher(model="teacher"), dtype=torch.bfloat16)
+        with pytest.raises(AssertionError):
+            hold_to(teacher, loaded, cache)
+        swap_linears_for_fp8(teacher)
+        hold_to(teacher, loaded, cache)
+        prompts = ["The teacher"]
+        answers = generate(teacher, loaded.tokenizer, prompts, 5)
+        assert layout.read_json(cache.path / layout.ANSWERS)["answers"] == dict(zip(prompts, answers, strict=True))
+
+
+def test_a_cache_in_fp8_is_not_finished_in_bfloat16(here):
+    _, cache = cached("cpu", "begun", "teacher.dtype=fp8")
+    (cache.path / layout.MANIFEST).unlink()
+    with pytest.raises(ValueError, match=r"--out: begun .* teacher\.dtype was 'fp8', now 'bfloat16'"):
+        cached("cpu", "begun", "teacher.dtype=bfloat16")
+
+
+def test_a_run_learns_from_what_an_fp8_teacher_said(here):
+    cached("cpu", "fp8", "teacher.dtype=fp8")
+    result = run(parse(RECIPE, ["teacher={type: cache, path: fp8, model: teacher}", "train.device=cpu"], name="tiny"))
+    assert result.after.forward_kl < result.before.forward_kl
+
+
+def test_a_checkpoint_that_is_quantised_is_cached_as_it_is(here):
+    config = BITNET | {"modules_to_not_convert": ["lm_head"]}
+    saved(here / "bitnet", config, tiny_model(layers=3, hidden=64, seed=1, tie=False))
+    tiny_tokenizer().save_pretrained(here / "bitnet")
+    with torch.compiler.set_stance("force_eager"):  # its layers compile their rounding
+        loaded, cache = cached("cpu", "quantised", "teacher.model=bitnet")
+        assert loaded.models.teacher.is_quantized
+        hold_to(load_teacher(Teacher(model="bitnet"), dtype=torch.float32), loaded, cache)
+    assert json.loads((here / "bitnet/config.json").read_text())["quantization_config"]["quant_method"] == "bitnet"
+
+
+@pytest.mark.gpu
+def test_an_int8_teacher_is_cached_in_int8(here):
+    pytest.importorskip("bitsandbytes")
+    loaded, cache = cached("cuda", "int8", "teacher.dtype=int8", "train.precision=bfloat16")
+    assert type(loaded.models.teacher.model.layers[0].mlp.gate_proj).__name__ == "Linear8bitLt"
+    assert cache.manifest["teacher"]["dtype"] == "int8"
+    _, plain = cached("cuda", "plain", "teacher.dtype=bfloat16", "train.precision=bfloat16")
+    row = loaded.splits.train[0]
+    eight, whole = (which.said([row]) for which in (cache, plain))
+    moved = (eight["cached_entropy"] - whole["cached_entropy"]).abs().mean()
+    assert 0 < moved < 0.1 * whole["cached_entropy"].abs().mean()
