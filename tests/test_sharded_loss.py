@@ -19,7 +19,6 @@ from distill_kernels import (
     FusedDistillationLoss,
     FusedKLLoss,
     LossTerm,
-    TeacherHead,
     TokenStats,
     head_loss,
 )
@@ -218,8 +217,8 @@ def mistakes(device, mesh):
         "cut elsewhere": (t["x"], cut["w"], t["xt"], distribute_tensor(t["wt"][:52], mesh, [Shard(0)])),
         "widths": (t["x"], cut["w"], t["xt"], t["wt"][:50]),
     }
-    tries["several teachers"] = (t["x"], cut["w"])
-    named = {"cut elsewhere": {"vocab_size": 50}, "several teachers": {"teachers": [TeacherHead(t["xt"], t["wt"])]}}
+    tries["fsdp beside tp"] = (t["x"], cut["w"], *tries["fsdp teacher"][2:])
+    named = {"cut elsewhere": {"vocab_size": 50}}
     said = {}
     for name, tensors in tries.items():
         try:
@@ -298,7 +297,7 @@ def test_a_tied_head_cut_over_the_vocabulary(two, accumulation):
         ("hidden", "student_hidden.*Replicate"),
         ("cut elsewhere", "teacher_weight.*same columns"),
         ("widths", "teacher_weight.*61 rows"),
-        ("several teachers", "tp_group"),
+        ("fsdp beside tp", "teacher_weight.*head_loss"),
     ],
 )
 def test_mistakes_are_named(two, name, said):

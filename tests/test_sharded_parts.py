@@ -1,96 +1,25 @@
 """Every rank's part of the loss, in one process: threads that take turns stand for the ranks of a cut vocabulary."""
 
-import threading
-
 import pytest
 import torch
 from dense_loss import ALL_TERMS
 from distill_kernels import LossTerm
-from distill_kernels.losses.fused import fused_linear_divergence
-from distill_kernels.losses.linear import linear_divergence, reference_linear_divergence, row_scales
+from distill_kernels.losses.linear import linear_divergence, row_scales
 from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
-from helpers import assert_as_good_as_torch, realistic_heads
+from helpers import realistic_heads
+from rank_parts import PADDING, SPANS, LeftAlone, check_equal_bits, check_parts, outcomes_of, poisoned
 
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
 
 
-class Turns:
-    """Ranks as threads, of which one runs at a time; they hand tensors over where they would meet in a collective."""
-
-    def __init__(self, size):
-        self.size, self.baton, self.barrier = size, threading.Lock(), threading.Barrier(size, timeout=400)
-        self.slots = [None] * size
-
-    def run(self, work):
-        """`work(ranks)` of every rank; their results in order, or the first error."""
-        results, errors = [None] * self.size, []
-
-        def one(index):
-            with self.baton:
-                try:
-                    results[index] = work(ThreadRanks(self, index))
-                except Exception as error:
-                    errors.append(error)
-                    self.barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(index,)) for index in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
-        return results
-
-
-class ThreadRanks:
-    """The interface of `shards.Ranks` over `Turns`."""
-
-    def __init__(self, turns, index):
-        self.turns, self.index, self.size = turns, index, turns.size
-
-    def gather(self, tensor):
-        self.turns.slots[self.index] = tensor.clone()
-        self.meet()
-        joint = torch.stack(list(self.turns.slots))
-        self.meet()
-        return joint
-
-    def meet(self):
-        self.turns.baton.release()
-        try:
-            self.turns.barrier.wait()
-        finally:
-            self.turns.baton.acquire()
-
-    def add_(self, tensor):
-        return tensor.copy_(self.gather(tensor).sum(0))
-
-    def add_later(self, tensor):
-        before = tensor.clone()
-        total = self.gather(before).sum(0)
-        tensor.fill_(float("nan"))  # whoever reads it early will see
-        return lambda: tensor.copy_(total)
-
-    def maximum(self, tensor):
-        return self.gather(tensor).amax(0)
-
-
-SPANS = {
-    "two": ((0, 130), (130, 300)),
-    "three, one without columns": ((0, 256), (256, 300), (300, 300)),
-    "tiles": ((0, 256), (256, 512)),
-}
-
-
 def whole_and_cut(device, dtype, terms, spans, *, path="kernel", rows=11, wanted=None, change=None, **settings):
     """Outcomes of one rank with everything (`dtype`; fp64) and of all ranks; `change(heads)` adds biases and LoRAs."""
-    vocab, padded = spans[-1][1], spans[-1][1] + 6
+    vocab, padded = spans[-1][1], spans[-1][1] + PADDING
     x, w, xt, wt = realistic_heads(rows, padded, 32, 48, dtype=dtype, device=device)
     labels = torch.randint(0, vocab, (rows,), device=device)
-    labels[:3] = torch.tensor([spans[0][1] - 1, spans[0][1] % vocab, -100])
+    labels[:3] = torch.tensor([max(spans[0][1] - 1, 0), spans[0][1] % vocab, -100])
     scale = row_scales(x, labels, None, None, None, ignore_index=-100, reduction="mean")
     rows = (labels != -100).nonzero().squeeze(-1) if settings.pop("given_rows", False) else None
     student, teacher = Head(x, w), Head(xt, wt)
@@ -99,47 +28,7 @@ def whole_and_cut(device, dtype, terms, spans, *, path="kernel", rows=11, wanted
     o = make_objective(terms, **settings)
     wanted = wanted or Wanted(True, True, student.bias is not None, stats=True)
     batch = Batch(labels, scale, rows)
-    run = linear_divergence if path == "kernel" else reference_linear_divergence
-    alone = run(student, teacher, batch, o, wanted, vocab=vocab, dtype=dtype)
-    exact = reference_linear_divergence(
-        *(Head(*(t.double() if isinstance(t, torch.Tensor) else t for t in head)) for head in (student, teacher)),
-        batch._replace(row_scale=scale.double()), o, wanted, vocab=vocab, dtype=torch.float64,
-    )  # fmt: skip
-
-    def own(head, start, stop):
-        stop = padded if stop == vocab and start < vocab else stop  # padding lies with the last columns
-        cut = [None if t is None else t[start:stop].clone() for t in (head.weight, head.bias, head.lora_b)]
-        return head._replace(weight=cut[0], bias=cut[1], lora_b=cut[2])
-
-    def work(ranks):
-        shard = VocabShard(ranks, spans)
-        heads = [own(head, *spans[ranks.index]) for head in (student, teacher)]
-        mine = batch._replace(labels=shard.own_labels(labels))
-        step = fused_linear_divergence if path == "kernel" else reference_linear_divergence
-        return step(*heads, mine, o, wanted, vocab=shard.columns, dtype=dtype, shard=shard)
-
-    return alone, exact, Turns(len(spans)).run(work)
-
-
-def check_parts(alone, exact, parts, dtype):
-    """Every rank has the whole loss, statistics, dx and dA, and its rows of the rest, as good as one rank's."""
-    for name in ("weight", "bias", "lora_b"):
-        if getattr(alone, name) is not None:
-            joint = torch.cat([getattr(part, name) for part in parts])
-            assert_as_good_as_torch(joint, getattr(alone, name), getattr(exact, name), dtype, name)
-    for part in parts:
-        for name in ("loss", "hidden", "lora_a"):
-            if getattr(alone, name) is not None:
-                assert torch.equal(getattr(part, name), getattr(parts[0], name)), f"{name} differs between ranks"
-                assert_as_good_as_torch(getattr(part, name), getattr(alone, name), getattr(exact, name), dtype, name)
-        for name, mine, one, right in zip(
-            alone.stats._fields if alone.stats else (),
-            part.stats or (),
-            alone.stats or (),
-            exact.stats or (),
-            strict=True,
-        ):
-            assert_as_good_as_torch(mine, one, right, dtype, name)
+    return outcomes_of(student, teacher, batch, o, wanted, spans, dtype, path)
 
 
 @pytest.mark.parametrize("path", ["kernel", "reference"])
@@ -217,33 +106,9 @@ def test_several_groups_of_chunks_are_cut_alike(kernel_device, monkeypatch):
 def test_every_element_of_the_parts_is_written_and_they_repeat_bitwise(kernel_device, monkeypatch):
     arguments = (kernel_device, torch.bfloat16, MIXED, SPANS["two"])
     plain = whole_and_cut(*arguments)[2]
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        made = empty(*args, **kwargs)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+    poisoned(monkeypatch)
     torch.manual_seed(0)
-    for one, other in zip(plain, whole_and_cut(*arguments)[2], strict=True):
-        for name in ("loss", "hidden", "weight"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-        assert all(map(torch.equal, one.stats, other.stats))
-
-
-class LeftAlone:
-    """The first of two ranks, whose collectives leave everything as it is."""
-
-    index, size = 0, 2
-
-    def gather(self, tensor):
-        return torch.stack([tensor, tensor])
-
-    def add_(self, tensor):
-        return tensor
-
-    def add_later(self, tensor):
-        return lambda: None
+    check_equal_bits(plain, whole_and_cut(*arguments)[2])
 
 
 @pytest.mark.gpu

@@ -268,6 +268,17 @@ def test_a_small_tail_keeps_its_digits(where):
     torch.testing.assert_close(one.double(), exact.squeeze(), rtol=1e-3, atol=0)
 
 
+def test_a_student_without_any_other_token(where):
+    """Nothing but two of the K is possible: the others' gradient is 0, not NaN."""
+    bias = torch.full((V,), -torch.inf, device=where).index_fill_(0, torch.tensor([2, 9], device=where), 0.0)
+    x, w = torch.randn(3, 5, device=where), torch.randn(V, 5, device=where, requires_grad=True)
+    sure = torch.tensor([[0.0, -torch.inf]], device=where).expand(3, 2)
+    loss = FusedTopKKLLoss()(x, w, torch.tensor([[2, 9]], device=where).expand(3, 2), sure, student_bias=bias)
+    loss.backward()
+    torch.testing.assert_close(loss, F.cross_entropy((x @ w.T)[:, [2, 9]], torch.zeros_like(x[:, 0]).long()))
+    assert w.grad.isfinite().all() and w.grad[2].any() and not w.grad[:2].any()
+
+
 def test_teacher_temperature(device):
     (x, w, _), top, ids, _ = setup(torch.float32, device)
     at_one = FusedTopKKLLoss(tail="renormalize", temperature=2.0, teacher_temperature=1.0)(x, w, ids, top)

@@ -110,8 +110,9 @@ def fused_linear_divergence(
     if isinstance(teacher, Mixture):
         at_one = both and wanted.stats
         mixer = TeacherMixer(
-            teacher, plan.chunk_rows, vocab, logit_dtype, o.temperature, at_one=at_one, descriptors=descriptors
-        )
+            teacher, plan.chunk_rows, vocab, logit_dtype, o.temperature, at_one=at_one, descriptors=descriptors,
+            shard=shard,
+        )  # fmt: skip
 
     def pick(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         rows = tensor[start:stop] if batch.rows is None else tensor[batch.rows[start:stop]]
@@ -130,9 +131,9 @@ def fused_linear_divergence(
         here = slice(start, stop) if batch.rows is None else slice(None)
         row_loss = run_rows if shard is None else functools.partial(run_rows, shard=shard)
         if batch.top is not None:
-            row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here))
+            row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here), shard=shard)
         elif mixer is not None:
-            row_loss = functools.partial(run_mixed_rows, at_one=at_one)
+            row_loss = functools.partial(run_mixed_rows, at_one=at_one, shard=shard)
         row_loss(
             s,
             t,

@@ -145,9 +145,11 @@ def reference_linear_divergence(
         x = hidden[here].to(wide)
         row_loss = reference_rows if shard is None else functools.partial(reference_rows, shard=shard)
         if batch.top is not None:
-            row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here))
+            row_loss = functools.partial(reference_top_k_rows, top=batch.top.rows(here), shard=shard)
         elif isinstance(teacher, Mixture):
-            row_loss = functools.partial(reference_mixture_rows, mixture=teacher, here=here, project=project)
+            row_loss = functools.partial(
+                reference_mixture_rows, mixture=teacher, here=here, project=project, shard=shard
+            )  # fmt: skip
         result = row_loss(
             project(student, x),
             project(teacher, teacher.hidden[here].to(wide)) if isinstance(teacher, Head) else None,

@@ -6,7 +6,8 @@ With shares `w_k >= 0` that add up to 1, teachers' logits `z_k` and temperature 
 
 so that `softmax(z_t / T) = p_t`: every divergence, statistic and gradient then runs as with one teacher whose logits
 are `z_t`. Statistics are those of the mixture at T = 1, `sum_k w_k softmax(z_k)`, which `z_t` of another temperature
-does not tell; they take a second row of logits.
+does not tell; they take a second row of logits. Where the vocabulary is cut over ranks (shards.py), a teacher's
+probabilities are those over all ranks' columns.
 
 This is the arithmetic mixture: the teachers' opinions are averaged (Hinton et al., 2015, section 5). The student's
 hidden size may differ from every teacher's, and theirs from each other's.
@@ -20,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.losses.divergence import RowResult, reference_rows, transform_logits
+from distill_kernels.losses.divergence import RowResult, _log_softmax, reference_rows, transform_logits
 from distill_kernels.losses.operands import Head
+from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
 Rows = slice | torch.Tensor
@@ -97,9 +99,11 @@ def make_mixture(teachers: Sequence[TeacherHead], make_head: Callable[[TeacherHe
     )
 
 
-def mixed_logits(logits: Sequence[torch.Tensor], shares: Sequence[float], temperature: float) -> torch.Tensor:
-    """`T log sum_k w_k softmax(z_k / T)` of each row, from transformed logits [n, V]."""
-    parts = [torch.log_softmax(z / temperature, -1) + math.log(share) for z, share in zip(logits, shares, strict=True)]
+def mixed_logits(
+    logits: Sequence[torch.Tensor], shares: Sequence[float], temperature: float, shard: VocabShard | None = None
+) -> torch.Tensor:
+    """`T log sum_k w_k softmax(z_k / T)` of each row, from transformed logits [n, V] (one rank's, with `shard`)."""
+    parts = [_log_softmax(z / temperature, shard) + math.log(share) for z, share in zip(logits, shares, strict=True)]
     mixed = parts[0]
     for part in parts[1:]:
         mixed = torch.logaddexp(mixed, part)
@@ -115,6 +119,7 @@ def reference_mixture_rows(
     row_scale: torch.Tensor,
     with_gradient: bool = True,
     with_stats: bool = False,
+    shard: VocabShard | None = None,
     mixture: Mixture,
     here: Rows,
     project: Callable[[Head, torch.Tensor], torch.Tensor],
@@ -122,7 +127,7 @@ def reference_mixture_rows(
     """`reference_rows` with the mixture for a teacher.
 
     Args:
-        student_raw, objective, labels, row_scale, with_gradient, with_stats: as of `reference_rows`.
+        student_raw, objective, labels, row_scale, with_gradient, with_stats, shard: as of `reference_rows`.
         mixture: the teachers, their heads in the dtype of `student_raw`.
         here: which of their hidden states these rows are.
         project: head and hidden states to raw logits.
@@ -132,13 +137,13 @@ def reference_mixture_rows(
         for head, scale, softcap in zip(mixture.heads, mixture.scales, mixture.softcaps, strict=True)
     ]
     o = objective._replace(teacher_scale=1.0, teacher_softcap=0.0)
-    settings = {"labels": labels, "row_scale": row_scale}
+    settings = {"labels": labels, "row_scale": row_scale, "shard": shard}
     apart = with_stats and o.temperature != 1.0
     stats = None
     if apart:
-        at_one = mixed_logits(logits, mixture.shares, 1.0)
+        at_one = mixed_logits(logits, mixture.shares, 1.0, shard)
         stats = reference_rows(student_raw.clone(), at_one, o, **settings, with_gradient=False, with_stats=True).stats  # type: ignore[arg-type]
-    mixed = mixed_logits(logits, mixture.shares, o.temperature)
+    mixed = mixed_logits(logits, mixture.shares, o.temperature, shard)
     result = reference_rows(
         student_raw, mixed, o, **settings, with_gradient=with_gradient, with_stats=with_stats and not apart  # type: ignore[arg-type]
     )  # fmt: skip

@@ -6,7 +6,9 @@ in, row by row: with `a` and `b` the log-probabilities of both at temperature T 
     z = T log((1 - u) exp(a) + u exp(b))
 
 kept relative to each tile's maximum as any logits are (projection.py), so that the row kernels see no difference. Only
-shares matter, so no normaliser is carried along: a running mixture is renormalised by its own tiles' sums.
+shares matter, so no normaliser is carried along: a running mixture is renormalised by its own tiles' sums. Where the
+vocabulary is cut over ranks (shards.py), these sums are joined over the ranks before each newcomer: two fp32 numbers a
+token.
 
 Bytes a row and further teacher, 16-bit logits: 4 V read, 2 V written.
 """
@@ -23,23 +25,28 @@ from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
-from distill_kernels.losses.rows import _load, _normaliser, run_rows
+from distill_kernels.losses.rows import _fold_rows_kernel, _load, _normaliser, run_rows
+from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
 
 @triton.jit
 def _mix_kernel(
     mixed_ptr, mixed_shift_ptr, mixed_total_ptr, next_ptr, next_shift_ptr, next_total_ptr, shift_ptr, total_ptr,
-    V, tiles, mixed_stride, next_stride, inverse_t, temperature, log_rest, log_share,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    norms_ptr, V, tiles, mixed_stride, next_stride, norms_stride, inverse_t, temperature, log_rest, log_share,
+    SHARDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     mixed_ptr += row * mixed_stride
     next_ptr += row * next_stride
     mixed_shift_ptr += row * tiles
     next_shift_ptr += row * tiles
-    _, lse_a = _normaliser(mixed_shift_ptr, mixed_total_ptr + row * tiles, tiles, inverse_t, TILES)
-    _, lse_b = _normaliser(next_shift_ptr, next_total_ptr + row * tiles, tiles, inverse_t, TILES)
+    if SHARDED:
+        lse_a = tl.load(norms_ptr + row)
+        lse_b = tl.load(norms_ptr + norms_stride + row)
+    else:
+        _, lse_a = _normaliser(mixed_shift_ptr, mixed_total_ptr + row * tiles, tiles, inverse_t, TILES)
+        _, lse_b = _normaliser(next_shift_ptr, next_total_ptr + row * tiles, tiles, inverse_t, TILES)
     within = tl.arange(0, TILE)[None, :]
     for block in range(tl.cdiv(tiles, BLOCK)):
         tile = block * BLOCK + tl.arange(0, BLOCK)
@@ -59,10 +66,23 @@ def _mix_kernel(
         tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
 
 
-def mix_in(mixed: Logits, other: Logits, share: float, temperature: float) -> Logits:
+def _joint_normalisers(mixed: Logits, other: Logits, temperature: float, shard: VocabShard) -> torch.Tensor:
+    """Log sums of exps over the columns of all ranks, [2, n]."""
+    n, vocab = mixed.values.shape
+    norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=mixed.values.device)
+    if vocab:
+        _fold_rows_kernel[(n,)](
+            mixed.shift, mixed.total, mixed.total, other.shift, other.total, other.total, norms,
+            cdiv(vocab, TILE), norms.stride(0), 1.0 / temperature, TEMPERED=False, HARD=False, HAS_TEACHER=True,
+            STATS=False, TILES=next_power_of_2(cdiv(vocab, TILE)), num_warps=1,
+        )  # fmt: skip
+    return torch.logsumexp(shard.ranks.gather(norms[1::3]), 0)
+
+
+def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard: VocabShard | None = None) -> Logits:
     """Turn the rows of `mixed` into `(1 - share) mixed + share other`, probabilities at `temperature`.
 
-    `total` of both must hold sums at that temperature.
+    `total` of both must hold sums at that temperature. With `shard` they are one rank's columns, maybe none.
 
     Returns:
         The mixture in the memory of `mixed.values`; its `total_hard` is its `total`.
@@ -71,11 +91,13 @@ def mix_in(mixed: Logits, other: Logits, share: float, temperature: float) -> Lo
     tiles = cdiv(vocab, TILE)
     # apart from what is read: programs may still be reading the old ones
     shift, total = torch.empty_like(mixed.shift), torch.empty_like(mixed.total)
-    if n:
+    norms = None if shard is None or n == 0 else _joint_normalisers(mixed, other, temperature, shard)
+    if n and vocab:
         _mix_kernel[(n,)](
             mixed.values, mixed.shift, mixed.total, other.values, other.shift, other.total, shift, total,
-            vocab, tiles, mixed.values.stride(0), other.values.stride(0), 1.0 / temperature, temperature,
-            math.log1p(-share), math.log(share), TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8,
+            norms, vocab, tiles, mixed.values.stride(0), other.values.stride(0),
+            None if norms is None else norms.stride(0), 1.0 / temperature, temperature, math.log1p(-share),
+            math.log(share), SHARDED=norms is not None, TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8,
         )  # fmt: skip
     return Logits(mixed.values, shift, total, total)
 
@@ -91,12 +113,14 @@ class TeacherMixer:
         temperature: of the divergences.
         at_one: also make the mixture at temperature 1, for statistics where T differs.
         descriptors: as of `project`.
+        shard: the heads are one rank's columns of them.
     """
 
     def __init__(
         self, mixture: Mixture, chunk_rows: int, vocab: int, dtype: torch.dtype, temperature: float, *,
-        at_one: bool, descriptors: bool,
+        at_one: bool, descriptors: bool, shard: VocabShard | None = None,
     ) -> None:  # fmt: skip
+        self.shard = shard
         self.mixture, self.temperature, self.descriptors = mixture, temperature, descriptors
         self.at_one = at_one and temperature != 1.0
         device = mixture.heads[0].hidden.device
@@ -126,9 +150,9 @@ class TeacherMixer:
                 other = Logits(self.values[0, :n], *(part[:n] for part in self.numbers))
                 project(head, pick(head.hidden), other, transform, descriptors=self.descriptors)
                 part = share / (seen + share)
-                mixed = mix_in(mixed, other, part, self.temperature)
+                mixed = mix_in(mixed, other, part, self.temperature, self.shard)
                 if hard is not None:
-                    hard = mix_in(hard, other._replace(total=other.total_hard), part, 1.0)
+                    hard = mix_in(hard, other._replace(total=other.total_hard), part, 1.0, self.shard)
             seen += share
         return mixed, hard
 

@@ -125,7 +125,7 @@ class FusedDistillationLoss(nn.Module):
                 DeviceMesh. Every rank passes its own rows of weights, biases and LoRA B, in rank order (plain tensors
                 or DTensors of `Shard(0)`), and the same hidden states, labels, counts and settings; it gets the whole
                 loss, the gradients of its own rows, and summed ones of hidden states and LoRA A. `vocab_size` counts
-                columns of the whole vocabulary. Ranks may hold different numbers of rows, and both heads must be cut
+                columns of the whole vocabulary. Ranks may hold different numbers of rows, and all heads must be cut
                 at the same columns. Of plain tensors the ranks exchange the numbers of rows when they first see them
                 (one host sync). Without `tp_group`, a DTensor is taken for tensor parallel if its mesh has the one
                 dimension "tp" (plain tensors beside it are then whole), and refused otherwise: the weight of an

@@ -236,25 +236,25 @@ def fused_loss(
     heads = Heads(
         student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias
     )
-    heads, shard = own_heads(heads, tp_group, vocab_size)
+    heads, others, shard = own_heads(heads, tp_group, vocab_size, teachers if teachers and several else ())
     student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias = heads
     if shard is not None:
         vocab_size = shard.columns
-        if several or top is not None:
-            raise ValueError(
-                "tp_group: expected one teacher with a head, got several teachers or a teacher of top-k ids"
-            )
     # needs no teacher's head, or has them checked one by one
     heads_only = objective if top is None and not several else objective._replace(kinds=())
     vocab, dtype = check_arguments(
         heads_only, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
         lora_a, lora_b, token_weights, valid_rows, vocab_size, sharded=shard is not None,
     )  # fmt: skip
-    for number, other in enumerate(teachers if teachers and several else ()):
+    if top is not None:
+        columns, k = vocab if shard is None else shard.vocab, top.ids.shape[-1]
+        if not 0 < k <= columns:
+            raise ValueError(f"teacher_ids: expected K of 1 to {columns} columns, got {k}")
+    for number, other in enumerate(others):
         try:
             check_arguments(
                 objective, student_hidden, student_weight, other.hidden, other.weight, labels, student_bias, other.bias,
-                lora_a, lora_b, token_weights, valid_rows, vocab_size,
+                lora_a, lora_b, token_weights, valid_rows, vocab_size, sharded=shard is not None,
             )  # fmt: skip
         except ValueError as error:
             raise ValueError(f"teachers[{number}]: {error}") from None
@@ -291,8 +291,8 @@ def fused_loss(
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
         teacher: Head | Mixture | None = None
-        if several and teachers:
-            teacher = make_mixture(teachers, _teacher_head)
+        if several:
+            teacher = make_mixture(others, _teacher_head)
             if len(teacher.heads) == 1:
                 objective = objective._replace(teacher_scale=teacher.scales[0], teacher_softcap=teacher.softcaps[0])
                 teacher = teacher.heads[0]

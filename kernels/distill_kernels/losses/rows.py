@@ -378,7 +378,7 @@ def run_rows(
             out.stride(0), 0 if stats is None else stats.stride(0), 0 if norms is None else norms.stride(0),
             1.0 / o.temperature, o.weights, o.parameters, o.divergence_weights,
             o.hard_weight, o.label_smoothing, o.z_loss, o.student_scale, inverse_cap,
-            1.0 if shard is None or shard.ranks.index == 0 else 0.0,
+            1.0 if shard is None or shard.speaks else 0.0,
             KINDS=o.kinds, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0, SCALED=o.student_scale != 1.0,
             CAPPED=o.student_softcap != 0.0, HAS_LABELS=labels is not None, HAS_ROWS=rows is not None,
             SWEEP_FIRST=sweep_first, GRADIENT=gradient is not None, SHARDED=norms is not None,

@@ -7,19 +7,21 @@ parallel (same tokens on every rank) or FSDP2's (other tokens on every rank), an
     a 1-D mesh whose dimension is "tp"  the same without `tp_group`; a plain tensor beside it is whole
     any other DTensor                   refused: FSDP2 gathers a head in its module's own call, see `head_loss`
 
-A replicated DTensor, or a plain whole tensor beside a "tp" DTensor, is cut like the other model's head: each rank
-computes its own columns only, and the student's gradient is put together again.
+Several teachers' heads are taken like one's. A replicated DTensor, or a plain whole tensor beside a "tp" DTensor, is
+cut like another head: each rank computes its own columns only, and the student's gradient is put together again.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distill_kernels.losses.arguments import WHOLE
+from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.shards import Ranks, VocabShard
 
 Spans = tuple[tuple[int, int], ...]
@@ -38,52 +40,66 @@ class Heads(NamedTuple):
     teacher_bias: torch.Tensor | None
 
 
-OF_ROWS = ("student_weight", "student_bias", "lora_b", "teacher_weight", "teacher_bias")  # cut over the vocabulary
+OF_ROWS = ("weight", "bias", "lora_b")  # how the names of tensors end that are cut over the vocabulary
 
 
-def own_heads(heads: Heads, tp_group: Any, vocab_size: int | None) -> tuple[Heads, VocabShard | None]:
-    """This rank's rows of both heads, and the columns of every rank; None where each rank has whole heads.
+def own_heads(
+    heads: Heads, tp_group: Any, vocab_size: int | None, teachers: Sequence[TeacherHead] = ()
+) -> tuple[Heads, tuple[TeacherHead, ...], VocabShard | None]:
+    """This rank's rows of all heads, and the columns of every rank; None where each rank has whole heads.
 
     Args:
         heads: plain tensors or DTensors.
         tp_group: a process group, a 1-D DeviceMesh, or None.
         vocab_size: columns that count, of the whole vocabulary.
+        teachers: several teachers' heads, as well.
 
     Raises:
         ValueError: naming the tensor that is sharded in another way, heads cut at different columns, or widths that
             do not fit.
     """
-    if tp_group is None and not any(_is_dtensor(tensor) for tensor in heads):
-        return heads, None
-    ranks = Ranks(_group_of(heads, tp_group))
-    local: dict[str, Any] = {name: _local(name, tensor) for name, tensor in zip(heads._fields, heads, strict=True)}
+    given: dict[str, Any] = heads._asdict()
+    for number, teacher in enumerate(teachers):
+        given |= {f"teachers[{number}].{name}": getattr(teacher, name) for name in ("hidden", "weight", "bias")}
+    if tp_group is None and not any(_is_dtensor(tensor) for tensor in given.values()):
+        return heads, tuple(teachers), None
+    ranks = Ranks(_group_of(given, tp_group))
+    local: dict[str, Any] = {name: _local(name, tensor) for name, tensor in given.items()}
     plain_is_cut = tp_group is not None
     widths: dict[str, int] = {}
     cuts: dict[str, Spans] = {}  # rows of each rank, padding included
-    for model in ("student", "teacher"):
-        weight = getattr(heads, f"{model}_weight")
+    for model in ("student_", "teacher_", *(f"teachers[{number}]." for number in range(len(teachers)))):
+        weight = given[f"{model}weight"]
         if weight is not None and _is_cut(weight, plain_is_cut=plain_is_cut):
             cuts[model] = _spans(weight, ranks)
             widths[model] = cuts[model][-1][1]
         elif weight is not None:
             widths[model] = weight.shape[0]
     vocab = _checked_vocab(widths, vocab_size)
-    if not cuts:
-        return Heads(**local), None
-    clipped = {
-        model: tuple((min(start, vocab), min(stop, vocab)) for start, stop in spans) for model, spans in cuts.items()
-    }
-    spans = next(iter(clipped.values()))
-    if any(other != spans for other in clipped.values()):
-        raise ValueError(
-            f"teacher_weight: expected to be cut at the same columns as student_weight, {clipped['student']}, got "
-            f"{clipped['teacher']}; pad the smaller head before it is sharded, or pass one of them replicated"
-        )
-    for name in OF_ROWS:
-        if local[name] is not None and not _is_cut(getattr(heads, name), plain_is_cut=plain_is_cut):
-            rows = cuts.get("teacher" if name.startswith("teacher") else "student", spans)
-            local[name] = _OwnRows.apply(local[name], ranks, rows)
-    return Heads(**local), VocabShard(ranks, spans)
+    shard = None
+    if cuts:
+        clipped = {
+            model: tuple((min(start, vocab), min(stop, vocab)) for start, stop in spans)
+            for model, spans in cuts.items()
+        }
+        first, spans = next(iter(clipped.items()))
+        for model, other in clipped.items():
+            if other != spans:
+                raise ValueError(
+                    f"{model}weight: expected to be cut at the same columns as {first}weight, {spans}, got {other}; "
+                    f"pad the smaller head before it is sharded, or pass one of them replicated"
+                )
+        for name, tensor in local.items():
+            if tensor is None or not name.endswith(OF_ROWS) or _is_cut(given[name], plain_is_cut=plain_is_cut):
+                continue
+            model = next((model for model in widths if name.startswith(model)), "student_")  # whose lora_b has no name
+            local[name] = _OwnRows.apply(tensor, ranks, cuts.get(model, spans))
+        shard = VocabShard(ranks, spans)
+    several = tuple(
+        teacher._replace(**{name: local[f"teachers[{number}].{name}"] for name in ("hidden", "weight", "bias")})
+        for number, teacher in enumerate(teachers)
+    )
+    return Heads(**{name: local[name] for name in Heads._fields}), several, shard
 
 
 class _OwnRows(torch.autograd.Function):
@@ -111,21 +127,22 @@ def _is_cut(tensor: Any, *, plain_is_cut: bool) -> bool:
     return tensor.placements[0].is_shard() if _is_dtensor(tensor) else plain_is_cut
 
 
-def _group_of(heads: Heads, tp_group: Any) -> Any:
+def _group_of(given: dict[str, Any], tp_group: Any) -> Any:
     """The process group over which the vocabulary is cut."""
     import torch.distributed as dist
 
+    by_name = tp_group is None
     if tp_group is not None and hasattr(tp_group, "get_group"):
         if tp_group.ndim != 1:
             raise ValueError(
                 f"tp_group: expected a process group or a 1-D mesh, got a mesh of {tp_group.ndim} dimensions"
             )
         tp_group = tp_group.get_group()
-    for name, tensor in zip(heads._fields, heads, strict=True):
+    for name, tensor in given.items():
         if not _is_dtensor(tensor):
             continue
-        mesh = tensor.device_mesh  # type: ignore[union-attr]
-        if tp_group is None and mesh.mesh_dim_names != ("tp",):
+        mesh = tensor.device_mesh
+        if by_name and mesh.mesh_dim_names != ("tp",):
             raise ValueError(f"{name}: expected {WHOLE}, got a DTensor on {mesh}")
         group = mesh.get_group() if mesh.ndim == 1 else None
         if group is None or (
@@ -141,8 +158,8 @@ def _local(name: str, tensor: Any) -> torch.Tensor | None:
     if not _is_dtensor(tensor):
         return tensor
     (placement,) = tensor.placements
-    if not (placement.is_replicate() or (name in OF_ROWS and placement.is_shard(0))):
-        allowed = "Shard(0) or Replicate()" if name in OF_ROWS else "Replicate()"
+    if not (placement.is_replicate() or (name.endswith(OF_ROWS) and placement.is_shard(0))):
+        allowed = "Shard(0) or Replicate()" if name.endswith(OF_ROWS) else "Replicate()"
         raise ValueError(f"{name}: expected a DTensor of placement {allowed}, got {placement}")
     return tensor.to_local()
 
@@ -173,10 +190,10 @@ def _checked_vocab(widths: dict[str, int], vocab_size: int | None) -> int:
     """Columns that count, of whole heads of these widths."""
     for model, width in widths.items():
         if vocab_size is not None and not 0 < vocab_size <= width:
-            raise ValueError(f"vocab_size: expected 1 to {width}, the rows of {model}_weight, got {vocab_size}")
-        if vocab_size is None and width != widths["student"]:
+            raise ValueError(f"vocab_size: expected 1 to {width}, the rows of {model}weight, got {vocab_size}")
+        if vocab_size is None and width != widths["student_"]:
             raise ValueError(
-                f"{model}_weight: expected {widths['student']} rows over all ranks as student_weight (or pass "
+                f"{model}weight: expected {widths['student_']} rows over all ranks as student_weight (or pass "
                 f"vocab_size, the shared columns), got {width}"
             )
-    return widths["student"] if vocab_size is None else int(vocab_size)
+    return widths["student_"] if vocab_size is None else int(vocab_size)

@@ -6,6 +6,8 @@ the same on all ranks. Logits never leave their rank. Of each token cross the wi
     six fp32 numbers, gathered: maximum and log sum of exps of both models (at T and at T = 1)
     one more, summed, where the divergence is not forward KL: sum(g), which the gradient needs (divergence.py)
     one or, with statistics, eight, summed once at the end: the loss and `TokenStats`
+    of a teacher of K tokens, K summed, the student's logits there, and the tail's normaliser with the gathered ones
+    of several teachers two more for each but the first, gathered: what normalises the mixture so far and the newcomer
     Hs of dx, summed in fp32: each rank's part comes out of its product in fp32 and the sum is rounded once
 
 Every rank must make the same calls in the same order, so that all cut the batch into the same chunks.
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-OUTSIDE = -1  # a label that no rank holds, kept by the first rank: its probability is 0
+OUTSIDE = -1  # a label that no rank holds, kept by the rank that speaks: its probability is 0
 ON_ANOTHER_RANK = -2  # a label among another rank's columns
 
 
@@ -93,6 +95,11 @@ class VocabShard(NamedTuple):
         return stop - start
 
     @property
+    def speaks(self) -> bool:
+        """Whether this rank, the first that has columns, adds what belongs to a row and not to its columns."""
+        return self.ranks.index == next((rank for rank, (start, stop) in enumerate(self.spans) if stop > start), 0)
+
+    @property
     def widest(self) -> int:
         """The most columns of any rank, by which all plan their chunks."""
         return max(stop - start for start, stop in self.spans)
@@ -103,12 +110,17 @@ class VocabShard(NamedTuple):
         return self.spans[-1][1]
 
     def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels as columns of this rank, `ON_ANOTHER_RANK`, or (first rank only) `OUTSIDE` of the vocabulary."""
+        """Labels as columns of this rank, `ON_ANOTHER_RANK`, or (the rank that speaks) `OUTSIDE`."""
         own = labels - self.start
         own = torch.where((own >= 0) & (own < self.columns), own, ON_ANOTHER_RANK)
-        if self.ranks.index == 0:
+        if self.speaks:
             own = torch.where((labels < 0) | (labels >= self.vocab), OUTSIDE, own)
         return own
+
+    def own_columns(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids as columns of this rank, int64; one past its last column where it has no such token."""
+        own = ids.long() - self.start
+        return torch.where((own >= 0) & (own < self.columns), own, self.columns)
 
     def encode(self) -> str:
         """As text, for operators whose arguments must be plain."""
@@ -126,8 +138,11 @@ class VocabShard(NamedTuple):
         return VocabShard(Ranks(resolve(name)), tuple((int(start), int(stop)) for start, stop in pairs))
 
 
-def join_normalisers(parts: torch.Tensor) -> torch.Tensor:
-    """Maximum, log sum of exps at T and at T = 1 of both models, [ranks, 6, n] -> those of all columns, [6, n]."""
+def join_normalisers(parts: torch.Tensor, period: int = 3) -> torch.Tensor:
+    """Maxima and logs of sums of exps over each rank's columns, [ranks, numbers, n] -> over all columns, [numbers, n].
+
+    The first of every `period` numbers is a maximum: of both models, with the log sums at T and at T = 1, period 3.
+    """
     joint = torch.logsumexp(parts, 0)
-    joint[::3] = parts[:, ::3].amax(0)
+    joint[::period] = parts[:, ::period].amax(0)
     return joint

@@ -6,6 +6,8 @@ rows' arithmetic is in topk_rows.py, its kernel in topk_kernel.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from distill_kernels.losses.modules import FusedDistillationLoss, Lora
@@ -107,6 +109,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         valid_rows: torch.Tensor | None = None,
         vocab_size: int | None = None,
         return_stats: bool = False,
+        tp_group: Any = None,
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """The loss, and its gradient for the student's tensors if autograd asks for it.
 
@@ -120,6 +123,9 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             return_stats: return `(loss, TokenStats)`. Its divergence is the loss's, without T^2 but at T; agreement is
                 1 where the teacher's likeliest of the K is the student's likeliest; teacher_entropy and
                 teacher_label_logprob, which K tokens do not tell, are 0.
+            tp_group: as in `FusedDistillationLoss.forward`, for a student's head whose vocabulary is cut over ranks
+                (or a DTensor over a "tp" mesh): every rank passes its rows, and the same ids, of the whole vocabulary,
+                and log-probabilities.
 
         Returns:
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
@@ -127,6 +133,9 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         Raises:
             ValueError: naming the argument whose shape or dtype does not fit.
         """
+        for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logprobs", teacher_logprobs)):
+            if type(tensor).__name__ == "DTensor":
+                raise ValueError(f"{name}: expected a plain tensor, the same on every rank, got a DTensor")
         leading = student_hidden.shape[:-1]
         fits = teacher_ids.shape[:-1] == leading and teacher_ids.dim() == student_hidden.dim()
         if not fits or teacher_ids.is_floating_point():
@@ -139,9 +148,6 @@ class FusedTopKKLLoss(FusedDistillationLoss):
                 f"teacher_logprobs: expected floating {list(teacher_ids.shape)} as teacher_ids, got "
                 f"{list(teacher_logprobs.shape)} of {teacher_logprobs.dtype}"
             )
-        columns = student_weight.shape[0] if vocab_size is None else vocab_size
-        if not 0 < teacher_ids.shape[-1] <= columns:
-            raise ValueError(f"teacher_ids: expected K of 1 to {columns} columns, got {teacher_ids.shape[-1]}")
         logprobs = teacher_logprobs.detach()
         if self.teacher_factor != 1.0:
             logprobs = logprobs * self.teacher_factor
@@ -166,6 +172,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             skip_ignored_rows=self.skip_ignored_rows,
             encoded=self._encoded,
             top=TopK(teacher_ids.flatten(0, -2), logprobs.flatten(0, -2), self.tail),
+            tp_group=tp_group,
         )
 
     def extra_repr(self) -> str:

@@ -7,21 +7,28 @@ backwards over the whole row, and the K gradients are scattered over what it wro
 Bytes a row, 16-bit logits: 2 V read and 2 V written, and 2 V read once more, less what L2 keeps, where the row is swept
 for the tail (bucket), statistics or label smoothing. The others' normaliser comes from the tiles' sums. The teacher's
 part is 32 to 64 sectors: nothing.
+
+Where the vocabulary is cut over ranks, topk_shards.py gathers the K logits and sums the tail beforehand, and the kernel
+takes them from there: outcomes are computed by every rank, gradients and statistics over its own columns.
 """
 
 from __future__ import annotations
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.rows import _all_divergences, _load, _logit, _normaliser
+from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard
 from distill_kernels.losses.terms import Objective
 from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.losses.topk_shards import join_top_k
 
 BLOCK = 16  # tiles
 SMALLEST_TAIL = 1e-30  # a tail of less, relative to the row, is summed again relative to its own maximum
+if HAS_TRITON:
+    ELSEWHERE = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
@@ -39,14 +46,17 @@ def _hard_gradient(
 @triton.jit
 def _top_k_kernel(
     values_ptr, shift_ptr, total_ptr, hard_ptr, gradient_ptr, ids_ptr, given_ptr, labels_ptr, scale_ptr, rows_ptr,
-    loss_ptr, stats_ptr,
+    loss_ptr, stats_ptr, norms_ptr, top_ptr,
     V, tiles, K, values_stride, gradient_stride, ids_stride, given_stride, stats_stride, inverse_t, weights, shares,
-    stats_factor, hard_weight, smoothing, z_loss, student_scale, inverse_cap,
+    stats_factor, hard_weight, smoothing, z_loss, student_scale, inverse_cap, whole_vocab, start, norms_stride,
     KINDS: tl.constexpr, BUCKET: tl.constexpr, SAMPLED: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr,
     SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_LABELS: tl.constexpr,
-    HAS_ROWS: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr, SMALLEST_TAIL: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+    HAS_ROWS: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr, SHARDED: tl.constexpr,
+    SPEAKS: tl.constexpr, SMALLEST_TAIL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
+    """One row. `SHARDED`: of one rank's columns, with what all ranks hold given (`Joint`); loss and statistics are the
+    rank's parts, what belongs to the row and not to columns is added where it `SPEAKS`."""
     SOFT: tl.constexpr = len(KINDS) > 0
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
@@ -70,10 +80,16 @@ def _top_k_kernel(
                 tl.store(gradient_ptr + columns, nothing.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         return
 
-    student_max, lse = _normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
+    if SHARDED:
+        student_max = tl.load(norms_ptr + here)
+        lse = tl.load(norms_ptr + norms_stride + here)
+        lse1 = tl.load(norms_ptr + 2 * norms_stride + here)
+    else:
+        student_max, lse = _normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
+        lse1 = lse
+        whole_vocab = V
     rate = inverse_t * LOG2_E
-    lse1 = lse
-    if TEMPERED and (HARD or STATS):
+    if TEMPERED and (HARD or STATS) and not SHARDED:
         _, lse1 = _normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
     label = tl.full((), -1, tl.int32)
     at_label = 0.0
@@ -83,9 +99,19 @@ def _top_k_kernel(
     lane = tl.arange(0, LANES)
     ids = tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1).to(tl.int32)
     given = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")).to(tl.float32)
+    if SHARDED:
+        ids -= start
     there = (ids >= 0) & (ids < V)
-    z_top = _logit(values_ptr, shift_ptr, ids, V, TILE)
-    if SOFT and BUCKET:  # from here on the row holds the other tokens
+    if SHARDED:
+        z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
+        if HAS_LABELS and SOFT and BUCKET:  # the row holds -inf where the label is one of the K
+            at_label = tl.maximum(at_label, tl.max(tl.where(there & (ids == label), z_top - lse1, -float("inf")), 0))
+        if HAS_LABELS:
+            at_label = tl.where(label == ELSEWHERE, 0.0, at_label)
+        tl.debug_barrier()  # gradients take the place of what was read
+    else:
+        z_top = _logit(values_ptr, shift_ptr, ids, V, TILE)
+    if SOFT and BUCKET and not SHARDED:  # from here on the row holds the other tokens
         tl.debug_barrier()
         tl.store(values_ptr + ids, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=there)
         tl.debug_barrier()
@@ -94,12 +120,12 @@ def _top_k_kernel(
     mass = tl.zeros((BLOCK, TILE), tl.float32)
     z_sum = tl.zeros((BLOCK, TILE), tl.float32)
     entropy = tl.zeros((BLOCK, TILE), tl.float32)
-    if (SOFT and BUCKET) or SMOOTHED or STATS:
+    if (SOFT and BUCKET and not SHARDED) or SMOOTHED or STATS:
         for block in range(blocks):
             tile = block * BLOCK + tl.arange(0, BLOCK)
             columns = tile[:, None] * TILE + within
             z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
-            if SOFT and BUCKET:
+            if SOFT and BUCKET and not SHARDED:
                 maxima = tl.maximum(maxima, z)
                 mass += exp2(z * rate - lse * LOG2_E)
             if SMOOTHED:
@@ -114,6 +140,8 @@ def _top_k_kernel(
             z_total += tl.sum(tl.where(there, z_top, 0.0), 0)
         if STATS:
             p = tl.exp(z_top - lse1)
+            if SHARDED:
+                p = tl.where(there, p, 0.0)
             entropy_total += tl.sum(tl.where(p > 0.0, p * (z_top - lse1), 0.0), 0)
 
     # outcomes: lanes 0 to K - 1 the tokens, lane K the others
@@ -134,18 +162,21 @@ def _top_k_kernel(
             log_s = z_top * inverse_t
             log_t = given
             if BUCKET:
-                tail = tl.sum(mass)
-                if tail < SMALLEST_TAIL:
-                    base = tl.max(maxima) * inverse_t
-                    base = tl.where(base == -float("inf"), 0.0, base)
-                    mass = tl.zeros((BLOCK, TILE), tl.float32)
-                    for block in range(blocks):
-                        tile = block * BLOCK + tl.arange(0, BLOCK)
-                        columns = tile[:, None] * TILE + within
-                        z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
-                        mass += exp2(z * rate - base * LOG2_E)
+                if SHARDED:
+                    base = tl.load(norms_ptr + 3 * norms_stride + here)
+                else:
                     tail = tl.sum(mass)
-                base += tl.log(tail)
+                    if tail < SMALLEST_TAIL:
+                        base = tl.max(maxima) * inverse_t
+                        base = tl.where(base == -float("inf"), 0.0, base)
+                        mass = tl.zeros((BLOCK, TILE), tl.float32)
+                        for block in range(blocks):
+                            tile = block * BLOCK + tl.arange(0, BLOCK)
+                            columns = tile[:, None] * TILE + within
+                            z = _load(values_ptr, shift_ptr, tile, columns, V, tiles)
+                            mass += exp2(z * rate - base * LOG2_E)
+                        tail = tl.sum(mass)
+                    base += tl.log(tail)
                 missing = tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0)
                 log_s = tl.where(lane == K, base, log_s)
                 log_t = tl.where(lane == K, tl.log(missing), log_t)
@@ -159,6 +190,7 @@ def _top_k_kernel(
             slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
+                base = tl.where(base == -float("inf"), 0.0, base)  # no other token has a probability, and each gets 0
 
     if GRADIENT:
         for count in range(blocks):
@@ -169,7 +201,9 @@ def _top_k_kernel(
             if SOFT and (BUCKET or SAMPLED):
                 g = others * exp2(z * rate - base * LOG2_E)
             if HARD:
-                g += _hard_gradient(z, columns, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS)
+                g += _hard_gradient(
+                    z, columns, label, lse1, whole_vocab, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS
+                )
             g *= scale
             if SCALED:
                 g *= student_scale
@@ -180,7 +214,9 @@ def _top_k_kernel(
             tl.debug_barrier()
             g_top = slope
             if HARD:
-                g_top += _hard_gradient(z_top, ids, label, lse1, V, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS)
+                g_top += _hard_gradient(
+                    z_top, ids, label, lse1, whole_vocab, hard_weight, smoothing, z_loss, SMOOTHED, Z_LOSS
+                )
             g_top *= scale
             if SCALED:
                 g_top *= student_scale
@@ -188,13 +224,17 @@ def _top_k_kernel(
                 g_top *= 1.0 - (z_top * inverse_cap) * (z_top * inverse_cap)
             tl.store(gradient_ptr + ids, g_top.to(gradient_ptr.dtype.element_ty), mask=there)
 
+    once = lse1
+    if SHARDED and not SPEAKS:
+        loss = 0.0
+        once = 0.0
     divergence = loss * stats_factor
     if HARD:
         hard = -(1.0 - smoothing) * at_label
         if SMOOTHED:
-            hard -= smoothing * (z_total / V - lse1)
+            hard -= smoothing * (z_total / whole_vocab - once)
         if Z_LOSS:
-            hard += z_loss * lse1 * lse1
+            hard += z_loss * once * lse1
         loss += hard_weight * hard
     tl.store(loss_ptr + row, loss * scale)
     if STATS:
@@ -219,11 +259,12 @@ def run_top_k_rows(
     loss: torch.Tensor,
     stats: torch.Tensor | None,
     gradient: torch.Tensor | None,
+    shard: VocabShard | None = None,
     top: TopK,
 ) -> None:
     """As `run_rows`, for a teacher of K tokens a row; `teacher` is None, `top` is of all tokens, as `labels` are.
 
-    Overwrites `student.values` even without a gradient.
+    With `shard`, ids are those of the whole vocabulary. Overwrites `student.values` even without a gradient.
     """
     o = objective
     n, vocab = student.values.shape
@@ -233,19 +274,31 @@ def run_top_k_rows(
     tiles, k = cdiv(vocab, TILE), top.ids.shape[1]
     out = student.values if gradient is None else gradient
     ids, given = (x if x.stride(1) == 1 else x.contiguous() for x in top[:2])
-    bucket = top.tail == "bucket" and k < vocab  # else no token is left for a tail
+    bucket = top.tail == "bucket" and k < (vocab if shard is None else shard.vocab)  # else there is no tail
+    norms = at_top = None
+    if shard is not None:
+        at_one = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
+        norms, at_top = join_top_k(
+            student, ids, row_scale, rows, shard, temperature=o.temperature, bucket=bucket and bool(o.kinds),
+            at_one=at_one, smallest_tail=SMALLEST_TAIL, block=BLOCK,
+        )  # fmt: skip
+        if vocab == 0:
+            return
     _top_k_kernel[(n,)](
         student.values, student.shift, student.total, student.total_hard, out, ids, given, labels, row_scale, rows,
-        loss, stats,
+        loss, stats, norms, at_top,
         vocab, tiles, k, student.values.stride(0), out.stride(0), ids.stride(0), given.stride(0),
         0 if stats is None else stats.stride(0), 1.0 / o.temperature, o.weights, o.parameters,
         o.divergence_weights[0] / o.weights[0] if o.kinds else 0.0,
         o.hard_weight, o.label_smoothing, o.z_loss, o.student_scale,
         1.0 / o.student_softcap if o.student_softcap else 0.0,
+        None if shard is None else shard.vocab, None if shard is None else shard.start,
+        None if norms is None else norms.stride(0),
         KINDS=o.kinds, BUCKET=bucket, SAMPLED=top.tail == "sampled", TEMPERED=o.temperature != 1.0,
         HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0,
         SCALED=o.student_scale != 1.0, CAPPED=o.student_softcap != 0.0, HAS_LABELS=labels is not None,
         HAS_ROWS=rows is not None, GRADIENT=gradient is not None, STATS=stats is not None,
+        SHARDED=shard is not None, SPEAKS=shard is None or shard.speaks,
         SMALLEST_TAIL=SMALLEST_TAIL, TILE=TILE, BLOCK=BLOCK, TILES=next_power_of_2(tiles),
         LANES=next_power_of_2(k + 1), num_warps=8,
     )  # fmt: skip

@@ -1,0 +1,141 @@
+"""What the ranks of a cut vocabulary tell each other of rows whose teacher is K tokens (shards.py, topk_kernel.py).
+
+Before outcomes and gradients, of each token
+
+    4 fp32 numbers, gathered: the student's maximum, its log sum of exps at T and at T = 1, and that of the other tokens
+    K fp32 numbers, summed: the student's logits at the K tokens, each of which one rank holds
+
+Every rank then computes all outcomes. For the bucket the rows are swept here, as the row kernel does it where one rank
+has everything: -inf takes the places of the rank's own among the K tokens, and stays there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.layers.fast_math import LOG2_E, exp2
+from distill_kernels.losses.projection import TILE, Logits
+from distill_kernels.losses.rows import _load, _logit, _normaliser
+from distill_kernels.losses.shards import VocabShard, join_normalisers
+
+NORMS = 4  # maximum, log sums of exps at T, at T = 1, and at T of the others
+
+
+class Joint(NamedTuple):
+    """What was put together from all ranks.
+
+    Attributes:
+        norms: fp32 [4, n], see `NORMS`.
+        top: fp32 [n, K], the student's logits at the K tokens; -inf at an id outside of the vocabulary.
+    """
+
+    norms: torch.Tensor
+    top: torch.Tensor
+
+
+@triton.jit
+def _fold_top_k_kernel(
+    values_ptr, shift_ptr, total_ptr, hard_ptr, ids_ptr, scale_ptr, rows_ptr, norms_ptr, top_ptr,
+    V, whole_vocab, start, tiles, K, values_stride, ids_stride, norms_stride, inverse_t,
+    BUCKET: tl.constexpr, AT_ONE: tl.constexpr, HAS_ROWS: tl.constexpr, SPEAKS: tl.constexpr,
+    SMALLEST_TAIL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One row's part of `Joint` over the columns of this rank, which count from `start`."""
+    here = tl.program_id(0).to(tl.int64)  # within the chunk
+    row = here
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + here)
+    if tl.load(scale_ptr + row) == 0.0:
+        return
+    values_ptr += here * values_stride
+    shift_ptr += here * tiles
+    maximum, lse = _normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
+    lse1 = lse
+    if AT_ONE:
+        _, lse1 = _normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
+    tl.store(norms_ptr + here, maximum)
+    tl.store(norms_ptr + norms_stride + here, lse)
+    tl.store(norms_ptr + 2 * norms_stride + here, lse1)
+
+    lane = tl.arange(0, LANES)
+    ids = tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1).to(tl.int32)
+    own = ids - start
+    there = (own >= 0) & (own < V)
+    z_top = tl.where(there, _logit(values_ptr, shift_ptr, own, V, TILE), 0.0)
+    if SPEAKS:
+        z_top = tl.where((ids < 0) | (ids >= whole_vocab), -float("inf"), z_top)
+    tl.store(top_ptr + here * K + lane, z_top, mask=lane < K)
+    if BUCKET:
+        tl.debug_barrier()
+        tl.store(values_ptr + own, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=there)
+        tl.debug_barrier()
+        blocks = tl.cdiv(tiles, BLOCK)
+        within = tl.arange(0, TILE)[None, :]
+        rate = inverse_t * LOG2_E
+        base = tl.where(lse == -float("inf"), 0.0, lse)
+        maxima = tl.full((BLOCK, TILE), -float("inf"), tl.float32)
+        mass = tl.zeros((BLOCK, TILE), tl.float32)
+        for block in range(blocks):
+            tile = block * BLOCK + tl.arange(0, BLOCK)
+            z = _load(values_ptr, shift_ptr, tile, tile[:, None] * TILE + within, V, tiles)
+            maxima = tl.maximum(maxima, z)
+            mass += exp2(z * rate - base * LOG2_E)
+        tail = tl.sum(mass)
+        if tail < SMALLEST_TAIL:  # once more, relative to its own maximum
+            base = tl.max(maxima) * inverse_t
+            base = tl.where(base == -float("inf"), 0.0, base)
+            mass = tl.zeros((BLOCK, TILE), tl.float32)
+            for block in range(blocks):
+                tile = block * BLOCK + tl.arange(0, BLOCK)
+                z = _load(values_ptr, shift_ptr, tile, tile[:, None] * TILE + within, V, tiles)
+                mass += exp2(z * rate - base * LOG2_E)
+            tail = tl.sum(mass)
+        tl.store(norms_ptr + 3 * norms_stride + here, base + tl.log(tail))
+
+
+def join_top_k(
+    student: Logits,
+    ids: torch.Tensor,
+    row_scale: torch.Tensor,
+    rows: torch.Tensor | None,
+    shard: VocabShard,
+    *,
+    temperature: float,
+    bucket: bool,
+    at_one: bool,
+    smallest_tail: float,
+    block: int,
+) -> Joint:
+    """Exchange what the outcomes of the n rows of `student` need.
+
+    Args:
+        student: relative logits of this rank's columns, [n, V], V maybe 0. With `bucket`, -inf is written at the ids.
+        ids: token ids of the whole vocabulary, [N, K].
+        row_scale, rows: as of `run_rows`.
+        shard: who holds which columns.
+        temperature: of the divergence.
+        bucket: sum the other tokens.
+        at_one: the normaliser at T = 1 is needed, and T differs.
+        smallest_tail: a tail of less, relative to the rank's part of the row, is summed relative to its own maximum.
+        block: tiles of one step of the sweep.
+    """
+    (n, vocab), k = student.values.shape, ids.shape[1]
+    norms = torch.full((NORMS, n), -float("inf"), dtype=torch.float32, device=student.values.device)
+    top = torch.zeros(n, k, dtype=torch.float32, device=student.values.device)
+    if vocab:
+        tiles = cdiv(vocab, TILE)
+        _fold_top_k_kernel[(n,)](
+            student.values, student.shift, student.total, student.total_hard, ids, row_scale, rows, norms, top,
+            vocab, shard.vocab, shard.start, tiles, k, student.values.stride(0), ids.stride(0), norms.stride(0),
+            1.0 / temperature,
+            BUCKET=bucket, AT_ONE=at_one, HAS_ROWS=rows is not None, SPEAKS=shard.speaks, SMALLEST_TAIL=smallest_tail,
+            TILE=TILE, BLOCK=block, TILES=next_power_of_2(tiles), LANES=next_power_of_2(k + 1),
+            num_warps=8 if bucket else 4,
+        )  # fmt: skip
+    arrived = shard.ranks.add_later(top)
+    norms = join_normalisers(shard.ranks.gather(norms), NORMS)
+    arrived()
+    return Joint(norms, top)
