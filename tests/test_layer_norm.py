@@ -65,6 +65,25 @@ def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
 
 
+@pytest.mark.parametrize(
+    "config", [RowConfig(4, 1, programs=1, stages=2), RowConfig(1, 4, programs=1, stages=3)], ids=["4 rows", "1 row"]
+)
+def test_rows_in_turn_and_inputs_made_wide_twice(kernel_device, monkeypatch, config):
+    monkeypatch.setattr(module, "forward_rows", lambda *_: config)
+    monkeypatch.setattr(module, "backward_rows", lambda _: config._replace(twice=True))
+    for hidden in (300, 1024):  # of 1,024 columns all four rows lie in the same threads
+        for dtype in (torch.float32, torch.bfloat16):
+            check_layer(layer_norm, torch_layer_norm, make(kernel_device, 23, hidden, dtype), dtype)
+
+
+def test_statistics_are_kept_for_a_gradient_only(kernel_device):
+    inputs = make(kernel_device, 5, 48, torch.float32)
+    y, mean, rstd = torch.ops.distill.layer_norm_forward.default(*inputs, 1e-5, False)
+    assert mean.numel() == rstd.numel() == 0
+    assert torch.equal(y, torch.ops.distill.layer_norm_forward.default(*inputs, 1e-5)[0])
+    torch.library.opcheck(torch.ops.distill.layer_norm_forward.default, (*inputs, 1e-5, False))
+
+
 def test_sums_apart(kernel_device, monkeypatch):
     monkeypatch.setattr(module, "SUMS_APART_FROM", 20)
     for rows, hidden in ((45, 33), (1, 300), (70, 256)):

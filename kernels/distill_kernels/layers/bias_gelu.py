@@ -31,55 +31,63 @@ def reference_bias_gelu(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
-    x_ptr, bias_ptr, y_ptr, x_stride, n_rows, n_cols,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, bias_ptr, y_ptr, x_stride, n_rows,
+    ACTIVATION: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    POLICY: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    column_blocks = tl.cdiv(n_cols, COLUMNS)
-    rows = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    mask = (rows < n_rows) & (cols < n_cols)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
-    y = activate(x, ACTIVATION)
-    tl.store(y_ptr + rows * n_cols + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    column_blocks: tl.constexpr = (N_COLS + COLUMNS - 1) // COLUMNS  # not divided by at run time
+    rows = (tl.program_id(0) // column_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    mask = (rows < n_rows)[:, None] & (cols < N_COLS)[None, :]
+    at = x_ptr + rows[:, None] * x_stride + cols[None, :]
+    x = tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    x += tl.load(bias_ptr + cols, mask=cols < N_COLS, other=0.0).to(tl.float32)[None, :]
+    y = activate(x, ACTIVATION, y_ptr.dtype.element_ty.primitive_bitwidth == 16)
+    at = y_ptr + rows[:, None] * N_COLS + cols[None, :]
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
 
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_group"])
 def _backward_kernel(
-    dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, n_cols, rows_per_group,
-    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, NEED_DBIAS: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy_ptr, x_ptr, bias_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, rows_per_group,
+    ACTIVATION: tl.constexpr, N_COLS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NEED_DBIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    column_blocks = tl.cdiv(n_cols, COLUMNS)
+    column_blocks: tl.constexpr = (N_COLS + COLUMNS - 1) // COLUMNS
     group = tl.program_id(0) // column_blocks
-    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    bias = tl.load(bias_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)
+    cols = (tl.program_id(0) % column_blocks) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    bias = tl.load(bias_ptr + cols, mask=cols < N_COLS, other=0.0).to(tl.float32)[None, :]
     dbias = tl.zeros([ROWS, COLUMNS], tl.float32)
     first = group * rows_per_group
     last = tl.minimum(first + rows_per_group, n_rows)
     for start in tl.range(first, last, ROWS, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        mask = (rows < last) & (cols < n_cols)
-        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32) + bias
-        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        _, derivative = activate_with_derivative(x, ACTIVATION)
+        rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
+        mask = (rows < last)[:, None] & (cols < N_COLS)[None, :]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32) + bias
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        _, derivative = activate_with_derivative(x, ACTIVATION, dx_ptr.dtype.element_ty.primitive_bitwidth == 16)
         dx = dy * derivative
         if NEED_DBIAS:
             dbias += dx
-        tl.store(dx_ptr + rows * n_cols + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        tl.store(dx_ptr + rows[:, None] * N_COLS + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DBIAS:
-        total = tl.sum(dbias, 0, keep_dims=True)
-        tl.store(partial_ptr + group.to(tl.int64) * n_cols + cols, total, mask=cols < n_cols)
+        partial_ptr += group.to(tl.int64) * N_COLS + cols
+        tl.store(partial_ptr, tl.sum(dbias, 0), mask=cols < N_COLS)
 
 
 class TileConfig(NamedTuple):
-    """Rows and columns of a program's tile, its warps; backward: programs per multiprocessor and loads in flight."""
+    """Rows and columns of a program's tile, its warps; backward: programs per multiprocessor and loads in flight.
+
+    policy, store: what the cache is told of the input and of the output of the forward kernel.
+    """
 
     rows: int
     columns: int
     warps: int
     programs: int = 0
     stages: int = 1
+    policy: str = ""
+    store: str = ""
 
 
 @functools.cache
@@ -96,28 +104,31 @@ def backward_tile(columns: int) -> TileConfig:
     return TileConfig(rows=2048 // block, columns=block, warps=4, programs=4, stages=3)
 
 
-def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+def _forward_with(tile: TileConfig, x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
     columns = x.shape[-1]
     n_rows = x.numel() // columns
     x, x_stride = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
-        tile = forward_tile(columns)
         _forward_kernel[(cdiv(n_rows, tile.rows) * cdiv(columns, tile.columns),)](
-            x, bias, y, x_stride, n_rows, columns,
-            ACTIVATION=activation, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+            x, bias, y, x_stride, n_rows,
+            ACTIVATION=activation, N_COLS=columns, ROWS=tile.rows, COLUMNS=tile.columns, POLICY=tile.policy,
+            STORE=tile.store, num_warps=tile.warps,
         )  # fmt: skip
     return y
+
+
+def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+    return _forward_with(forward_tile(x.shape[-1]), x, bias, activation)
 
 
 def _fake_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _launch_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
+def _backward_with(
+    tile: TileConfig, dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # returns dx, and dbias (empty where not needed)
     columns = x.shape[-1]
     n_rows = x.numel() // columns
     dy, dy_stride = as_rows(dy)
@@ -125,18 +136,24 @@ def _launch_backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not n_rows:
         return dx, torch.zeros_like(bias) if need_dbias else dy.new_empty(0)
-    tile = backward_tile(columns)
     column_blocks = cdiv(columns, tile.columns)
     wanted = cdiv(device_facts(x.device).multiprocessors * tile.programs, column_blocks)
     rows_per_group = cdiv(cdiv(n_rows, wanted), tile.rows) * tile.rows
     groups = cdiv(n_rows, rows_per_group)
     partials = torch.empty((groups, columns), dtype=torch.float32, device=x.device) if need_dbias else dx
     _backward_kernel[(groups * column_blocks,)](
-        dy, x, bias, dx, partials, dy_stride, x_stride, n_rows, columns, rows_per_group,
-        ACTIVATION=activation, ROWS=tile.rows, COLUMNS=tile.columns, NEED_DBIAS=need_dbias,
+        dy, x, bias, dx, partials, dy_stride, x_stride, n_rows, rows_per_group,
+        ACTIVATION=activation, N_COLS=columns, ROWS=tile.rows, COLUMNS=tile.columns, NEED_DBIAS=need_dbias,
         STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return dx, column_sums(partials, bias.dtype) if need_dbias else dy.new_empty(0)
+
+
+def _launch_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx, and dbias (empty where not needed)
+    return _backward_with(backward_tile(x.shape[-1]), dy, x, bias, activation, need_dbias)
 
 
 def _fake_backward(

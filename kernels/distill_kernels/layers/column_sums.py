@@ -7,15 +7,33 @@ run. Reads 4 P C bytes, which mostly still lie in the L2 cache, and writes C ele
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from distill_kernels.launch import cdiv, tl, triton
+from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 
-_COLUMNS, _ROWS = 32, 64
+
+class SumsTile(NamedTuple):
+    """Rows and columns that a program loads at a time, and its warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def sums_tile(n_rows: int, n_cols: int) -> SumsTile:
+    """Each turn of a program's loop waits for the L2 cache: few turns, and programs enough where columns are few."""
+    columns = 32 if n_cols >= 4096 else 8
+    return SumsTile(rows=min(next_power_of_2(n_rows), 8192 // columns), columns=columns, warps=8)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _column_sums_kernel(partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sums_kernel(
+    partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    if OVERLAP:  # this kernel started while the partial sums were still being made
+        tl.extra.cuda.gdc_wait()
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, n_rows, ROWS):
@@ -25,11 +43,19 @@ def _column_sums_kernel(partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexp
     tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def column_sums(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum `partials`, fp32 [P, C] contiguous, over its rows in a fixed order: [C] in `dtype`."""
+def _sums_with(tile: SumsTile, partials: torch.Tensor, dtype: torch.dtype, overlap: bool = False) -> torch.Tensor:
     rows, columns = partials.shape
     out = torch.empty(columns, dtype=dtype, device=partials.device)
-    _column_sums_kernel[(cdiv(columns, _COLUMNS),)](
-        partials, out, rows, columns, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8
-    )
+    _column_sums_kernel[(cdiv(columns, tile.columns),)](
+        partials, out, rows, columns, ROWS=tile.rows, COLUMNS=tile.columns, OVERLAP=overlap, num_warps=tile.warps,
+        **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
     return out
+
+
+def column_sums(partials: torch.Tensor, dtype: torch.dtype, overlap: bool = False) -> torch.Tensor:
+    """Sum `partials`, fp32 [P, C] contiguous, over its rows in a fixed order: [C] in `dtype`.
+
+    With `overlap`, the kernel launched before, which lets dependents start early, must be the one that makes them.
+    """
+    return _sums_with(sums_tile(*partials.shape), partials, dtype, overlap)

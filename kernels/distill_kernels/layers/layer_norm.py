@@ -16,7 +16,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import as_rows, backward_rows, forward_rows
+from distill_kernels.layers.rows import RowConfig, as_rows, backward_rows, forward_rows, opaque
 
 MAX_HIDDEN = 16_384
 SUMS_APART_FROM = 8192
@@ -36,26 +36,61 @@ def reference_layer_norm(
     return y.to(x.dtype)
 
 
+@triton.jit
+def _norm_rows(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows, eps,
+    H: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, STATS: tl.constexpr, LOOP: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
+    at = x_ptr + rows[:, None] * x_stride + cols[None, :]
+    x = tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    mean = tl.sum(x, 1) / H  # [ROWS]
+    centred = tl.where((cols < H)[None, :], x - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, 1) / H + eps)
+    y = centred * rstd[:, None]
+    if HAS_WEIGHT:
+        if not LOOP:
+            weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
+        y *= weight.to(tl.float32)[None, :]
+    if HAS_BIAS:
+        if not LOOP:
+            bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0)
+        y += bias.to(tl.float32)[None, :]
+    tl.store(y_ptr + rows[:, None] * H + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    if STATS:
+        tl.store(mean_ptr + rows, mean, mask=rows < n_rows)
+        tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+
+
+# Weights are loaded as vectors, not as rows of one: a row's own layout is taken for the whole tile, and where it has
+# fewer columns than the program has threads, every row of the tile is spread over all warps.
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, n_rows, eps,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    STATS: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
-    mask = (rows < n_rows) & (cols < H)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    mean = tl.sum(x, 1, keep_dims=True) / H  # [ROWS, 1]
-    centred = tl.where(cols < H, x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / H + eps)
-    y = centred * rstd
-    if HAS_WEIGHT:
-        y *= tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows * H + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + rows, mean, mask=rows < n_rows)
-    tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
+    """ROWS rows a program, or with LOOP every so many, so that weight and bias are read once a program."""
+    cols = tl.arange(0, BLOCK_H)
+    weight, bias = 0.0, 0.0
+    if LOOP:
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + cols, mask=cols < H, other=0.0)
+        for start in tl.range(tl.program_id(0) * ROWS, n_rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+            rows = start + tl.arange(0, ROWS).to(tl.int64)
+            _norm_rows(
+                x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows,
+                eps, H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP, POLICY,
+            )  # fmt: skip
+    else:
+        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        _norm_rows(
+            x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows, eps,
+            H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP, POLICY,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -63,39 +98,57 @@ def _add_pairs(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "zero"])
 def _backward_kernel(
-    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows,
+    dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, zero,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_SUMS: tl.constexpr,
-    STAGES: tl.constexpr,
+    SUM_ROWS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
+    """SUM_ROWS: rows of a tile lie in the same threads, and share their sums. TWICE: x and dy are made fp32 twice.
+
+    Between a row's loads and its dx lie the sums over it, for which all warps wait. Kept in fp32 meanwhile, n and dn
+    take twice the registers of the 16 bits that they come from.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    cols = tl.arange(0, BLOCK_H)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)
-    dweight = tl.zeros([ROWS, BLOCK_H], tl.float32)
-    dbias = tl.zeros([ROWS, BLOCK_H], tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
+    kept: tl.constexpr = 1 if SUM_ROWS else ROWS
+    dweight = tl.zeros([kept, BLOCK_H], tl.float32)
+    dbias = tl.zeros([kept, BLOCK_H], tl.float32)
     step = tl.num_programs(0) * ROWS
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)  # [ROWS, 1]
-        mask = (rows < n_rows) & (cols < H)
-        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
-        normed = (x - mean) * rstd  # lanes beyond H hold numbers that dy = 0 takes out of every sum
+        rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
+        mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
+        narrow_x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+        narrow_dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
+        mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        dy = narrow_dy.to(tl.float32)
+        normed = (narrow_x.to(tl.float32) - mean) * rstd  # lanes beyond H: dy = 0 takes them out of every sum
         if NEED_SUMS:
-            dweight += dy * normed
-            dbias += dy
+            if SUM_ROWS:
+                dweight += tl.sum(dy * normed, 0, keep_dims=True)
+                dbias += tl.sum(dy, 0, keep_dims=True)
+            else:
+                dweight += dy * normed
+                dbias += dy
         dnormed = dy
         if HAS_WEIGHT:
-            dnormed = dy * weight.to(tl.float32)
+            dnormed = dy * weight.to(tl.float32)[None, :]
         total, along = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
-        dx = (dnormed - total / H - normed * (along / H)) * rstd
-        tl.store(dx_ptr + rows * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if TWICE:
+            normed = (opaque(narrow_x, zero).to(tl.float32) - mean) * rstd
+            dnormed = opaque(narrow_dy, zero).to(tl.float32)
+            if HAS_WEIGHT:
+                dnormed = dnormed * weight.to(tl.float32)[None, :]
+        dx = dnormed * rstd - total * rstd / H - normed * (along * rstd / H)
+        tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_SUMS:
         partial_ptr += tl.program_id(0).to(tl.int64) * 2 * H  # [programs, 2, H]
-        tl.store(partial_ptr + cols, tl.sum(dweight, 0, keep_dims=True), mask=cols < H)
-        tl.store(partial_ptr + H + cols, tl.sum(dbias, 0, keep_dims=True), mask=cols < H)
+        tl.store(partial_ptr + cols, tl.sum(dweight, 0), mask=cols < H)
+        tl.store(partial_ptr + H + cols, tl.sum(dbias, 0), mask=cols < H)
 
 
 @triton.jit(do_not_specialize=["n_rows", "rows_per_group"])
@@ -142,32 +195,80 @@ def _column_partials(
     return partials
 
 
-def _launch_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+def _forward_with(
+    config: RowConfig, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # returns y, mean and 1/std
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    mean = torch.empty(n_rows if stats else 0, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
     if n_rows:
-        config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
-        _forward_kernel[(cdiv(n_rows, config.rows),)](
+        programs = cdiv(n_rows, config.rows)
+        if config.programs:
+            programs = min(programs, config.programs * device_facts(x.device).multiprocessors)
+        _forward_kernel[(programs,)](
             x, weight, bias, y, mean, rstd, x_stride, n_rows, eps,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None, num_warps=config.warps,
+            HAS_BIAS=bias is not None, STATS=stats, LOOP=config.programs > 0, STAGES=config.stages,
+            POLICY=config.policy, num_warps=config.warps,
         )  # fmt: skip
     return y, mean, rstd
 
 
-def _fake_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+def _launch_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = x.numel() // x.shape[-1]
+    # returns y, mean and 1/std (both empty without `stats`)
+    hidden = x.shape[-1]
+    config = forward_rows(hidden, x.numel() // hidden, device_facts(x.device).multiprocessors)
+    return _forward_with(config, x, weight, bias, eps, stats)
+
+
+def _fake_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = x.numel() // x.shape[-1] if stats else 0
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
+
+
+def _backward_with(
+    config: RowConfig,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    need_sums: bool,
+    apart: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # `apart`: the sums by columns, in a pass of their own
+    hidden = x.shape[-1]
+    block = next_power_of_2(hidden)
+    n_rows = rstd.shape[0]
+    dy, dy_stride = as_rows(dy)
+    x, x_stride = as_rows(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not n_rows:
+        return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
+    apart = apart and need_sums
+    overlap = config.overlap and need_sums and not apart
+    programs = cdiv(n_rows, config.rows)
+    if need_sums and not apart:
+        programs = min(programs, device_facts(x.device).multiprocessors * config.programs)
+        partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device)
+    else:
+        partials = _column_partials(dy, x, mean, rstd, dy_stride, x_stride) if apart else rstd
+    _backward_kernel[(programs,)](
+        dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows, 0,
+        H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None, NEED_SUMS=need_sums and not apart,
+        SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
+        TWICE=config.twice and x.element_size() == dy.element_size() == 2, STAGES=config.stages,
+        OVERLAP=overlap, num_warps=config.warps, **config.options(),
+    )  # fmt: skip
+    return dx, column_sums(partials, torch.float32, overlap).view(2, hidden) if need_sums else rstd.new_empty(0)
 
 
 def _launch_backward(
@@ -180,26 +281,7 @@ def _launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
     hidden = x.shape[-1]
-    n_rows = rstd.shape[0]
-    dy, dy_stride = as_rows(dy)
-    x, x_stride = as_rows(x)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not n_rows:
-        return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
-    config = backward_rows(hidden)
-    apart = need_sums and hidden > SUMS_APART_FROM  # the sums by columns, in a pass of their own
-    programs = cdiv(n_rows, config.rows)
-    if need_sums and not apart:
-        programs = min(programs, device_facts(x.device).multiprocessors * config.programs)
-        partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device)
-    else:
-        partials = _column_partials(dy, x, mean, rstd, dy_stride, x_stride) if apart else rstd
-    _backward_kernel[(programs,)](
-        dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows,
-        H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
-        NEED_SUMS=need_sums and not apart, STAGES=config.stages, num_warps=config.warps,
-    )  # fmt: skip
-    return dx, column_sums(partials, torch.float32).view(2, hidden) if need_sums else rstd.new_empty(0)
+    return _backward_with(backward_rows(hidden), dy, x, weight, mean, rstd, need_sums, apart=hidden > SUMS_APART_FROM)
 
 
 def _fake_backward(
@@ -217,7 +299,7 @@ _backward_op = KernelOp("layer_norm_backward", _launch_backward, _fake_backward)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, _ = inputs
+    x, weight, bias, _, _ = inputs
     _, mean, rstd = output
     ctx.save_for_backward(x, weight, mean, rstd)
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -226,12 +308,12 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, dy, *_):
     if dy is None:
-        return None, None, None, None
+        return None, None, None, None, None
     x, weight, mean, rstd = ctx.saved_tensors
-    _, need_dweight, need_dbias, _ = ctx.needs_input_grad
+    _, need_dweight, need_dbias, *_ = ctx.needs_input_grad
     dx, sums = _backward_op(dy, x, weight, mean, rstd, need_dweight or need_dbias)
     dweight = sums[0].to(weight.dtype) if need_dweight else None
-    return dx, dweight, sums[1].to(ctx.bias_dtype) if need_dbias else None, None
+    return dx, dweight, sums[1].to(ctx.bias_dtype) if need_dbias else None, None, None
 
 
 _forward_op = KernelOp(
@@ -266,7 +348,8 @@ def layer_norm(
     if not runs_on_triton(x):
         return reference_layer_norm(x, weight, bias, eps)
     check_dtype("x", x)
-    return _forward_op(x, weight, bias, eps)[0]
+    stats = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    return _forward_op(x, weight, bias, eps, stats)[0]
 
 
 class LayerNorm(torch.nn.Module):

@@ -21,7 +21,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import as_rows, backward_rows, forward_rows
+from distill_kernels.layers.rows import RowConfig, as_rows, backward_rows, forward_rows
 
 Form = Literal["llama", "gemma"]
 MAX_HIDDEN = 16_384
@@ -54,24 +54,26 @@ def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, rstd_ptr, x_stride, residual_stride, n_rows, eps,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
-    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
-    mask = (rows < n_rows) & (cols < H)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    cols = tl.arange(0, BLOCK_H)  # the weight is loaded as a vector: as a row of one it would set the tile's layout
+    at = rows[:, None] * H + cols[None, :]  # [ROWS, BLOCK_H]
+    mask = (rows < n_rows)[:, None] & (cols < H)[None, :]
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
     narrow = x_ptr.dtype.element_ty
     if HAS_RESIDUAL:
         narrow = sum_ptr.dtype.element_ty
-        x += tl.load(residual_ptr + rows * residual_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        rounded = x.to(narrow)
-        tl.store(sum_ptr + rows * H + cols, rounded, mask=mask)
+        residual = tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0)
+        rounded = (x + residual.to(tl.float32)).to(narrow)
+        tl.store(sum_ptr + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / H + eps)  # [ROWS, 1]
-    y = x * rstd
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / H + eps)  # [ROWS]
+    y = x * rstd[:, None]
     if FORM == "llama":
-        y = y.to(narrow).to(tl.float32) * tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        y = y.to(narrow).to(tl.float32) * weight[None, :]
     elif FORM == "gemma":
-        y *= 1.0 + tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-    tl.store(y_ptr + rows * H + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        y *= 1.0 + tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
 
 
@@ -79,11 +81,13 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, dsum_stride, x_stride, n_rows,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_DSUM: tl.constexpr,
-    NEED_DWEIGHT: tl.constexpr, STAGES: tl.constexpr,
+    NEED_DWEIGHT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    cols = tl.arange(0, BLOCK_H)[None, :]  # [1, BLOCK_H]
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+    cols = tl.arange(0, BLOCK_H)
     if FORM == "none":
-        weight = tl.full([1, BLOCK_H], 1.0, tl.float32)
+        weight = tl.full([BLOCK_H], 1.0, tl.float32)
     else:
         weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
         if FORM == "gemma":
@@ -91,28 +95,33 @@ def _backward_kernel(
     dweight = tl.zeros([ROWS, BLOCK_H], tl.float32)
     step = tl.num_programs(0) * ROWS
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
-        rows = start + tl.arange(0, ROWS)[:, None].to(tl.int64)  # [ROWS, 1]
-        mask = (rows < n_rows) & (cols < H)
-        x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)
+        rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
+        mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
+        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         normed = x * rstd
         if NEED_DWEIGHT:
             dweight += dy * normed
-        dnormed = dy * weight
+        dnormed = dy * weight[None, :]
         dx = (dnormed - normed * (tl.sum(dnormed * normed, 1, keep_dims=True) / H)) * rstd
         if HAS_DSUM:
-            dx += tl.load(dsum_ptr + rows * dsum_stride + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + rows * H + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            dsum_at = dsum_ptr + rows[:, None] * dsum_stride + cols[None, :]
+            dx += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_DWEIGHT:
-        total = tl.sum(dweight, 0, keep_dims=True)
-        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * H + cols, total, mask=cols < H)
+        partial_ptr += tl.program_id(0).to(tl.int64) * H + cols
+        tl.store(partial_ptr, tl.sum(dweight, 0), mask=cols < H)
 
 
-def _launch_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
+def _forward_with(
+    config: RowConfig,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    form: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # returns y, the sum (empty without a residual) and 1/rms
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
@@ -127,13 +136,21 @@ def _launch_forward(
     y = torch.empty(x.shape, dtype=wide, device=x.device)
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
-        config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
         _forward_kernel[(cdiv(n_rows, config.rows),)](
             x, residual, weight, y, total, rstd, x_stride, residual_stride, n_rows, eps,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
             HAS_RESIDUAL=residual is not None, num_warps=config.warps,
         )  # fmt: skip
     return y, total, rstd
+
+
+def _launch_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # returns y, the sum (empty without a residual) and 1/rms
+    hidden = x.shape[-1]
+    config = forward_rows(hidden, x.numel() // hidden, device_facts(x.device).multiprocessors)
+    return _forward_with(config, x, residual, weight, eps, form)
 
 
 def _fake_forward(
@@ -146,7 +163,8 @@ def _fake_forward(
     return x.new_empty(x.shape, dtype=wide), total, x.new_empty(rows, dtype=torch.float32)
 
 
-def _launch_backward(
+def _backward_with(
+    config: RowConfig,
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
     x: torch.Tensor,
@@ -155,7 +173,6 @@ def _launch_backward(
     form: str,
     need_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # returns dx in x's dtype, and dweight (empty where not needed)
     hidden = x.shape[-1]
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
@@ -168,16 +185,32 @@ def _launch_backward(
         need_dweight = False
     elif not n_rows:
         return dx, torch.zeros_like(weight)
-    config = backward_rows(hidden)
+    overlap = config.overlap and need_dweight
     programs = min(cdiv(n_rows, config.rows), device_facts(x.device).multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
         _backward_kernel[(programs,)](
             dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
-            HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight, STAGES=config.stages, num_warps=config.warps,
+            HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight, STAGES=config.stages, OVERLAP=overlap,
+            num_warps=config.warps, **config.options(),
         )  # fmt: skip
-    return dx, column_sums(partials, weight.dtype) if need_dweight and weight is not None else rstd.new_empty(0)
+    if weight is None or not need_dweight:
+        return dx, rstd.new_empty(0)
+    return dx, column_sums(partials, weight.dtype, overlap)
+
+
+def _launch_backward(
+    dy: torch.Tensor,
+    dsum: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    form: str,
+    need_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx in x's dtype, and dweight (empty where not needed)
+    return _backward_with(backward_rows(x.shape[-1]), dy, dsum, x, weight, rstd, form, need_dweight)
 
 
 def _fake_backward(

@@ -7,16 +7,33 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import next_power_of_2
+from distill_kernels.launch import HAS_TRITON, next_power_of_2, tl, triton
+
+if HAS_TRITON:
+    _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 class RowConfig(NamedTuple):
-    """Rows a program takes at a time, its warps; for looping kernels, programs per multiprocessor, loads in flight."""
+    """Rows a program takes at a time, its warps; for looping kernels, programs per multiprocessor, loads in flight.
+
+    twice: a backward kernel makes its 16-bit inputs fp32 once for the sums and once more for the result.
+    registers: the most a thread may have, None for as many as there are.
+    policy: what the cache is told of the input of a forward kernel.
+    overlap: the kernel that adds up a backward kernel's partial sums is started before they are all there.
+    """
 
     rows: int
     warps: int
     programs: int = 0
     stages: int = 1
+    twice: bool = False
+    registers: int | None = None
+    policy: str = ""
+    overlap: bool = False
+
+    def options(self) -> dict[str, int]:
+        """What a launch takes beside its warps."""
+        return {} if self.registers is None else {"maxnreg": self.registers}
 
 
 # The rules below were read off a sweep on an H200, 1 MiB to 128 MiB of bf16, rows of 128 to 16,384 elements.
@@ -43,6 +60,21 @@ def backward_rows(columns: int) -> RowConfig:
         programs=min(8, max(1, round(8192 / (rows * columns)))),
         stages=3 if block <= 8192 else 1,
     )
+
+
+@triton.jit
+def opaque(x, zero):
+    """16-bit `x` again, for all that the compiler knows another value: what was made of it needs no registers till now.
+
+    `zero` is a kernel argument, 0, and must not be specialised.
+    """
+    if _INTERPRETED:
+        return x
+    else:
+        mask = tl.full(x.shape, 0, tl.int16) + zero.to(tl.int16)
+        return tl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=False, pack=2
+        )
 
 
 def as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
