@@ -1,8 +1,12 @@
 """Heads cut over the vocabulary of 2, 4 and 8 GPUs: time over each rank's own products, peak memory, gradient errors.
 
-The same 8,192 tokens are on every rank, with 1/P of both heads. The floor of P ranks is what one rank's slices need:
-the bare products of losses.py on V/P columns, timed in turn with the loss. Errors are those of dx and of the rank's
-rows of dW against fp64. The case starts one process a GPU and reads what the first one found.
+The same 8,192 tokens are on every rank, with 1/P of all heads. The floor of P ranks is what one rank's slices need:
+the bare products of losses.py on V/P columns, timed in turn with the loss (a teacher of K tokens: the student's alone).
+Errors are those of dx and of the rank's rows of dW against fp64. The case starts one process a GPU and reads what the
+first one found.
+
+Predicted for two H200 before any run, where one needs 20.8 ms (bucket), 19.0 (sampled) and two teachers 45.5, and the
+forward KL cut in two takes 1.5 ms more than half: 11.9, 11.0 and, of a second teacher as wide as the first, 24.9 ms.
 """
 
 from __future__ import annotations
@@ -13,13 +17,21 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from distill_kernels import FusedDistillationLoss
+from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TeacherHead
+from distill_kernels.losses.linear import reference_linear_divergence
+from distill_kernels.losses.mixture import Mixture
+from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.terms import make_objective
+from distill_kernels.losses.topk_rows import TAILS
 
+from scripts.bench import topk_losses
 from scripts.bench.harness import Row, time_in_turn
 from scripts.bench.losses import HARD, JSD, KL, MAIN, Inputs, exact_gradients, floor, gradient_errors
 
@@ -29,20 +41,28 @@ CASES = {
     "forward KL, statistics": ([KL], True),
     "JSD(0.5) + cross-entropy": ([JSD, HARD], False),
 }
+TOP_K = 64
+SHARES = (0.7, 0.3)
 
 
-def measure(rounds: int) -> list[Row]:
-    """What every rank does; all time the same calls in the same order."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    inputs = Inputs(MAIN)
-    right = exact_gradients(inputs, KL)
-    own = slice(rank * MAIN.vocab // ranks, (rank + 1) * MAIN.vocab // ranks)
+def losses_of(inputs: Inputs, own: slice, group: Any) -> dict[str, tuple[Callable[[Inputs], torch.Tensor], Any]]:
+    """Each case's loss of this rank's inputs, and its exact gradients of the whole ones where they are compared.
+
+    `inputs` are whole, and cut to the rows `own` when this returns.
+    """
+    second = inputs.w_teacher.roll(1, 0)
+    ids, given = topk_losses.teacher_tokens(inputs, TOP_K)
+    heads = tuple(Head(inputs.x_teacher.double(), weight.double()) for weight in (inputs.w_teacher, second))
+    mixture = Mixture(heads, SHARES, (1.0, 1.0), (0.0, 0.0))
+    exact: dict[str, Any] = {"forward KL": exact_gradients(inputs, KL), "two teachers": exact_mixture(inputs, mixture)}
+    del heads, mixture
+    tops = {f"K = {TOP_K}, {tail}": FusedTopKKLLoss(tail=tail, skip_ignored_rows=False) for tail in TAILS}
+    exact |= {name: topk_losses.exact_gradients(inputs, module, ids, given) for name, module in tops.items()}
+    exact = {name: (dx, dw[own].clone()) for name, (dx, dw) in exact.items()}
     inputs.w = inputs.w.detach()[own].clone().requires_grad_()
-    inputs.w_teacher = inputs.w_teacher[own].clone()
+    inputs.w_teacher, second = inputs.w_teacher[own].clone(), second[own].clone()
     inputs.shape = MAIN._replace(vocab=own.stop - own.start)
-    right = right[0], right[1][own].clone()
-    group = dist.group.WORLD
-    steps, rows = {f"floor: products of 1/{ranks}": floor(inputs)}, []
+    losses: dict[str, Callable[[Inputs], torch.Tensor]] = {}
     for name, (terms, stats) in CASES.items():
         module = FusedDistillationLoss(terms, skip_ignored_rows=False)
 
@@ -50,16 +70,55 @@ def measure(rounds: int) -> list[Row]:
             out = module(i.x, i.w, i.x_teacher, i.w_teacher, i.labels, return_stats=stats, tp_group=group)
             return out[0] if stats else out
 
+        losses[name] = loss
+    for name, module in tops.items():
+        losses[name] = lambda i, m=module: m(i.x, i.w, ids, given, i.labels, tp_group=group)
+    both = FusedDistillationLoss([KL], skip_ignored_rows=False)
+
+    def of_two(i: Inputs) -> torch.Tensor:
+        pairs = zip((i.w_teacher, second), SHARES, strict=True)
+        teachers = [TeacherHead(i.x_teacher, weight, share) for weight, share in pairs]
+        return both(i.x, i.w, labels=i.labels, teachers=teachers, tp_group=group)
+
+    losses["two teachers"] = of_two
+    return {name: (loss, exact.get(name)) for name, loss in losses.items()}
+
+
+def exact_mixture(inputs: Inputs, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
+    """dx and dW of the mean forward KL from the mixture in fp64."""
+    n, vocab = inputs.shape.rows, inputs.shape.vocab
+    scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device="cuda")
+    outcome = reference_linear_divergence(
+        Head(inputs.x.detach().double(), inputs.w.detach().double()), mixture, Batch(inputs.labels, scale, None),
+        make_objective([KL]), Wanted(True, True), vocab=vocab, dtype=torch.float64, workspace=4 * 256 * vocab * 8,
+    )  # fmt: skip
+    assert outcome.hidden is not None and outcome.weight is not None
+    return outcome.hidden.float(), outcome.weight.float()
+
+
+def measure(rounds: int) -> list[Row]:
+    """What every rank does; all time the same calls in the same order."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    inputs = Inputs(MAIN)
+    own = slice(rank * MAIN.vocab // ranks, (rank + 1) * MAIN.vocab // ranks)
+    losses = losses_of(inputs, own, dist.group.WORLD)
+    torch.cuda.empty_cache()
+    bare = {f"floor: products of 1/{ranks}": floor(inputs)}
+    bare[f"floor: the student's of 1/{ranks}"] = topk_losses.floor(inputs)
+    steps, rows = dict(bare), []
+    for name, (loss, exact) in losses.items():
         steps[name] = inputs.run(loss)
-        row = Row("sharded head", str(MAIN), f"{name}, {ranks} ranks", math.nan, peak_mib=inputs.peak(steps[name]))
-        if terms == [KL]:
-            row.error = gradient_errors(inputs, steps[name], right)
-        rows.append(row)
+        rows.append(
+            Row("sharded head", str(MAIN), f"{name}, {ranks} ranks", math.nan, peak_mib=inputs.peak(steps[name]))
+        )
+        if exact is not None:
+            rows[-1].error = gradient_errors(inputs, steps[name], exact)
     times = time_in_turn(steps, rounds=rounds, calls=2, settle=1)
-    base = times[f"floor: products of 1/{ranks}"]
-    for row, name in zip(rows, CASES, strict=True):
-        row.ms, row.floor_ratio = times[name], times[name] / base
-    return [Row("sharded head", str(MAIN), f"floor: products of 1/{ranks}", base, 1.0), *rows]
+    whole, student = (times[name] for name in bare)
+    for row, name in zip(rows, losses, strict=True):
+        row.ms = times[name]
+        row.floor_ratio = row.ms / (student if name.startswith("K = ") else whole)
+    return [*(Row("sharded head", str(MAIN), name, times[name], 1.0) for name in bare), *rows]
 
 
 def run(quick: bool = False, only: str = "") -> list[Row]:
