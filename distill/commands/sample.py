@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -13,6 +14,7 @@ import typer
 
 from distill import console
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+from distill.training import launch
 
 
 class Who(StrEnum):
@@ -52,24 +54,43 @@ def sample(
 ) -> None:
     """Let a recipe's teacher or student answer a file of prompts: data to train on. Goes on where it broke off.
 
+    One GPU answers; all visible ones do where they hold the teacher in shards (parallel.teacher), which is slow.
+
     \b
     distill sample chat-8b-to-1b.yaml --prompts questions.txt --out answers.jsonl --from teacher
     distill sample my.yaml --prompts chats.jsonl --out own.jsonl --from student student.model=runs/my/student
     distill run my.yaml data.source=answers.jsonl
     """
     _, resolved = load_recipe(recipe, overrides)
+    processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
+    if who is Who.teacher and resolved.teacher.path is None and processes > 1:
+        import torch
+
+        from distill.planning.caching import asked_in_shards
+
+        if asked_in_shards(resolved, torch.device("cuda", 0), processes):
+            again = ["sample", recipe, *(overrides or []), "--prompts", prompts, "--out", str(out)]
+            again += ["--from", who.value, "--engine", engine.value] + ["--json"] * as_json
+            for name, value in (
+                ("--max-new-tokens", max_new_tokens), ("--temperature", temperature), ("--batch-size", batch_size),
+                ("--seed", seed),
+            ):  # fmt: skip
+                again += [name, str(value)]
+            raise typer.Exit(launch.start(processes, again))
     import transformers
 
     from distill.generation.sample import sample as run
 
     transformers.utils.logging.disable_progress_bar()
-    with _progress() as progress:
+    first = launch.is_first()
+    with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
         result = run(
             resolved, prompts, out, who=who.value, engine=engine.value, batch_size=batch_size,
             max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
         )  # fmt: skip
-    if as_json:
+    if as_json and first:
         say_json(result)
+    if as_json or not first:
         return
     for reason, count in (result.dropped or {}).items():
         console.say(f"dropped {count:,} prompts: {reason}")

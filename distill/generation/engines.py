@@ -107,7 +107,10 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 
 
 class TransformersEngine:
-    """`model.generate` on batches padded on the left, with our preallocated cache where the model's layers allow."""
+    """`model.generate` on batches padded on the left, with our preallocated cache where the model's layers allow.
+
+    With `together`, all processes go on until the last of them is finished: for a model that they hold in shards.
+    """
 
     def __init__(
         self,
@@ -117,7 +120,9 @@ class TransformersEngine:
         ends: Sequence[int],
         autocast: torch.dtype | None = None,
         vocab_size: int | None = None,
+        together: bool = False,
     ) -> None:
+        self.together = together
         self.model, self.pad, self.ends, self.autocast = model, pad, sorted(set(ends)), autocast
         self.inner: Any = bare(model)
         self.device = next(model.parameters()).device
@@ -160,7 +165,8 @@ class TransformersEngine:
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         cache = None
-        if not unsupported_layers(self.inner.config):
+        # who is finished goes on beside the others, beyond what was asked for
+        if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
         own = self.inner.generation_config
         # a chat model's own configuration would bring penalties and cut-offs into the distribution
@@ -171,7 +177,7 @@ class TransformersEngine:
         try:
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
-                logits_processor=self.processors, past_key_values=cache,
+                logits_processor=self.processors, past_key_values=cache, synced_gpus=self.together or None,
             )  # fmt: skip
         finally:
             self.inner.generation_config = own

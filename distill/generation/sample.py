@@ -2,6 +2,8 @@
 
 Each line is a row of `data.source`: `prompt` and `completion`, or `messages`; beside them `truncated` (the answer was
 cut off) and `sampled` (by what it was made). What is drawn for a prompt follows from the seed and the prompt's number.
+
+A teacher that fits no GPU is held in shards by several processes, which answer together; the first of them writes.
 """
 
 from __future__ import annotations
@@ -17,14 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from accelerate import PartialState
+
 from distill.data.chat import load_template
-from distill.generation.engines import Engine, end_tokens, engine_for
+from distill.generation.engines import Engine, TransformersEngine, end_tokens, engine_for
 from distill.generation.prompts import Prompt, read_prompts
+from distill.generation.together import AnswersTogether
 from distill.models.head import bare
 from distill.models.load import load_config, load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
+from distill.planning.caching import asked_in_shards
 from distill.recipe import Recipe
-from distill.training.arguments import resolve_device, resolve_precision
+from distill.training.arguments import resolve_device, resolve_precision, world_size
+from distill.training.launch import is_first
+from distill.training.sharded_teacher import PATIENCE, load_sharded_teacher, of_the_first
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +85,8 @@ def sample(
         seed: Of what is drawn.
         progress: Called with the lines done and their number in all.
 
+    Several processes, which must all call this, hold the teacher in shards.
+
     Raises:
         ValueError: prompts or model cannot be read, or `out` holds something else.
     """
@@ -93,21 +103,32 @@ def sample(
         "by": section.model or who, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
     }  # fmt: skip
     settings |= {"revision": section.revision} if section.revision else {}
-    done = _finished(out, asked.prompts, settings)
+    ways = _processes(recipe, who, engine)
+
+    def look() -> int:
+        return _finished(out, asked.prompts, settings)
+
+    done = of_the_first(look) if ways > 1 else look()
     result = Sampled(done, dropped=dict(asked.dropped))
     progress(done, len(asked.prompts))
     if done == len(asked.prompts):
         return result
-    model = _load(recipe, who)
+    model = _load(recipe, who, in_shards=ways > 1)
     widest = max(len(prompt.ids) for prompt in asked.prompts)
-    made = engine_for(
-        engine, model, tokenizer, ends=end_tokens(tokenizer, model, template), vocab_size=len(tokenizer),
-        max_length=min(longest, widest + max_new_tokens), max_new_tokens=max_new_tokens, field="--engine",
-    )  # fmt: skip
+    ends, columns = end_tokens(tokenizer, model, template), len(tokenizer)
+    made: Engine
+    if ways > 1:
+        pad = tokenizer.pad_token_id
+        made = AnswersTogether(TransformersEngine(model, pad=pad, ends=ends, vocab_size=columns, together=True))
+    else:
+        made = engine_for(
+            engine, model, tokenizer, ends=ends, vocab_size=columns,
+            max_length=min(longest, widest + max_new_tokens), max_new_tokens=max_new_tokens, field="--engine",
+        )  # fmt: skip
     start = time.perf_counter()
-    with out.open("a", encoding="utf-8") as file:
-        for first in range(done, len(asked.prompts), batch_size):
-            group = asked.prompts[first : first + batch_size]
+    with (out if is_first() else Path(os.devnull)).open("a", encoding="utf-8") as file:
+        for first in range(done, len(asked.prompts), batch_size * ways):
+            group = asked.prompts[first : first + batch_size * ways]
             _answer(made, tokenizer, group, first, longest, settings, batch_size, file, result)
             progress(done + result.made, len(asked.prompts))
     result.seconds = time.perf_counter() - start
@@ -139,7 +160,8 @@ def _answer(
         result.tokens += len(tokens)
         result.truncated += cut
     file.flush()
-    os.fsync(file.fileno())
+    if is_first():
+        os.fsync(file.fileno())
 
 
 def _seed(seed: int, number: int) -> int:
@@ -198,14 +220,37 @@ def _positions(recipe: Recipe, who: str) -> int:
     return getattr(config, "max_position_embeddings", None) or 2**20
 
 
-def _load(recipe: Recipe, who: str) -> Any:
-    """The model, in what a run would compute in, with our layers on a GPU."""
-    if recipe.teacher.path is not None and who == "teacher":
+def _processes(recipe: Recipe, who: str, engine: str) -> int:
+    """How many processes answer: one, or those that hold the teacher in shards, which have found each other then.
+
+    Raises:
+        ValueError: several that hold whole models, or an engine that needs one.
+    """
+    world = world_size()
+    if world == 1:
+        return 1
+    device = resolve_device(recipe.train)
+    if who == "student" or not asked_in_shards(recipe, device, world):
         raise ValueError(
-            "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model"
+            f"parallel.teacher: {world} processes answer together only with a teacher in shards (sharded, --from "
+            "teacher); start distill sample without a launcher"
         )
+    if engine == "vllm":
+        raise ValueError(
+            "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards; leave it out"
+        )
+    PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+    if is_first():
+        log.warning("generating with transformers: our decode loop cannot serve a teacher in shards (parallel.teacher)")
+    return world
+
+
+def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
+    """The model, in what a run would compute in; with our layers on a GPU, if it is whole."""
     device = resolve_device(recipe.train)
     dtype = resolve_precision(recipe, device).compute
+    if in_shards:
+        return load_sharded_teacher(recipe.teacher, device=device, dtype=dtype)[0]
     needs_teacher = who == "teacher" or recipe.student.from_teacher is not None
     teacher = load_teacher(recipe.teacher, device=device, dtype=dtype) if needs_teacher else None
     model: Any = teacher

@@ -135,6 +135,18 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
     return found
 
 
+def asked_in_shards(recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None) -> bool:
+    """Whether other commands that ask the recipe's teacher over `world` processes hold it in shards, as caching would.
+
+    They load a teacher of `teacher.dtype: fp8` in 16 bits.
+    """
+    section = loaded_section(recipe.teacher)
+    if section.dtype == "fp8":
+        section = section.model_copy(update={"dtype": "auto"})
+    recipe = recipe.model_copy(update={"teacher": section})
+    return plan_caching(recipe, device, world, batch_size).teacher_sharded
+
+
 def what_caching_takes(
     recipe: Recipe, teacher: Shape, student: Shape, precision: Precision, *, memory_bytes: int, world: int
 ) -> str:

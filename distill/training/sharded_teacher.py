@@ -11,7 +11,7 @@ weights cannot be tried out.
 
 from __future__ import annotations
 
-import contextlib
+import datetime
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,6 +30,9 @@ from distill.recipe import Teacher
 from distill.training.parallel import shard_teacher
 
 log = logging.getLogger(__name__)
+
+# of processes that wait while the first one reads weights, or writes
+PATIENCE = datetime.timedelta(hours=4)
 
 
 def load_sharded_teacher(
@@ -151,5 +154,8 @@ def _fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> N
         if source is not None:
             buffer.copy_(kept[name])
         dist.broadcast(buffer, 0)
-    with contextlib.suppress(AttributeError):
-        model.generation_config = source.generation_config  # type: ignore[union-attr]
+    # where an answer ends, which must be the same everywhere
+    told = [getattr(source, "generation_config", None)]
+    dist.broadcast_object_list(told)
+    if told[0] is not None:
+        model.generation_config = told[0]

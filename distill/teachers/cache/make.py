@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import os
 from collections.abc import Callable
@@ -52,10 +51,7 @@ from distill.training.arguments import Precision, resolve_device, resolve_precis
 from distill.training.launch import is_first
 from distill.training.objective import last_hidden
 from distill.training.parallel import ALONE, Sharing, is_sharded
-from distill.training.sharded_teacher import of_the_first
-
-# the first process may read weights for long while the others wait
-PATIENCE = datetime.timedelta(hours=4)
+from distill.training.sharded_teacher import PATIENCE, of_the_first
 
 
 class Loaded(NamedTuple):
