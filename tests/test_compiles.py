@@ -110,6 +110,17 @@ for hidden in (5120, 8192):
 """,
         {"_forward_kernel", "_backward_kernel", "_column_sums_kernel"},
     ),
+    "attention in parts": (
+        """
+from distill_kernels.attention import flash
+from distill_kernels.launch import DeviceFacts
+flash.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
+for size, options in (64, {}), (256, {"window": 3000, "softcap": 30.0}):
+    q, k = t(1, 2, 64, size, grad=False), t(1, 1, 4096, size, grad=False)
+    ours.flash_attention(q, k, k, **options)
+""",
+        {"_forward_kernel", "_merge_kernel"},
+    ),
     "losses over logits": (
         """
 from distill_kernels.launch import DeviceFacts

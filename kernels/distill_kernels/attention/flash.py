@@ -7,9 +7,10 @@ cap * tanh(z_ij / cap) where a cap is given:
 
 Keys are visited tile by tile with a running maximum and sum (Milakov & Gimelshein, 2018; Dao et al., 2022; Dao,
 2023); exponentials are taken to base 2 with the scale folded into one multiply-add. Tiles outside every interval
-are skipped; only tiles that cross an interval's end compare indices. Work 4 B H T_q T_k D operations (half of it if
-causal); bytes: q, k, v read, out and lse written. k and v tiles arrive by TMA through strided descriptors, so views
-of [B, T, H, D] projections cost no copies. The gradient is in `flash_backward.py`.
+are skipped; only tiles that cross an interval's end compare indices. Where tiles of queries and heads are too few to
+fill the GPU, keys are cut into parts (`parts.py`). Work 4 B H T_q T_k D operations (half of it if causal); bytes:
+q, k, v read, out and lse written. k and v tiles arrive by TMA through strided descriptors, so views of [B, T, H, D]
+projections cost no copies. The gradient is in `flash_backward.py`.
 
 Symbols: `B` batch, `H` query heads, `Hkv` key heads (H a multiple), `T` positions, `D` head size.
 """
@@ -31,6 +32,14 @@ from distill_kernels.attention.operands import (
     positions_first,
     softcapped,
 )
+from distill_kernels.attention.parts import (
+    merge_parts,
+    most_keys,
+    new_parts,
+    part_count,
+    part_of_keys,
+    store_part,
+)
 from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.kernel_op import KernelOp
@@ -43,7 +52,9 @@ def _forward_kernel(
     batches, heads, group, queries, keys, window, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
+    """One tile of queries of one head, over all of its keys; if SPLIT, over one part of them (see `parts.py`)."""
     # the last query tiles of a causal batch have the most keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
@@ -54,6 +65,8 @@ def _forward_kernel(
     start, inside, outside, end, low, high = key_tiles(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )  # fmt: skip
+    if SPLIT:
+        start, end = part_of_keys(start, end, BLOCK_N)
     q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
     m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -78,39 +91,55 @@ def _forward_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m_i = m_new
 
-    empty = l_i == 0
-    acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
-    lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
-    tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * queries + row, lse, mask=row < queries)
-    column = tl.arange(0, BLOCK_D)
-    at = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
-    at = at + row[:, None].to(tl.int64) * stride_om + column[None, :]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None] & (column < HEAD_DIM)[None, :])
+    if SPLIT:
+        store_part(out_ptr, lse_ptr, acc, m_i, l_i, row, queries, HEAD_DIM, BLOCK_D)
+    else:
+        empty = l_i == 0
+        acc = acc * (1 / tl.where(empty, 1.0, l_i))[:, None]
+        lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) * 0.6931471805599453)
+        tl.store(lse_ptr + tl.program_id(1).to(tl.int64) * queries + row, lse, mask=row < queries)
+        column = tl.arange(0, BLOCK_D)
+        at = out_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+        at = at + row[:, None].to(tl.int64) * stride_om + column[None, :]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None] & (column < HEAD_DIM)[None, :])
 
 
 def forward_on_triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking, tile: Tiles | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    masking: Masking,
+    tile: Tiles | None = None,
+    parts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out, [B, T, H, D] in memory, and lse fp32 [B, H, T]. `tile` is for measurements."""
+    """Out, [B, T, H, D] in memory, and lse fp32 [B, H, T]. `tile` and `parts` are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
-    block_d = head_block(size)
-    tile = tile or forward_tiles(block_d, q.dtype, device_facts(q.device))
+    block_d, facts = head_block(size), device_facts(q.device)
+    tile = tile or forward_tiles(block_d, q.dtype, facts)
+    tiles = cdiv(queries, tile.queries)
+    if parts is None:
+        seen = most_keys(tile.queries, keys, masking.causal, masking.window)
+        at_once = facts.multiprocessors * (2 if block_d <= 128 else 1)
+        parts = part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     out, lse = positions_first(q), _new_lse(q)
     ranges = lse
     if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
         ranges = packed_ranges(
             masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
         )
-    _forward_kernel[(cdiv(queries, tile.queries), batches * heads)](
+    sums, weights = (out, lse) if parts == 1 else new_parts(parts, q)
+    _forward_kernel[(tiles, batches * heads, parts)](
         descriptor(aligned(q, "q"), tile.queries, block_d), descriptor(aligned(k, "k"), tile.keys, block_d),
-        descriptor(aligned(v, "v"), tile.keys, block_d), out, lse, ranges, *out.stride()[:3],
+        descriptor(aligned(v, "v"), tile.keys, block_d), sums, weights, ranges, *out.stride()[:3],
         batches, heads, heads // kv_heads, queries, keys, UNBOUNDED if masking.window is None else masking.window,
         *masking.score_factors, HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         CAUSAL=masking.causal, LEFT=masking.packed or masking.window is not None, PACKED=masking.packed,
-        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
+        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), SPLIT=parts > 1,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    if parts > 1:
+        merge_parts(sums, weights, out, lse)
     return out, lse
 
 

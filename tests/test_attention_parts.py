@@ -1,0 +1,136 @@
+"""Attention whose keys are cut into parts: equal to its definition, repeatable, and cut only where it pays."""
+
+import itertools
+
+import pytest
+import torch
+from distill_kernels.attention import flash
+from distill_kernels.attention.flash import flash_attention, forward_on_triton
+from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.parts import MOST_PARTS, most_keys, part_count
+from distill_kernels.attention.ranges import reference_mask
+from distill_kernels.attention.reference import reference_attention
+from distill_kernels.launch import cdiv
+from helpers import assert_as_good_as_torch, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+from test_flash_attention import draw, eager, gradients
+
+DOCUMENTS = [0, 7, 7, 40, 61]  # and nine positions behind the last one
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window": {"window": 17},
+    "window, both sides": {"window": 9, "causal": False},
+    "soft cap": {"softcap": 3.0},
+    "documents": {"documents": DOCUMENTS},
+    "documents, window, soft cap": {"documents": DOCUMENTS, "window": 5, "softcap": 3.0},
+}
+
+
+def masking_of(options, size, device):
+    documents = options.get("documents")
+    cu = None if documents is None else torch.tensor(documents, dtype=torch.int32, device=device)
+    return Masking(options.get("causal", True), size**-0.5, options.get("window"), options.get("softcap"), cu, cu)
+
+
+def check(shape, dtype, device, options, parts):
+    q, k, v, _ = draw(shape, dtype, device)
+    masking = masking_of(options, shape[-1], device)
+    out, lse = forward_on_triton(q, k, v, masking, parts=parts)
+    exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), masking)
+    assert_as_good_as_torch(out, eager(q, k, v, masking), exact, dtype, "out")
+    assert relative_error(lse, exact_lse) < 2e-6
+
+
+@pytest.mark.parametrize("parts", [2, 7])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(kernel_device, mask, parts):
+    check((1, 2, 1, 70, 70, 16), torch.bfloat16, kernel_device, MASKS[mask], parts)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 6, 2, 40, 40, 32),  # groups of three
+        (1, 2, 1, 20, 75, 32),  # fewer queries than keys: the last positions
+        (1, 2, 1, 75, 20, 16),  # more: the first queries see nothing
+        (1, 1, 1, 33, 50, 20),  # head size no power of two
+        (1, 1, 1, 2, 40, 256),
+    ],
+    ids=str,
+)
+def test_shapes(kernel_device, shape):
+    check(shape, torch.float32, kernel_device, {}, 3)
+
+
+def test_more_parts_than_tiles(kernel_device):
+    check((1, 1, 1, 40, 20, 16), torch.float32, kernel_device, {"causal": False}, 5)
+
+
+def test_bits_repeat_and_large_scores_stay_finite(kernel_device):
+    q, k, v, _ = draw((1, 2, 1, 40, 70, 16), torch.bfloat16, kernel_device)
+    masking = Masking(True, 100.0)
+    first, second = (forward_on_triton(q, k, v, masking, parts=4) for _ in range(2))
+    assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(first, second, strict=True))
+
+
+def test_few_programs_are_cut_and_gradients_follow(kernel_device, monkeypatch):
+    made = []
+    monkeypatch.setattr(flash, "part_count", lambda *found: made.append(part_count(*found)) or made[-1])
+    if kernel_device.type == "cuda":
+        shape = (1, 1, 1, 640, 2048, 64)
+    else:
+        shape = (1, 1, 1, 40, 200, 16)
+    q, k, v, dout = draw(shape, torch.float32, kernel_device)
+    ours = gradients(flash_attention, q, k, v, dout)
+    assert made[0] > 1
+    exact = gradients(
+        lambda *x: reference_attention(*x, Masking(True, shape[-1] ** -0.5))[0], *(x.double() for x in (q, k, v, dout))
+    )
+    for mine, right in zip(ours, exact, strict=True):
+        assert relative_error(mine, right) < 2e-6
+
+
+@given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 300))
+def test_parts_fit_at_once_and_none_is_empty(programs, tiles, at_once):
+    parts = part_count(programs, tiles, at_once)
+    assert 1 <= parts <= min(tiles, MOST_PARTS)
+    assert parts == 1 or parts * programs <= at_once
+    assert all(tiles * (part + 1) // parts > tiles * part // parts for part in range(parts))
+    if parts > 1:  # no fewer parts have the same longest one
+        assert cdiv(tiles, parts - 1) > cdiv(tiles, parts)
+
+
+@pytest.mark.parametrize(
+    "programs, tiles, wanted",
+    [
+        (32, 16, 8),  # one head, 2,048 queries and keys
+        (16, 8, 8),  # 1,024
+        (8, 4, 1),  # 512: a second kernel would take longer than what it saves
+        (32, 128, 8),  # 32 heads, 64 new queries behind a long cache
+        (256, 16, 1),  # 8 heads, 2,048
+        (4096, 64, 1),  # a model's own
+    ],
+)
+def test_parts_on_a_large_gpu(programs, tiles, wanted):
+    assert part_count(programs, tiles, 2 * 132) == wanted
+
+
+@pytest.mark.parametrize("causal, window", [*itertools.product([True, False], [None, 1, 5, 30])])
+def test_no_tile_sees_more_keys_than_counted(causal, window):
+    queries, keys, tile = 40, 50, 8
+    mask = reference_mask(queries, keys, causal, window)
+    seen = [int(mask[at : at + tile].any(0).sum()) for at in range(0, queries, tile)]
+    assert max(seen) <= most_keys(tile, keys, causal, window)
+    assert window is None or max(seen) == most_keys(tile, keys, causal, window)  # so it is not just a large number
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_real_shapes(device, mask, size):
+    options = MASKS[mask]
+    if "documents" in options:
+        options = {**options, "documents": [0, 100, 101, 640, 1000]}
+    check((1, 4, 2, 1027, 1027, size), torch.bfloat16, device, options, 5)
