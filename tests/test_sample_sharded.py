@@ -16,6 +16,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
 
 from distill.cli import run_command
+from distill.judging.targets import find_target, takes_shards
 from distill.training import launch
 
 RECIPE = """
@@ -33,6 +34,9 @@ CASES = {
 }
 
 
+JUDGED = {"eval": ["--before", "student"], "eval-batched": ["--batch-size", "3", "--teacher", "untied"]}
+
+
 def sample(case, device, out, *more):
     files = ["--prompts", "questions.txt", "--out", out, "--from", "teacher", "--engine", "transformers"]
     return ["sample", "tiny.yaml", *ON[device], *files, *TOLD, *CASES[case], *more]
@@ -48,6 +52,8 @@ def both(folder, device):
     found["vllm"] = said_by([*sample("greedy", device, "never.jsonl"), "--engine", "vllm"])
     found["student"] = said_by([*sample("greedy", device, "never.jsonl"), "--from", "student"])
     found["copied"] = said_by(sample("greedy", device, "never.jsonl", "parallel.teacher=copied"))
+    found |= {name: said_by(["eval", "mine", "--json", *more]) for name, more in JUDGED.items()}
+    found["whole"] = said_by(["eval", "student", "--teacher", "teacher", "--data", "text.txt"])
     Path(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
@@ -65,6 +71,8 @@ def made_by_two(folder, device):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         alone = {case: said_by(sample(case, device, f"one-{case}.jsonl", "--json")) for case in CASES}
+        assert run_command(["run", "tiny.yaml", *ON[device], "--name", "mine", "generate.prompts=[]"]) == 0
+        alone |= {name: said_by(["eval", "mine", "--json", *more]) for name, more in JUDGED.items()}
         whole = (folder / "one-greedy.jsonl").read_text().splitlines(keepends=True)
         (folder / "begun.jsonl").write_text("".join(whole[:3]) + whole[3][:20])
         run_as_two(__file__, folder, device, device=device)
@@ -106,12 +114,26 @@ def test_shards_go_on_where_they_broke_off(request, place):
     assert "9 answers were there already" in first["again"]["out"]
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("case", JUDGED)
+def test_a_student_is_judged_by_shards_as_by_the_whole_teacher(request, place, case):
+    _, alone, (first, second) = request.getfixturevalue(place)
+    assert alone[case]["code"] == first[case]["code"] == second[case]["code"] == 0, (alone[case], first, second)
+    assert not second[case]["out"], "one process speaks"
+    one, two = (json.loads(way[case]["out"]) for way in (alone, first))
+    assert one["tokens"] == two["tokens"] > 50 and one.keys() == two.keys()
+    for name, figure in one["figures"].items():  # what of a GPU differs by the kernels chosen
+        assert two["figures"][name] == pytest.approx(figure, rel=1e-6 if place == "made" else 1e-2), name
+    assert one["figures"]["forward_kl"]["value"] > 0
+
+
 @pytest.mark.parametrize(
     "name, expected",
     [
         ("vllm", "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards"),
         ("student", "parallel.teacher: 2 processes answer together only with a teacher in shards"),
         ("copied", "parallel.teacher: 2 processes answer together only with a teacher in shards"),
+        ("whole", "parallel.teacher: 2 processes judge together only by a teacher in shards"),
     ],
 )
 def test_what_several_processes_cannot_do_is_one_line(made, name, expected):
@@ -139,6 +161,23 @@ def test_several_gpus_are_taken_where_shards_are(made, monkeypatch, how, started
         assert processes == 4
         assert again[again.index("--max-new-tokens") + 1] == "9" and again[again.index("--seed") + 1] == "3"
         assert again[again.index("--temperature") + 1] == "1.0" and "teacher.model=untied" in again
+
+
+def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkeypatch, capsys):
+    folder, _, _ = made
+    monkeypatch.chdir(folder)
+    gpu_of(monkeypatch, 80)
+    starts = []
+    monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(launch, "start", lambda *given: starts.append(given) or 0)
+    assert run_command(["eval", "mine", "--before", "student", "--max-length", "16"]) == 0
+    assert starts == [(4, ["eval", "mine", "--max-rows", "512", "--max-length", "16", "--batch-size", "1", "--before",
+                           "student"])]  # fmt: skip
+    assert run_command(["eval", "mine", "--tasks", "hellaswag"]) == 2
+    assert "parallel.teacher: tasks are answered by whole models" in capsys.readouterr().err
+    target = find_target("mine")
+    assert takes_shards(target, None, 4, 1) and takes_shards(target, "untied", 4, 1)
+    assert not takes_shards(target, None, 1, 1) and not takes_shards(find_target("student"), "teacher", 4, 1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,7 @@ import typer
 
 from distill import console
 from distill.commands.arguments import AsJson, complete_run, say_json
+from distill.training import launch
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
@@ -46,6 +49,8 @@ def evaluate(
 ) -> None:
     """How close is a student to its teacher on held-out text? With 95 % intervals, and the student's calibration.
 
+    One GPU compares; all visible ones do where the run's recipe has them hold the teacher in shards (parallel.teacher).
+
     \b
     distill eval support-bot
     distill eval support-bot --data other-chats.jsonl
@@ -66,15 +71,26 @@ def evaluate(
         load_its_teacher,
         load_target,
         shared_vocabulary,
+        takes_shards,
     )
     from distill.models.load import load_tokenizer
     from distill.recipe import Student, Teacher
 
     found = find_target(target)
+    processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
+    if processes > 1 and takes_shards(found, teacher, processes, batch_size):
+        again = ["eval", target, "--max-rows", str(max_rows), "--max-length", str(max_length)]
+        again += ["--batch-size", str(batch_size)] + ["--json"] * as_json
+        for name, value in (("--teacher", teacher), ("--data", data), ("--before", before)):
+            again += [] if value is None else [name, value]
+        raise typer.Exit(launch.start(processes, again))
+    first, in_shards = launch.is_first(), False
+    if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        in_shards = _found_each_other(takes_shards(found, teacher, world, batch_size), world)
     across = found.recipe is not None and found.recipe.student.vocabulary == "cross"
     measure = SPANS if across else KL  # of a run from a cache too: the teacher is loaded here
     with console.working("loading models and data"):
-        large = load_its_teacher(found, teacher)
+        large = load_its_teacher(found, teacher, in_shards=in_shards)
         section = Teacher(model=teacher) if teacher is not None or found.recipe is None else found.recipe.teacher
         tokenizer = load_tokenizer(section)
         student, own = load_target(found)
@@ -85,12 +101,15 @@ def evaluate(
             columns = shared_vocabulary(student, large, own, tokenizer)
             look = functools.partial(judge, vocab_size=columns, batch_size=batch_size)
             rows = held_out_rows(found, data, tokenizer, max_rows, max_length)
-    with console.progress("comparing", len(rows) * (1 if before is None else 2)) as advance:
+    passes = len(rows) * (1 if before is None else 2)
+    with console.progress("comparing", passes) if first else contextlib.nullcontext() as advance:
         after = look(student, large, rows, advance=advance)
         closed = None
         if before is not None:
-            first, _ = load_target(Target(Student(model=before)))
-            closed = after.gap_closed(look(first, large, rows, advance=advance))
+            earlier, _ = load_target(Target(Student(model=before)))
+            closed = after.gap_closed(look(earlier, large, rows, advance=advance))
+    if not first:
+        return
     figures: dict[str, Any] = measure.written(after.figures)
     figures |= {f"{who}_perplexity": after.perplexity(who) for who in ("student", "teacher")}
     if closed is not None:
@@ -112,6 +131,26 @@ def evaluate(
     console.say(f"over {after.tokens:,} {measure.unit}s in {after.rows:,} rows; intervals by resampling rows")
 
 
+def _found_each_other(in_shards: bool, processes: int) -> bool:
+    """Have the processes that hold the teacher in shards find each other; they judge the same rows, together.
+
+    Raises:
+        ValueError: they would hold whole models, and do the same work.
+    """
+    if not in_shards:
+        raise ValueError(
+            f"parallel.teacher: {processes} processes judge together only by a teacher in shards (sharded, in the "
+            "run's recipe); start distill eval without a launcher"
+        )
+    import torch
+    from accelerate import PartialState
+
+    from distill.training.sharded_teacher import PATIENCE
+
+    PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    return True
+
+
 def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:
     """What judges a student that keeps its own tokenizer."""
     from distill.judging.judge_spans import judge_spans
@@ -127,18 +166,32 @@ def _run_tasks(
     folder: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """The student, the student before and the teacher, where they are known, on the harness's tasks."""
-    from distill.judging.targets import Target, find_target, knows_one_teacher, load_its_teacher, load_target
+    from distill.judging.targets import (
+        Target,
+        find_target,
+        knows_one_teacher,
+        load_its_teacher,
+        load_target,
+        takes_shards,
+    )
     from distill.judging.tasks import check_tasks, run_tasks
     from distill.recipe import Student
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    manager, found = check_tasks(names, folder), find_target(target)
+    found = find_target(target)
+    asked = teacher is not None or knows_one_teacher(found)
+    if asked and takes_shards(found, teacher, launch.visible_gpus(), batch_size):
+        raise ValueError(
+            "parallel.teacher: tasks are answered by whole models, and this teacher is held in shards; where it fits "
+            "one GPU, CUDA_VISIBLE_DEVICES=0 takes one"
+        )
+    manager = check_tasks(names, folder)
     with console.working("loading models"):
         student, tokenizer = load_target(found)
         models = {"student": student}
         if before is not None:
             models["before"], _ = load_target(Target(Student(model=before)))
-        if teacher is not None or knows_one_teacher(found):
+        if asked:
             models["teacher"] = load_its_teacher(found, teacher)
     scores = run_tasks(models, tokenizer, names, manager=manager, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:

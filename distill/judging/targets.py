@@ -56,27 +56,57 @@ def load_target(target: Target) -> tuple[Any, Any]:
     return student, load_tokenizer(target.student, "student")
 
 
-def load_its_teacher(target: Target, teacher: str | None) -> Any:
-    """The teacher named, else the recipe's.
+def its_teacher(target: Target, teacher: str | None) -> Teacher:
+    """The section of the teacher named, else the recipe's.
 
     Raises:
         ValueError: neither, or a run whose teacher is not one model that can be loaded.
     """
     if teacher is not None:
-        section = Teacher(model=teacher)
-    elif target.recipe is None:
+        return Teacher(model=teacher)
+    if target.recipe is None:
         raise ValueError("--teacher: needed with a model; a run knows its own")
-    elif target.recipe.teachers:
+    if target.recipe.teachers:
         names = ", ".join(str(one.model) for one in target.recipe.teachers)
         raise ValueError(f"--teacher: this run had several teachers; name the one to compare with ({names})")
-    else:
-        section = target.recipe.teacher
-        if section.is_cached:
-            if section.model is None:
-                raise ValueError("--teacher: this run read its teacher from a cache; name the model that made it")
-            section = section.model_copy(update={"type": "model", "path": None})
-    device = device_here()
-    return load_teacher(section, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    section = target.recipe.teacher
+    if section.is_cached:
+        if section.model is None:
+            raise ValueError("--teacher: this run read its teacher from a cache; name the model that made it")
+        section = section.model_copy(update={"type": "model", "path": None})
+    return section
+
+
+def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> Any:
+    """The teacher named, else the recipe's; with `in_shards` over all processes, which must have found each other.
+
+    Raises:
+        ValueError: as `its_teacher`.
+    """
+    section, device = its_teacher(target, teacher), device_here()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if in_shards:
+        from distill.training.sharded_teacher import load_sharded_teacher
+
+        device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        return load_sharded_teacher(section, device=device, dtype=dtype)[0]
+    return load_teacher(section, device=device, dtype=dtype)
+
+
+def takes_shards(target: Target, teacher: str | None, processes: int, batch_size: int) -> bool:
+    """Whether that many processes, one a GPU where there are GPUs, hold the teacher in shards to judge by it.
+
+    The recipe of the run decides (`parallel.teacher`); a model that no run made is judged on one device.
+
+    Raises:
+        ValueError: as `its_teacher`.
+    """
+    if processes <= 1 or target.recipe is None:
+        return False
+    from distill.planning.caching import asked_in_shards
+
+    recipe = target.recipe.model_copy(update={"teacher": its_teacher(target, teacher), "student": target.student})
+    return asked_in_shards(recipe, device_here(), processes, batch_size)
 
 
 def knows_one_teacher(target: Target) -> bool:
