@@ -1,9 +1,13 @@
 """Every rank's part of the losses from teachers of K tokens and from mixtures of teachers, in one process."""
 
+import sys
+
 import pytest
 import torch
 from dense_loss import ALL_TERMS
 from distill_kernels import LossTerm
+from distill_kernels.losses import linear
+from distill_kernels.losses import plan as planning
 from distill_kernels.losses.linear import linear_divergence, row_scales
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.operands import Batch, Head, Wanted
@@ -23,9 +27,9 @@ MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), HARD]
 PATHS = pytest.mark.parametrize("path", ["kernel", "reference"])
 
 
-def draw(device, dtype, spans, k=K, rows=ROWS):
+def draw(device, dtype, spans, k=K, rows=None):
     """A student's head, two teachers' hidden states and heads, what the first says of K tokens, and labels."""
-    vocab = spans[-1][1]
+    vocab, rows = spans[-1][1], rows or ROWS
     x, w, xt, wt = realistic_heads(rows, vocab + PADDING, 32, 48, dtype=dtype, device=device)
     _, _, yt, vt = realistic_heads(rows, vocab + PADDING, 32, 24, dtype=dtype, device=device, seed=1)
     generator = torch.Generator(device).manual_seed(2)
@@ -148,11 +152,11 @@ def test_a_student_without_any_other_token(kernel_device, path):
 
 @PATHS
 def test_a_tail_on_both_ranks_keeps_its_digits(kernel_device, path):
-    """A student's tail of 1e-35, and of the first rank's part 1e-38, are more than 0."""
+    """A student's tail of e^-100, less than fp32's normal numbers and spread over the ranks, is not rounded to 0."""
 
     def change(student, ids, logprobs):
         bias = torch.zeros(len(student.weight), device=kernel_device)
-        bias[200] = 80.0
+        bias[200] = 100.0
         bias[:130] -= 7.0
         ids = torch.full_like(ids[:, :1], 200)
         return student._replace(hidden=student.hidden * 0, bias=bias), ids, torch.full_like(logprobs[:, :1], -1e-3)
@@ -234,7 +238,22 @@ def test_parts_of_teachers_that_rule_out_a_ranks_tokens(kernel_device, path, tem
     assert outcomes[2][0].weight.abs().sum() > 0 and outcomes[2][0].loss.isfinite().all()
 
 
-# ---------------------------------------------------------------- memory, repeats, waiting
+# ---------------------------------------------------------------- chunks, memory, repeats, waiting
+
+
+@PATHS
+@pytest.mark.parametrize("kind", ["bucket", "mixture"])
+def test_several_chunks_are_cut_alike(kernel_device, monkeypatch, path, kind):
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", 40)
+    monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
+    monkeypatch.setattr(planning, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(linear, "REFERENCE_CHUNK_ELEMENTS", 16 * 40)
+    settings = {"spans": ((0, 40), (40, 64)), "path": path, "rows": True, "temperature": 2.0}
+    if kind == "mixture":
+        outcomes = cut_mixture(kernel_device, torch.bfloat16, MIXED[:1], **settings)
+    else:
+        outcomes = cut_top_k(kernel_device, torch.bfloat16, "forward", kind, hard=True, **settings)
+    check_parts(*outcomes, torch.bfloat16)
 
 
 def one_of_each(device):
