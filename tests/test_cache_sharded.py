@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_parallel import gpu_of
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
@@ -39,7 +40,7 @@ ON = {
     "cpu": ["train.device=cpu"],
     "cuda": ["train.device=cuda", "train.precision=float32", "train.deterministic=true"],
 }
-FEW_BYTES = 2048  # of a shard, so that there are many
+FEW_ROWS = 1  # in a shard, so that there are many
 CASES = {
     "drawn": ["--top-k", "16"],
     "likeliest": ["--top-k", "24", "--tail", "bucket", "--batch-size", "3", "teacher.model=untied"],
@@ -78,7 +79,7 @@ def both(folder, device):
     """What each of the two processes does."""
     os.chdir(folder)
     torch.set_num_threads(1)
-    write.LEAST_BYTES = FEW_BYTES
+    write.LEAST_ROWS = FEW_ROWS
     found = {case: said_by(command(case, device, "--out", f"two-{case}")) for case in CASES}
     found |= {name: said_by(command("drawn", device, *more)) for name, more in REFUSED.items()}
     found["report"] = said_by(command("drawn", device, "--report"))
@@ -99,7 +100,7 @@ def both(folder, device):
     plain = loaded.teacher.hidden_states
     calls = []
     held = loaded.teacher._replace(hidden_states=lambda batch: calls.append(len(batch["valid_rows"])) or plain(batch))
-    write.LEAST_BYTES = 2 * FEW_BYTES  # an odd number of shards
+    write.LEAST_ROWS = 3 * FEW_ROWS  # an odd number of shards
     made = Settings(k=8, tail="bucket").checked()
     make_cache(loaded._replace(teacher=held), Path("counted"), made, say=lambda line: None, progress=counts)
     found["calls"] = calls
@@ -118,7 +119,8 @@ def made_by_two(folder, device):
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(write, "LEAST_BYTES", FEW_BYTES)
+        patch.setattr(write, "LEAST_ROWS", FEW_ROWS)
+        patch.setattr(launch, "visible_gpus", lambda: 1)
         if device == "cuda":
             patch.delenv("TRITON_INTERPRET", raising=False)
         torch.set_num_threads(1)
@@ -144,11 +146,32 @@ def made_on_gpus(tmp_path_factory):
     return made_by_two(tmp_path_factory.mktemp("sharded"), "cuda")
 
 
+DEVICES = {"made": "cpu", "made_on_gpus": "cuda"}
 PLACES = ["made", pytest.param("made_on_gpus", marks=pytest.mark.gpu)]
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+def hold_same(one, two, device):
+    """Two caches are the same files; on GPUs to rounding, which may move a token at the edge of those that are kept."""
+    files = [{path.name: path for path in sorted(folder.iterdir()) if path.is_file()} for folder in (one, two)]
+    assert files[0].keys() == files[1].keys() and len(files[0]) > 6
+    for name, first in files[0].items():
+        second = files[1][name]
+        if device == "cpu" or name == "manifest.json":
+            assert first.read_bytes() == second.read_bytes(), name
+        elif first.suffix == ".safetensors":
+            tensors, others = load_file(first), load_file(second)
+            assert tensors.keys() == others.keys()
+            for key, values in tensors.items():
+                near = torch.isclose(values.float(), others[key].float(), rtol=1e-3, atol=2e-3)
+                assert near.float().mean() > (1 if key in ("keys", "offsets") else 0.99) - 1e-9, (name, key)
+
+
+def hold_same_errors(one, two, device):
+    """Two tables of the measured error, on GPUs to rounding."""
+    assert len(one) == len(two) and (device != "cpu" or one == two)
+    for row, other in zip(one, two, strict=True):
+        figures = {name: value for name, value in other.items() if isinstance(value, float)}
+        assert {name: row[name] for name in figures} == pytest.approx(figures, rel=0.05, abs=1e-3)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -156,15 +179,13 @@ def contents(folder):
 def test_shards_are_cached_as_the_whole_teacher_is(request, place, case):
     folder, alone, (first, second) = request.getfixturevalue(place)
     assert alone[case]["code"] == first[case]["code"] == second[case]["code"] == 0, (alone[case], first, second)
-    one, two = contents(folder / f"one-{case}"), contents(folder / f"two-{case}")
-    assert one.keys() == two.keys() and len(one) > 6
-    assert one == two
-    manifest = json.loads(two["manifest.json"])
+    hold_same(folder / f"one-{case}", folder / f"two-{case}", DEVICES[place])
+    manifest = layout.read_json(folder / f"two-{case}" / layout.MANIFEST)
     assert len(manifest["shards"]) > 5 and manifest["teacher"]["files_sha256"]
     assert not second[case]["out"], "one process speaks"
     told = [json.loads(way["out"][way["out"].index("{") :]) for way in (alone[case], first[case])]
-    assert told[0] == told[1], "the manifest and the measured error"
-    assert bool(told[0]["errors"]) == (case != "hidden")
+    assert told[0]["cache"] == told[1]["cache"] and bool(told[0]["errors"]) == (case != "hidden")
+    hold_same_errors(*(way["errors"] for way in told), DEVICES[place])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -180,8 +201,8 @@ def test_what_was_begun_is_finished_by_another_number_of_processes(request, plac
     folder, alone, (first, second) = request.getfixturevalue(place)
     for done in (alone["finished-by-one"], first["resumed"], second["resumed"], first["again"], second["again"]):
         assert done["code"] == 0, done
-    whole = contents(folder / "one-drawn")
-    assert contents(folder / "resumed") == whole == contents(folder / "finished-by-one")
+    for finished in ("resumed", "finished-by-one"):
+        hold_same(folder / "one-drawn", folder / finished, DEVICES[place])
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -189,7 +210,8 @@ def test_only_measured_in_shards(request, place):
     _, alone, (first, second) = request.getfixturevalue(place)
     assert first["report"]["code"] == second["report"]["code"] == 0 and not second["report"]["out"]
     report, cached = (json.loads(way["out"][way["out"].index("{") :]) for way in (first["report"], alone["drawn"]))
-    assert report["cache"] is None and report["errors"] == cached["errors"]
+    assert report["cache"] is None
+    hold_same_errors(report["errors"], cached["errors"], DEVICES[place])
 
 
 @pytest.mark.parametrize(

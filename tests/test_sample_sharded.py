@@ -70,6 +70,7 @@ def made_by_two(folder, device):
     (folder / "tiny.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(launch, "visible_gpus", lambda: 1)
         alone = {case: said_by(sample(case, device, f"one-{case}.jsonl", "--json")) for case in CASES}
         assert run_command(["run", "tiny.yaml", *ON[device], "--name", "mine", "generate.prompts=[]"]) == 0
         alone |= {name: said_by(["eval", "mine", "--json", *more]) for name, more in JUDGED.items()}

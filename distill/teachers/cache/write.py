@@ -46,7 +46,7 @@ from distill.teachers.cache.format import (
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-SHARDS, LEAST_BYTES = 64, 1 << 20
+SHARDS, LEAST_ROWS = 64, 32
 
 
 class Entry(NamedTuple):
@@ -99,7 +99,8 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
         width: bytes of a stored position.
         max_length: tokens of a row that is given to the teacher.
         packing: several documents may share one; else they are sorted by length, to save padding.
-        shard_bytes: about how large a shard is at most; of few data there are `SHARDS`, that many processes have some.
+        shard_bytes: about how large a shard is at most. Few data make `SHARDS`, that many processes have some to write,
+            unless these had fewer than `LEAST_ROWS` of full length, which fill the teacher's batches.
     """
     entries, seen = [], set()
     for split, rows in enumerate(splits):
@@ -117,7 +118,7 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
     else:
         groups = [np.array([number]) for number in np.argsort(-lengths, kind="stable")]
     total = width * sum(entry.learned for entry in entries)
-    shard_bytes = min(shard_bytes, max(total // SHARDS, LEAST_BYTES))
+    shard_bytes = min(shard_bytes, max(total // SHARDS, LEAST_ROWS * width * max_length))
     shards: list[list[np.ndarray]] = [[]]
     size = 0
     for group in groups:
