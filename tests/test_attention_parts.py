@@ -1,11 +1,12 @@
-"""Attention whose keys are cut into parts: equal to its definition, repeatable, and cut only where it pays."""
+"""Attention cut into parts: equal to its definition, forward and gradient, repeatable, and cut only where it pays."""
 
 import itertools
 
 import pytest
 import torch
-from distill_kernels.attention import flash
+from distill_kernels.attention import flash, flash_backward
 from distill_kernels.attention.flash import flash_attention, forward_on_triton
+from distill_kernels.attention.flash_backward import backward_on_triton
 from distill_kernels.attention.operands import Masking
 from distill_kernels.attention.parts import MOST_PARTS, most_keys, part_count
 from distill_kernels.attention.ranges import reference_mask
@@ -34,12 +35,22 @@ def masking_of(options, size, device):
     return Masking(options.get("causal", True), size**-0.5, options.get("window"), options.get("softcap"), cu, cu)
 
 
-def check(shape, dtype, device, options, parts):
-    q, k, v, _ = draw(shape, dtype, device)
-    masking = masking_of(options, shape[-1], device)
+def in_parts(tensors, masking, parts):
+    """out, lse, dq, dk, dv with every kernel cut into `parts`."""
+    q, k, v, dout = tensors
     out, lse = forward_on_triton(q, k, v, masking, parts=parts)
-    exact, exact_lse = reference_attention(q.double(), k.double(), v.double(), masking)
-    assert_as_good_as_torch(out, eager(q, k, v, masking), exact, dtype, "out")
+    return out, lse, *backward_on_triton(dout, q, k, v, out, lse, masking, key_parts=parts, query_parts=parts)
+
+
+def check(shape, dtype, device, options, parts):
+    tensors = draw(shape, dtype, device)
+    masking = masking_of(options, shape[-1], device)
+    out, lse, *ours = in_parts(tensors, masking, parts)
+    theirs = gradients(lambda *x: eager(*x, masking), *tensors)
+    exact = gradients(lambda *x: reference_attention(*x, masking)[0], *(x.double() for x in tensors))
+    for name, *values in zip(("out", "dq", "dk", "dv"), (out, *ours), theirs, exact, strict=True):
+        assert_as_good_as_torch(*values, dtype, name)
+    exact_lse = reference_attention(*(x.double() for x in tensors[:3]), masking)[1]
     assert relative_error(lse, exact_lse) < 2e-6
 
 
@@ -69,24 +80,28 @@ def test_more_parts_than_tiles(kernel_device):
 
 
 def test_bits_repeat_and_large_scores_stay_finite(kernel_device):
-    q, k, v, _ = draw((1, 2, 1, 40, 70, 16), torch.bfloat16, kernel_device)
-    masking = Masking(True, 100.0)
-    first, second = (forward_on_triton(q, k, v, masking, parts=4) for _ in range(2))
+    tensors = draw((1, 2, 1, 40, 70, 16), torch.bfloat16, kernel_device)
+    first, second = (in_parts(tensors, Masking(True, 100.0), 4) for _ in range(2))
     assert all(torch.equal(a, b) and torch.isfinite(a).all() for a, b in zip(first, second, strict=True))
 
 
-def test_few_programs_are_cut_and_gradients_follow(kernel_device, monkeypatch):
-    made = []
-    monkeypatch.setattr(flash, "part_count", lambda *found: made.append(part_count(*found)) or made[-1])
-    if kernel_device.type == "cuda":
-        shape = (1, 1, 1, 640, 2048, 64)
-    else:
-        shape = (1, 1, 1, 40, 200, 16)
-    q, k, v, dout = draw(shape, torch.float32, kernel_device)
-    ours = gradients(flash_attention, q, k, v, dout)
-    assert made[0] > 1
+@pytest.mark.parametrize("queries, keys, cut", [(40, 200, [True, False, True]), (200, 40, [False, True, False])])
+def test_few_programs_are_cut(kernel_device, monkeypatch, queries, keys, cut):
+    """By the public function: out, then dk and dv, then dq."""
+    counted = []
+
+    def count(programs, tiles, at_once):
+        counted.append(part_count(programs, tiles, at_once))
+        return counted[-1]
+
+    for module in (flash, flash_backward):
+        monkeypatch.setattr(module, "part_count", count)
+    q, k, v, dout = draw((1, 1, 1, queries, keys, 16), torch.float32, kernel_device)
+    ours = gradients(lambda *x: flash_attention(*x, causal=False), q, k, v, dout)
+    if kernel_device.type == "cpu":
+        assert [parts > 1 for parts in counted] == cut
     exact = gradients(
-        lambda *x: reference_attention(*x, Masking(True, shape[-1] ** -0.5))[0], *(x.double() for x in (q, k, v, dout))
+        lambda *x: reference_attention(*x, Masking(False, 0.25))[0], *(x.double() for x in (q, k, v, dout))
     )
     for mine, right in zip(ours, exact, strict=True):
         assert relative_error(mine, right) < 2e-6

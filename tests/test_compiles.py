@@ -112,14 +112,15 @@ for hidden in (5120, 8192):
     ),
     "attention in parts": (
         """
-from distill_kernels.attention import flash
+from distill_kernels.attention import flash, flash_backward
 from distill_kernels.launch import DeviceFacts
-flash.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
-for size, options in (64, {}), (256, {"window": 3000, "softcap": 30.0}):
-    q, k = t(1, 2, 64, size, grad=False), t(1, 1, 4096, size, grad=False)
-    ours.flash_attention(q, k, k, **options)
+flash.device_facts = flash_backward.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
+q, k = t(1, 1, 2048, 128), t(1, 1, 2048, 128)
+ours.flash_attention(q, k, k, causal=False).sum().backward()
+q, k = t(1, 2, 64, 256, grad=False), t(1, 1, 4096, 256, grad=False)
+ours.flash_attention(q, k, k, window=3000, softcap=30.0)
 """,
-        {"_forward_kernel", "_merge_kernel"},
+        {"_forward_kernel", "_merge_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_add_kernel"},
     ),
     "losses over logits": (
         """

@@ -35,9 +35,11 @@ from distill_kernels.attention.operands import (
 from distill_kernels.attention.parts import (
     merge_parts,
     most_keys,
-    new_parts,
+    new_sums,
+    new_weights,
     part_count,
-    part_of_keys,
+    part_of_tiles,
+    running_at_once,
     store_part,
 )
 from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
@@ -66,7 +68,7 @@ def _forward_kernel(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )  # fmt: skip
     if SPLIT:
-        start, end = part_of_keys(start, end, BLOCK_N)
+        start, end = part_of_tiles(start, end, BLOCK_N)
     q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
     m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -118,17 +120,15 @@ def forward_on_triton(
     block_d, facts = head_block(size), device_facts(q.device)
     tile = tile or forward_tiles(block_d, q.dtype, facts)
     tiles = cdiv(queries, tile.queries)
-    if parts is None:
-        seen = most_keys(tile.queries, keys, masking.causal, masking.window)
-        at_once = facts.multiprocessors * (2 if block_d <= 128 else 1)
-        parts = part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
+    seen = most_keys(tile.queries, keys, masking.causal, masking.window)
+    parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), running_at_once(block_d, facts))
     out, lse = positions_first(q), _new_lse(q)
     ranges = lse
     if masking.cu_seqlens_q is not None and masking.cu_seqlens_k is not None:
         ranges = packed_ranges(
             masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
         )
-    sums, weights = (out, lse) if parts == 1 else new_parts(parts, q)
+    sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
     _forward_kernel[(tiles, batches * heads, parts)](
         descriptor(aligned(q, "q"), tile.queries, block_d), descriptor(aligned(k, "k"), tile.keys, block_d),
         descriptor(aligned(v, "v"), tile.keys, block_d), sums, weights, ranges, *out.stride()[:3],

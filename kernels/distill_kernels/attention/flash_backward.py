@@ -29,6 +29,15 @@ from distill_kernels.attention.operands import (
     query_gradient_tiles,
     softcapped,
 )
+from distill_kernels.attention.parts import (
+    add_parts,
+    most_keys,
+    new_sums,
+    part_count,
+    part_of_tiles,
+    running_at_once,
+    store_sums,
+)
 from distill_kernels.attention.ranges import UNBOUNDED, dense_or_packed_interval, key_tiles, packed_ranges
 from distill_kernels.launch import cdiv, device_facts, tl, triton
 
@@ -100,6 +109,7 @@ def _key_gradient_kernel(
     batches, heads, kv_heads, group, queries, padded_rows, keys, window, scale, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     # the first key tiles of a causal batch are attended by the most queries, and start first
     n = tl.program_id(0) * BLOCK_N
@@ -123,6 +133,10 @@ def _key_gradient_kernel(
         outside = tl.maximum(inside, first_high // BLOCK_M * BLOCK_M)
     else:
         outside = tl.maximum(inside, end)
+    if SPLIT:
+        start, end = part_of_tiles(start, end, BLOCK_M)
+        inside = tl.minimum(tl.maximum(inside, start), end)
+        outside = tl.minimum(tl.maximum(outside, start), end)
 
     k = k_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
     v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -147,13 +161,17 @@ def _key_gradient_kernel(
                 BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION,
             )  # fmt: skip
     row = n + tl.arange(0, BLOCK_N)
-    column = tl.arange(0, BLOCK_D)
-    stored = (row < keys)[:, None] & (column < HEAD_DIM)[None, :]
-    batch_64, head_64, row_64 = batch.to(tl.int64), kv_head.to(tl.int64), row[:, None].to(tl.int64)
-    dk_at = dk_ptr + batch_64 * stride_kb + head_64 * stride_kh + row_64 * stride_kn + column[None, :]
-    dv_at = dv_ptr + batch_64 * stride_vb + head_64 * stride_vh + row_64 * stride_vn + column[None, :]
-    tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
-    tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
+    if SPLIT:
+        store_sums(dk_ptr, dk, row, keys, HEAD_DIM, BLOCK_D)
+        store_sums(dv_ptr, dv, row, keys, HEAD_DIM, BLOCK_D)
+    else:
+        column = tl.arange(0, BLOCK_D)
+        stored = (row < keys)[:, None] & (column < HEAD_DIM)[None, :]
+        batch_64, head_64, row_64 = batch.to(tl.int64), kv_head.to(tl.int64), row[:, None].to(tl.int64)
+        dk_at = dk_ptr + batch_64 * stride_kb + head_64 * stride_kh + row_64 * stride_kn + column[None, :]
+        dv_at = dv_ptr + batch_64 * stride_vb + head_64 * stride_vh + row_64 * stride_vn + column[None, :]
+        tl.store(dk_at, (dk * scale).to(dk_ptr.dtype.element_ty), mask=stored)
+        tl.store(dv_at, dv.to(dv_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -162,6 +180,7 @@ def _query_gradient_kernel(
     batches, heads, group, queries, padded_rows, keys, window, scale, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
@@ -172,6 +191,8 @@ def _query_gradient_kernel(
     start, inside, outside, end, low, high = key_tiles(
         m, row, batch, ranges_ptr, queries, keys, batches, window, BLOCK_M, BLOCK_N, CAUSAL, LEFT, PACKED
     )  # fmt: skip
+    if SPLIT:
+        start, end = part_of_tiles(start, end, BLOCK_N)
     q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
     dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
     at = tl.program_id(1).to(tl.int64) * padded_rows + row
@@ -194,11 +215,14 @@ def _query_gradient_kernel(
         if SOFTCAP:
             ds = ds * (1 - tanh * tanh)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    column = tl.arange(0, BLOCK_D)
-    dq_at = dq_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    dq_at = dq_at + row[:, None].to(tl.int64) * stride_qm + column[None, :]
-    stored = (row < queries)[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=stored)
+    if SPLIT:
+        store_sums(dq_ptr, dq, row, queries, HEAD_DIM, BLOCK_D)
+    else:
+        column = tl.arange(0, BLOCK_D)
+        dq_at = dq_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+        dq_at = dq_at + row[:, None].to(tl.int64) * stride_qm + column[None, :]
+        stored = (row < queries)[:, None] & (column < HEAD_DIM)[None, :]
+        tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=stored)
 
 
 def backward_on_triton(
@@ -211,8 +235,10 @@ def backward_on_triton(
     masking: Masking,
     key_tile: Tiles | None = None,
     query_tile: Tiles | None = None,
+    key_parts: int | None = None,
+    query_parts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, dk, dv by the kernels above. The tile arguments are for measurements."""
+    """dq, dk, dv by the kernels above. The last four arguments are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
@@ -237,21 +263,34 @@ def backward_on_triton(
         "HEAD_DIM": size, "BLOCK_D": block_d, "CAUSAL": masking.causal, "PACKED": masking.packed,
         "SOFTCAP": masking.softcap is not None, "PRECISION": dot_precision(q.dtype),
     }  # fmt: skip
-    _key_gradient_kernel[(cdiv(keys, key_tile.keys), batches * kv_heads)](
+    tiles, seen = cdiv(keys, key_tile.keys), most_keys(key_tile.keys, queries, masking.causal, masking.window)
+    at_once = running_at_once(block_d, facts)
+    parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
+    dk_sums, dv_sums = (dk, dv) if parts == 1 else (new_sums(parts, k), new_sums(parts, v))
+    _key_gradient_kernel[(tiles, batches * kv_heads, parts)](
         descriptor(q, key_tile.queries, block_d), descriptor(k, key_tile.keys, block_d),
         descriptor(v, key_tile.keys, block_d), descriptor(dout, key_tile.queries, block_d),
-        dk, dv, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
+        dk_sums, dv_sums, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
         batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys, window, masking.scale,
         *masking.score_factors, BLOCK_M=key_tile.queries, BLOCK_N=key_tile.keys,
-        RIGHT=masking.packed or masking.window is not None,
+        RIGHT=masking.packed or masking.window is not None, SPLIT=parts > 1,
         num_warps=key_tile.warps, num_stages=key_tile.stages, **constants,
     )  # fmt: skip
+    if parts > 1:
+        add_parts(dk_sums, dk, masking.scale)
+        add_parts(dv_sums, dv, 1.0)
     tile = query_tile or query_gradient_tiles(block_d, q.dtype, facts)
-    _query_gradient_kernel[(cdiv(queries, tile.queries), batches * heads)](
+    tiles, seen = cdiv(queries, tile.queries), most_keys(tile.queries, keys, masking.causal, masking.window)
+    parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
+    dq_sums = dq if parts == 1 else new_sums(parts, q)
+    _query_gradient_kernel[(tiles, batches * heads, parts)](
         descriptor(q, tile.queries, block_d), descriptor(k, tile.keys, block_d),
         descriptor(v, tile.keys, block_d), descriptor(dout, tile.queries, block_d),
-        dq, terms[0], terms[1], ranges, *dq.stride()[:3], batches, heads, heads // kv_heads, queries, padded_rows,
+        dq_sums, terms[0], terms[1], ranges, *dq.stride()[:3], batches, heads, heads // kv_heads, queries, padded_rows,
         keys, window, masking.scale, *masking.score_factors, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
-        LEFT=masking.packed or masking.window is not None, num_warps=tile.warps, num_stages=tile.stages, **constants,
+        LEFT=masking.packed or masking.window is not None, SPLIT=parts > 1,
+        num_warps=tile.warps, num_stages=tile.stages, **constants,
     )  # fmt: skip
+    if parts > 1:
+        add_parts(dq_sums, dq, masking.scale)
     return dq, dk, dv

@@ -7,7 +7,8 @@ part c gives its rows' largest score m_c (to base 2), sum l_c of exp2(s - m_c) a
     out = sum_c w_c a_c / sum_c w_c l_c,     lse = log 2 * (m + log2 sum_c w_c l_c),     w_c = exp2(m_c - m)
 
 with m the largest m_c (Dao et al., Flash-Decoding, 2023). Sums run over c in its order: equal bits from run to run.
-The parts of a tile share its own interval of keys, whatever bounds it: causality, a window, documents.
+The parts of a tile share its own interval of keys, whatever bounds it: causality, a window, documents. A gradient's
+parts, keys for dq and queries for dk and dv, have the final lse already, and are just added.
 
 Bytes: 4 (D + 2) a row and part, written and read again, all of it within the L2 cache.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.attention.operands import head_block
-from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import DeviceFacts, cdiv, next_power_of_2, tl, triton
 
 MERGING = 3  # what a second kernel costs, in tiles of keys
 MOST_PARTS = 16
@@ -28,6 +29,11 @@ def most_keys(queries: int, keys: int, causal: bool, window: int | None) -> int:
     if window is None:
         return keys
     return min(keys, queries - 1 + (window if causal else 2 * window - 1))
+
+
+def running_at_once(block_d: int, facts: DeviceFacts) -> int:
+    """Programs of the attention kernels that have room at once: two a multiprocessor, wide heads one."""
+    return facts.multiprocessors * (2 if block_d <= 128 else 1)
 
 
 def part_count(programs: int, tiles: int, at_once: int) -> int:
@@ -44,25 +50,30 @@ def part_count(programs: int, tiles: int, at_once: int) -> int:
 
 
 @triton.jit
-def part_of_keys(start, end, BLOCK_N: tl.constexpr):
-    """The share of the key tiles in [start, end) that is this program's, by its place in the grid's last dimension."""
+def part_of_tiles(start, end, BLOCK: tl.constexpr):
+    """The share of the tiles in [start, end) that is this program's, by its place in the grid's last dimension."""
     part, parts = tl.program_id(2), tl.num_programs(2)
-    tiles = tl.cdiv(tl.maximum(end - start, 0), BLOCK_N)
-    return start + tiles * part // parts * BLOCK_N, start + tiles * (part + 1) // parts * BLOCK_N
+    tiles = tl.cdiv(tl.maximum(end - start, 0), BLOCK)
+    return start + tiles * part // parts * BLOCK, start + tiles * (part + 1) // parts * BLOCK
+
+
+@triton.jit
+def store_sums(sums_ptr, sums, row, rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """`sums` of positions `row` of `rows` into fp32 [parts, batches * heads, rows, D], and each row's place there."""
+    at = (tl.program_id(2) * tl.num_programs(1).to(tl.int64) + tl.program_id(1)) * rows + row
+    column = tl.arange(0, BLOCK_D)
+    cells = (row < rows)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(sums_ptr + at[:, None] * HEAD_DIM + column[None, :], sums, mask=cells)
+    return at
 
 
 @triton.jit
 def store_part(sums_ptr, weights_ptr, acc, m_i, l_i, row, queries, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """a_c into `sums`, [parts, rows, D], m_c and l_c into `weights`, [2, parts, rows]; rows are B * H * T_q."""
-    heads, parts = tl.num_programs(1).to(tl.int64), tl.num_programs(2)
-    at = (tl.program_id(2) * heads + tl.program_id(1)) * queries + row
+    """a_c into `sums`, m_c and l_c into `weights`, fp32 [2, parts, batches * heads, queries]."""
+    at = store_sums(sums_ptr, acc, row, queries, HEAD_DIM, BLOCK_D)
     held = row < queries
     tl.store(weights_ptr + at, m_i, mask=held)
-    tl.store(weights_ptr + parts * heads * queries + at, l_i, mask=held)
-    column = tl.arange(0, BLOCK_D)
-    tl.store(
-        sums_ptr + at[:, None] * HEAD_DIM + column[None, :], acc, mask=held[:, None] & (column < HEAD_DIM)[None, :]
-    )
+    tl.store(weights_ptr + tl.num_programs(2) * tl.num_programs(1).to(tl.int64) * queries + at, l_i, mask=held)
 
 
 @triton.jit
@@ -99,19 +110,54 @@ def _merge_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=cells)
 
 
-def new_parts(parts: int, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what `store_part` leaves: fp32 [parts, B, H, T, D] and [2, parts, B, H, T]."""
-    rows = q.shape[:3]
-    sums = torch.empty(parts, *rows, q.shape[3], dtype=torch.float32, device=q.device)
-    return sums, torch.empty(2, parts, *rows, dtype=torch.float32, device=q.device)
+@triton.jit
+def _add_kernel(
+    sums_ptr, out_ptr, stride_ob, stride_oh, stride_om, heads, positions, parts, scale,
+    PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)
+    cells = (row < positions)[:, None] & (column < HEAD_DIM)[None, :]
+    rows = tl.num_programs(1).to(tl.int64) * positions
+    first = tl.program_id(1).to(tl.int64) * positions + row
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = sums_ptr + (part * rows + first)[:, None] * HEAD_DIM + column[None, :]
+        acc += tl.load(at, mask=cells & (part < parts), other=0.0)
+    out_at = out_ptr + batch * stride_ob + head * stride_oh + row[:, None].to(tl.int64) * stride_om + column[None, :]
+    tl.store(out_at, (acc * scale).to(out_ptr.dtype.element_ty), mask=cells)
+
+
+def new_sums(parts: int, like: torch.Tensor) -> torch.Tensor:
+    """Room for what `store_sums` leaves of [B, H, T, D] `like`: fp32 [parts, B, H, T, D]."""
+    return torch.empty(parts, *like.shape, dtype=torch.float32, device=like.device)
+
+
+def new_weights(parts: int, like: torch.Tensor) -> torch.Tensor:
+    """Room for m and l of the rows of [B, H, T, D] `like`: fp32 [2, parts, B, H, T]."""
+    return torch.empty(2, parts, *like.shape[:3], dtype=torch.float32, device=like.device)
 
 
 def merge_parts(sums: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill `out`, [B, H, T, D] of any strides, and `lse`, [B, H, T], from the parts."""
-    batches, heads, queries, size = out.shape
+    grid, constants = _rows_at_a_time(sums, out)
+    _merge_kernel[grid](sums, weights, out, lse, *out.stride()[:3], *out.shape[1:3], len(sums), **constants)
+
+
+def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    """Fill `out`, [B, H, T, D] of any strides, with the parts' sum times `scale`."""
+    grid, constants = _rows_at_a_time(sums, out)
+    _add_kernel[grid](sums, out, *out.stride()[:3], *out.shape[1:3], len(sums), scale, **constants)
+
+
+def _rows_at_a_time(sums: torch.Tensor, out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid and the constants of the kernels that add parts: 1,024 elements of each part a program."""
+    batches, heads, positions, size = out.shape
     block_d = head_block(size)
     block_m = max(1, 1024 // block_d)
-    _merge_kernel[(cdiv(queries, block_m), batches * heads)](
-        sums, weights, out, lse, *out.stride()[:3], heads, queries, sums.shape[0],
-        PARTS=next_power_of_2(sums.shape[0]), HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=block_m, num_warps=4,
-    )  # fmt: skip
+    constants = {
+        "PARTS": next_power_of_2(len(sums)), "HEAD_DIM": size, "BLOCK_D": block_d, "BLOCK_M": block_m, "num_warps": 4,
+    }  # fmt: skip
+    return (cdiv(positions, block_m), batches * heads), constants
