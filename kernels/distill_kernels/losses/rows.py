@@ -230,6 +230,8 @@ def _row_kernel(
         if SHARDED:
             student_label = tl.where(label == ELSEWHERE, 0.0, student_label)
             teacher_label = tl.where(label == ELSEWHERE, 0.0, teacher_label)
+        if GRADIENT:
+            tl.debug_barrier()  # gradients take the place of what every warp has read
 
     f_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
     g_sum = f_sum

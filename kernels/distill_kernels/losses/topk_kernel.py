@@ -108,11 +108,10 @@ def _top_k_kernel(
             at_label = tl.maximum(at_label, tl.max(tl.where(there & (ids == label), z_top - lse1, -float("inf")), 0))
         if HAS_LABELS:
             at_label = tl.where(label == ELSEWHERE, 0.0, at_label)
-        tl.debug_barrier()  # gradients take the place of what was read
     else:
         z_top = _logit(values_ptr, shift_ptr, ids, V, TILE)
+    tl.debug_barrier()  # -inf and gradients take the place of what every warp has read
     if SOFT and BUCKET and not SHARDED:  # from here on the row holds the other tokens
-        tl.debug_barrier()
         tl.store(values_ptr + ids, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=there)
         tl.debug_barrier()
 
