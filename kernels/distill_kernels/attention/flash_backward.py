@@ -266,7 +266,8 @@ def backward_on_triton(
     tiles, seen = cdiv(keys, key_tile.keys), most_keys(key_tile.keys, queries, masking.causal, masking.window)
     at_once = running_at_once(block_d, facts)
     parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
-    dk_sums, dv_sums = (dk, dv) if parts == 1 else (new_sums(parts, k), new_sums(parts, v))
+    sums = None if parts == 1 else new_sums(2 * parts, k)
+    dk_sums, dv_sums = (dk, dv) if sums is None else (sums[:parts], sums[parts:])
     _key_gradient_kernel[(tiles, batches * kv_heads, parts)](
         descriptor(q, key_tile.queries, block_d), descriptor(k, key_tile.keys, block_d),
         descriptor(v, key_tile.keys, block_d), descriptor(dout, key_tile.queries, block_d),
@@ -276,9 +277,8 @@ def backward_on_triton(
         RIGHT=masking.packed or masking.window is not None, SPLIT=parts > 1,
         num_warps=key_tile.warps, num_stages=key_tile.stages, **constants,
     )  # fmt: skip
-    if parts > 1:
-        add_parts(dk_sums, dk, masking.scale)
-        add_parts(dv_sums, dv, 1.0)
+    if sums is not None:
+        add_parts(sums, dk, masking.scale, dv)
     tile = query_tile or query_gradient_tiles(block_d, q.dtype, facts)
     tiles, seen = cdiv(queries, tile.queries), most_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)

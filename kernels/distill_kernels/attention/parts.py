@@ -112,9 +112,13 @@ def _merge_kernel(
 
 @triton.jit
 def _add_kernel(
-    sums_ptr, out_ptr, stride_ob, stride_oh, stride_om, heads, positions, parts, scale,
+    sums_ptr, out_ptr, other_ptr, stride_ob, stride_oh, stride_om, heads, positions, parts, scale,
     PARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """`out` from the first parts, times `scale`, and `other` from as many behind them where the grid says so."""
+    if tl.program_id(2) == 1:
+        out_ptr = other_ptr
+        scale = 1.0
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -124,7 +128,7 @@ def _add_kernel(
     first = tl.program_id(1).to(tl.int64) * positions + row
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for part in tl.static_range(PARTS):
-        at = sums_ptr + (part * rows + first)[:, None] * HEAD_DIM + column[None, :]
+        at = sums_ptr + ((tl.program_id(2) * parts + part) * rows + first)[:, None] * HEAD_DIM + column[None, :]
         acc += tl.load(at, mask=cells & (part < parts), other=0.0)
     out_at = out_ptr + batch * stride_ob + head * stride_oh + row[:, None].to(tl.int64) * stride_om + column[None, :]
     tl.store(out_at, (acc * scale).to(out_ptr.dtype.element_ty), mask=cells)
@@ -142,22 +146,27 @@ def new_weights(parts: int, like: torch.Tensor) -> torch.Tensor:
 
 def merge_parts(sums: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Fill `out`, [B, H, T, D] of any strides, and `lse`, [B, H, T], from the parts."""
-    grid, constants = _rows_at_a_time(sums, out)
+    grid, constants = _rows_at_a_time(len(sums), out)
     _merge_kernel[grid](sums, weights, out, lse, *out.stride()[:3], *out.shape[1:3], len(sums), **constants)
 
 
-def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-    """Fill `out`, [B, H, T, D] of any strides, with the parts' sum times `scale`."""
-    grid, constants = _rows_at_a_time(sums, out)
-    _add_kernel[grid](sums, out, *out.stride()[:3], *out.shape[1:3], len(sums), scale, **constants)
+def add_parts(sums: torch.Tensor, out: torch.Tensor, scale: float, other: torch.Tensor | None = None) -> None:
+    """Fill `out`, [B, H, T, D] of any strides, with the sum of parts times `scale`.
+
+    Where `other`, of the same shape and strides, is given, the second half of `sums` is its parts, not scaled.
+    """
+    tensors, other = (1, out) if other is None else (2, other)
+    parts = len(sums) // tensors
+    grid, constants = _rows_at_a_time(parts, out)
+    _add_kernel[(*grid, tensors)](sums, out, other, *out.stride()[:3], *out.shape[1:3], parts, scale, **constants)
 
 
-def _rows_at_a_time(sums: torch.Tensor, out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+def _rows_at_a_time(parts: int, out: torch.Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid and the constants of the kernels that add parts: 1,024 elements of each part a program."""
     batches, heads, positions, size = out.shape
     block_d = head_block(size)
     block_m = max(1, 1024 // block_d)
     constants = {
-        "PARTS": next_power_of_2(len(sums)), "HEAD_DIM": size, "BLOCK_D": block_d, "BLOCK_M": block_m, "num_warps": 4,
+        "PARTS": next_power_of_2(parts), "HEAD_DIM": size, "BLOCK_D": block_d, "BLOCK_M": block_m, "num_warps": 4,
     }  # fmt: skip
     return (cdiv(positions, block_m), batches * heads), constants
