@@ -3,7 +3,9 @@
 The file is also the program of the two processes.
 """
 
+import datetime
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,21 @@ def test_a_fault_of_the_first_process_is_raised_by_all(two_processes):
     assert all("teacher.model" in fault for fault in two_processes["faults"]), two_processes["faults"]
 
 
+def patience():
+    """What the first process reads for longer than the processes wait for each other otherwise."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    from distill.training.sharded_teacher import of_the_first
+
+    dist.barrier()
+    _set_pg_timeout(datetime.timedelta(seconds=2), None)
+    return of_the_first(lambda: time.sleep(4) or "read")
+
+
+def test_others_wait_while_the_first_reads(two_processes):
+    assert two_processes["patience"] == ["read", "read"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharded_teacher_teaches_the_same(two_processes, kind):
     expected = gradients(kind, sharded=False)
@@ -213,6 +230,8 @@ if __name__ == "__main__":
     faults = [""] * dist.get_world_size()
     dist.all_gather_object(faults, failure(work))
     results["faults"] = faults
+    results["patience"] = [""] * dist.get_world_size()
+    dist.all_gather_object(results["patience"], patience())
     if dist.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]) / "results.pt")
     dist.barrier()

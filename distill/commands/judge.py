@@ -145,9 +145,7 @@ def _found_each_other(in_shards: bool, processes: int) -> bool:
     import torch
     from accelerate import PartialState
 
-    from distill.training.sharded_teacher import PATIENCE
-
-    PartialState(cpu=not torch.cuda.is_available(), timeout=PATIENCE)
+    PartialState(cpu=not torch.cuda.is_available())
     return True
 
 

@@ -32,7 +32,7 @@ from distill.planning.caching import asked_in_shards
 from distill.recipe import Recipe
 from distill.training.arguments import resolve_device, resolve_precision, world_size
 from distill.training.launch import is_first
-from distill.training.sharded_teacher import PATIENCE, load_sharded_teacher, of_the_first
+from distill.training.sharded_teacher import load_sharded_teacher, of_the_first
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def _processes(recipe: Recipe, who: str, engine: str) -> int:
         raise ValueError(
             "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards; leave it out"
         )
-    PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+    PartialState(cpu=device.type == "cpu")
     if is_first():
         log.warning("generating with transformers: our decode loop cannot serve a teacher in shards (parallel.teacher)")
     return world

@@ -31,7 +31,7 @@ from distill.training.parallel import shard_teacher
 
 log = logging.getLogger(__name__)
 
-# of processes that wait while the first one reads weights, or writes
+# of processes that wait while the first one reads weights; NCCL gives up after ten minutes
 PATIENCE = datetime.timedelta(hours=4)
 
 
@@ -119,13 +119,14 @@ def of_the_first(make: Callable[[], Any]) -> Any:
 
 def _on_the_first(load: Callable[[], Any]) -> Any:
     """What `load` returns, on the first process; None on the others. What it raises is raised on all."""
-    found, fault = None, [""]
+    found, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
     if dist.get_rank() == 0:
         try:
             found = load()
         except ValueError as error:
             fault = [str(error)]
-    dist.broadcast_object_list(fault)
+    dist.broadcast_object_list(fault, group=waiting)
+    dist.destroy_process_group(waiting)
     if fault[0]:
         raise ValueError(fault[0])
     return found

@@ -51,7 +51,7 @@ from distill.training.arguments import Precision, resolve_device, resolve_precis
 from distill.training.launch import is_first
 from distill.training.objective import last_hidden
 from distill.training.parallel import ALONE, Sharing, is_sharded
-from distill.training.sharded_teacher import PATIENCE, of_the_first
+from distill.training.sharded_teacher import of_the_first
 
 
 class Loaded(NamedTuple):
@@ -114,7 +114,7 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=below)
     sharing, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
     if sharing.teacher_sharded:
-        PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
+        PartialState(cpu=device.type == "cpu")
     models = load_models(recipe, tokenizer, device, precision, sharing, choices)
     shape = probe_logits(models.teacher, "teacher")
     student_shape = probe_logits(models.student, "student")
