@@ -19,7 +19,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
 
 from distill.cli import run_command
-from distill.planning.caching import loaded_section, plan_caching
+from distill.planning.caching import asked_in_shards, loaded_section, plan_caching
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.teachers.cache import format as layout
@@ -281,6 +281,22 @@ def test_a_teacher_that_fits_no_gpu_is_cached_in_shards(monkeypatch, gib, world,
     assert (found.teacher_sharded, found.fits) == expected, str(found)
     if rest == ["train.batch_size=64"]:
         assert plan_caching(recipe, torch.device("cuda", 0), world, batch_size=1).fits
+
+
+@pytest.mark.parametrize(
+    "gib, more, expected",
+    [
+        (160, {"alone": True}, False),  # 131 GiB, and no student
+        (160, {}, True),
+        (160, {"alone": True, "kept_tokens": 32 * 4096}, True),  # keys and values of 40 GiB
+        (200, {"alone": True, "kept_tokens": 32 * 4096}, False),
+    ],
+)
+def test_answers_need_less_beside_the_teacher_or_more(monkeypatch, gib, more, expected):
+    gpu_of(monkeypatch, gib)
+    assert asked_in_shards(of_70b(), torch.device("cuda", 0), 4, batch_size=1, **more) is expected
+    assert not asked_in_shards(of_70b("parallel.teacher=copied"), torch.device("cuda", 0), 4, batch_size=1, **more)
+    assert not asked_in_shards(of_70b(), torch.device("cuda", 0), 1, batch_size=1, **more)
 
 
 def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):

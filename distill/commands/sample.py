@@ -64,11 +64,9 @@ def sample(
     _, resolved = load_recipe(recipe, overrides)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if who is Who.teacher and resolved.teacher.path is None and processes > 1:
-        import torch
+        from distill.generation.sample import answers_in_shards
 
-        from distill.planning.caching import asked_in_shards
-
-        if asked_in_shards(resolved, torch.device("cuda", 0), processes):
+        if answers_in_shards(resolved, processes, batch_size, max_new_tokens):
             again = ["sample", recipe, *(overrides or []), "--prompts", prompts, "--out", str(out)]
             again += ["--from", who.value, "--engine", engine.value] + ["--json"] * as_json
             for name, value in (

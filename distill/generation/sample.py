@@ -103,7 +103,7 @@ def sample(
         "by": section.model or who, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
     }  # fmt: skip
     settings |= {"revision": section.revision} if section.revision else {}
-    ways = _processes(recipe, who, engine)
+    ways = _processes(recipe, who, engine, batch_size, max_new_tokens)
 
     def look() -> int:
         return _finished(out, asked.prompts, settings)
@@ -220,7 +220,14 @@ def _positions(recipe: Recipe, who: str) -> int:
     return getattr(config, "max_position_embeddings", None) or 2**20
 
 
-def _processes(recipe: Recipe, who: str, engine: str) -> int:
+def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_tokens: int) -> bool:
+    """Whether that many processes answer with the teacher in shards; prompts count as `data.max_length` tokens."""
+    kept = batch_size * (recipe.data.max_length + max_new_tokens)
+    device = resolve_device(recipe.train)
+    return asked_in_shards(recipe, device, processes, batch_size=batch_size, kept_tokens=kept, alone=True)
+
+
+def _processes(recipe: Recipe, who: str, engine: str, batch_size: int, max_new_tokens: int) -> int:
     """How many processes answer: one, or those that hold the teacher in shards, which have found each other then.
 
     Raises:
@@ -229,8 +236,7 @@ def _processes(recipe: Recipe, who: str, engine: str) -> int:
     world = world_size()
     if world == 1:
         return 1
-    device = resolve_device(recipe.train)
-    if who == "student" or not asked_in_shards(recipe, device, world):
+    if who == "student" or not answers_in_shards(recipe, world, batch_size, max_new_tokens):
         raise ValueError(
             f"parallel.teacher: {world} processes answer together only with a teacher in shards (sharded, --from "
             "teacher); start distill sample without a launcher"
@@ -239,7 +245,7 @@ def _processes(recipe: Recipe, who: str, engine: str) -> int:
         raise ValueError(
             "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards; leave it out"
         )
-    PartialState(cpu=device.type == "cpu")
+    PartialState(cpu=resolve_device(recipe.train).type == "cpu")
     if is_first():
         log.warning("generating with transformers: our decode loop cannot serve a teacher in shards (parallel.teacher)")
     return world

@@ -106,7 +106,7 @@ def takes_shards(target: Target, teacher: str | None, processes: int, batch_size
     from distill.planning.caching import asked_in_shards
 
     recipe = target.recipe.model_copy(update={"teacher": its_teacher(target, teacher), "student": target.student})
-    return asked_in_shards(recipe, device_here(), processes, batch_size)
+    return asked_in_shards(recipe, device_here(), processes, batch_size=batch_size)
 
 
 def knows_one_teacher(target: Target) -> bool:

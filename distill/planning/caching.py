@@ -16,7 +16,7 @@ import torch
 
 from distill.planning.memory import GIB, USABLE, Shape, gathered_teacher, shape_of
 from distill.planning.teacher_weights import on_device
-from distill.recipe import Recipe
+from distill.recipe import FromTeacher, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.cache.encode import CHUNK_ELEMENTS
 from distill.training.arguments import Precision, resolve_precision
@@ -103,7 +103,9 @@ def share_caching(
     return Sharing("ddp", in_shards, (sharded if in_shards else copied) <= usable, why)
 
 
-def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None) -> Sharing:
+def plan_caching(
+    recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None, kept_tokens: int = 0
+) -> Sharing:
     """How the processes of `distill cache` hold the teacher.
 
     A CPU has no limit here: copies, unless shards are asked for.
@@ -113,6 +115,7 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
         device: of this process.
         world: processes.
         batch_size: rows at a time; None for the recipe's.
+        kept_tokens: whose keys and values are kept beside, where the teacher generates.
 
     Raises:
         ValueError: an fp8 teacher that would have to be sharded.
@@ -127,6 +130,7 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
         teacher, student = (shape_of(model) for model in meta_models(recipe))
         usable = USABLE * torch.cuda.get_device_properties(device).total_memory
         precision = resolve_precision(recipe, device)
+        usable -= kept_tokens * 2 * teacher.layers * teacher.key_value * precision.teacher.itemsize
         found = share_caching(recipe, teacher, student, precision, usable=usable, world=world, batch_size=batch_size)
     if found.teacher_sharded and recipe.teacher.dtype == "fp8":
         if recipe.parallel.teacher == "sharded":
@@ -135,16 +139,31 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
     return found
 
 
-def asked_in_shards(recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None) -> bool:
+def asked_in_shards(
+    recipe: Recipe,
+    device: torch.device,
+    world: int,
+    *,
+    batch_size: int,
+    kept_tokens: int = 0,
+    alone: bool = False,
+) -> bool:
     """Whether other commands that ask the recipe's teacher over `world` processes hold it in shards, as caching would.
 
     They load a teacher of `teacher.dtype: fp8` in 16 bits.
+
+    Args:
+        recipe, device, world, batch_size, kept_tokens: as `plan_caching` takes them.
+        alone: no student is loaded beside.
     """
+    if world <= 1 or recipe.parallel.teacher == "copied":
+        return False
     section = loaded_section(recipe.teacher)
     if section.dtype == "fp8":
         section = section.model_copy(update={"dtype": "auto"})
-    recipe = recipe.model_copy(update={"teacher": section})
-    return plan_caching(recipe, device, world, batch_size).teacher_sharded
+    student = Student(from_teacher=FromTeacher(layers=1)) if alone else recipe.student
+    recipe = recipe.model_copy(update={"teacher": section, "student": student})
+    return plan_caching(recipe, device, world, batch_size, kept_tokens).teacher_sharded
 
 
 def what_caching_takes(
