@@ -6,7 +6,7 @@ import pytest
 import torch
 from distill_kernels import cross_entropy, distillation_loss, jsd, kl_div, skew_kl, tvd
 from distill_kernels.launch import DeviceFacts
-from distill_kernels.losses.logit_rows import WHOLE, launch_shape
+from distill_kernels.losses.logit_rows import STEPS, WHOLE, launch_shape
 from distill_kernels.losses.terms import LossTerm
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error
 from torch.nn import functional as F
@@ -275,16 +275,16 @@ def test_compiles_without_graph_breaks(device):
     torch.testing.assert_close(compiled, eager)
 
 
-def test_rows_longer_than_a_block_have_no_cliff():
+@pytest.mark.parametrize(("soft", "centred"), [(True, True), (True, False), (False, False)])
+def test_rows_longer_than_a_block_have_no_cliff(soft, centred):
     h200 = DeviceFacts(multiprocessors=132, capability=(9, 0), l2_bytes=50 << 20, memory_bytes=141 << 30)
-    shapes = [
-        launch_shape(vocab, 4096, h200, soft=True, row_bytes=4 * vocab) for vocab in (WHOLE, WHOLE + 1, 32_000, 262_144)
-    ]
-    assert [whole for whole, *_ in shapes] == [True, False, False, False]
-    assert all(lanes * 4 <= WHOLE for _, lanes, *_ in shapes), "a block grows with the vocabulary"
-    in_flight = [4 * vocab * min(programs, 132 * 16 // warps) for vocab, (_, _, warps, programs) in
-                 zip((WHOLE, WHOLE + 1, 32_000, 262_144), shapes, strict=True)]  # fmt: skip
-    assert in_flight[2] < h200.l2_bytes and in_flight[3] <= 132 * 4 * 262_144, "16 warps a multiprocessor"
+    vocabularies = (5, 2048, WHOLE, WHOLE + 1, 32_000, 128_256, 262_144)
+    shapes = [launch_shape(vocab, 4096, h200, soft=soft, centred=centred) for vocab in vocabularies]
+    assert [whole for whole, *_ in shapes] == [True, True, True, False, False, False, False]
+    for vocab, (whole, lanes, warps, programs) in zip(vocabularies, shapes, strict=True):
+        assert not whole or lanes * STEPS >= vocab, "a whole row is one block"
+        assert lanes * STEPS <= 32 * 32 * warps, "32 logits of each model a thread"
+        assert warps * programs <= 132 * 64 and warps * min(programs, 4096) >= min(132 * 64, 4096 * 4), "a full GPU"
 
 
 def tvd_gradient(student, teacher, labels, temperature, made):

@@ -5,7 +5,7 @@ Gimelshein, 2018), then `f` and `g` of the table in divergence.py, then the stud
 cross-entropy need no sweep for `sum(g)`, which is 0. Rows of up to `WHOLE` columns stay in registers.
 
 Bytes a row of b-byte logits, fewest: `2 V b` read and `V b` written. Longer rows are read once more for every sweep
-after the first, less what the L2 cache keeps: launch_shape keeps few rows in flight where they are long.
+after the first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from distill_kernels.losses.rows import _all_divergences
 from distill_kernels.losses.terms import Objective
 
 WHOLE = 16_384
+LONG = 65_536
 STEPS = 4  # a block is [STEPS, LANES]: a thread holds STEPS pieces, so that maxima over them cost no exchange
 
 
@@ -181,21 +182,23 @@ def _logits_kernel(
             tl.store(loss_ptr + row, loss * scale)
 
 
-def launch_shape(
-    vocab: int, rows: int, facts: DeviceFacts, *, soft: bool, row_bytes: int
-) -> tuple[bool, int, int, int]:
+def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool, centred: bool) -> tuple[bool, int, int, int]:
     """Whether the row stays in registers, lanes of a block, warps of a program, and programs.
 
-    Where two rows a multiprocessor would outgrow the L2 cache, one program a multiprocessor with twice the warps takes
-    their place: half as many rows in flight, so that more of what later sweeps read is still there.
+    Longer blocks help long rows of forward KL, and nothing else. How many rows are in flight makes no difference: the
+    L2 cache keeps next to nothing for later sweeps (measured on an H200, LOG.md).
+
+    Args:
+        vocab, rows: of the logits.
+        facts: of the device.
+        soft: a teacher's logits are read too.
+        centred: divergences are summed before the gradient.
     """
-    whole = vocab <= (WHOLE if soft else 2 * WHOLE)
-    lanes = min(max(next_power_of_2(vocab) // STEPS, 128), 8192 if whole else 2048)
-    alone = not whole and 2 * facts.multiprocessors * row_bytes > facts.l2_bytes
-    if alone:
-        lanes *= 2
-    warps = min(max(lanes // 256, 4), 32)
-    return whole, lanes, warps, min(rows, facts.multiprocessors * (1 if alone else 64 // warps))
+    whole = vocab <= WHOLE
+    longer = whole or (vocab > LONG and soft and not centred)
+    lanes = min(max(next_power_of_2(vocab) // STEPS, 128), 4096 if longer else 2048)
+    warps = max(lanes // 256, 4)
+    return whole, lanes, warps, min(rows, facts.multiprocessors * 64 // warps)
 
 
 def launch_logit_rows(
@@ -213,9 +216,9 @@ def launch_logit_rows(
     soft = bool(o.kinds)
     other = student if teacher is None else teacher
     out = student if gradient is None else gradient
-    row_bytes = vocab * (student.element_size() + (other.element_size() if soft else 0))
+    centred = any(kind != terms.FORWARD_KL for kind in o.kinds)
     facts = device_facts(student.device)
-    whole, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft, row_bytes=row_bytes)
+    whole, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft, centred=centred)
     if loss.numel() == 0:
         return loss
     _logits_kernel[(programs,)](
@@ -223,7 +226,7 @@ def launch_logit_rows(
         *student.stride()[:2], *other.stride()[:2], *out.stride()[:2],
         1.0 / o.temperature, o.weights, o.parameters, o.hard_weight, o.label_smoothing, o.z_loss,
         KINDS=o.kinds, TEMPERED=o.temperature != 1.0, HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0,
-        Z_LOSS=o.z_loss != 0.0, CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds),
+        Z_LOSS=o.z_loss != 0.0, CENTRED=centred,
         GRADIENT=gradient is not None, WHOLE=whole, STEPS=STEPS, LANES=lanes, num_warps=warps,
     )  # fmt: skip
     return loss
