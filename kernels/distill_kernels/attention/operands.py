@@ -115,9 +115,7 @@ def query_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -
         return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(32, 16, 4, 1)
     if facts.capability < (9, 0):
         return Tiles(64, 32, 4, 2) if block_d <= 128 else Tiles(64, 16, 4, 1)
-    if block_d <= 64:
-        return Tiles(64, 64, 4, 3)
-    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(128, 64, 8, 1)
+    return Tiles(64, 64, 4, 3 if block_d <= 64 else 2)
 
 
 def head_block(head_size: int) -> int:
