@@ -117,7 +117,8 @@ def measure(rounds: int) -> list[Row]:
     whole, student = (times[name] for name in bare)
     for row, name in zip(rows, losses, strict=True):
         row.ms = times[name]
-        row.floor_ratio = row.ms / (student if name.startswith("K = ") else whole)
+        teachers = 0 if name.startswith("K = ") else 2 if name == "two teachers" else 1
+        row.floor_ratio = row.ms / (student + teachers * (whole - student))
     return [*(Row("sharded head", str(MAIN), name, times[name], 1.0) for name in bare), *rows]
 
 
