@@ -94,21 +94,27 @@ everything(x, w, ids.long(), given, y, valid_rows=y, return_stats=True)[0].backw
 """,
         {"_top_k_kernel"},
     ),
-    "norms": (
+    "norms, and sums that start early": (
         """
+from distill_kernels.attention import decode
+from distill_kernels.launch import DeviceFacts
+from distill_kernels.layers import bias_gelu, layer_norm, rms_norm
 from distill_kernels.layers.rows import RowConfig
-from distill_kernels.layers import layer_norm, rms_norm
 for hidden in (128, 5120):
     z, weight = t(64, hidden), t(hidden)
     ours.layer_norm(z, weight, weight).sum().backward(), ours.rms_norm(z, weight).sum().backward()
-turns = RowConfig(1, 16, programs=1, stages=3, twice=True, overlap=True)
+turns = RowConfig(1, 16, programs=1, stages=3, twice=True)
+for module in (layer_norm, rms_norm, bias_gelu, decode):
+    module.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
 for hidden in (5120, 8192):
     z, weight, one = t(64, hidden, grad=False), t(hidden, grad=False), torch.ones(64)
     layer_norm._forward_with(turns, z, weight, weight, 1e-5, False)
     layer_norm._backward_with(turns, z, z, weight, one, one, True, False)
     rms_norm._backward_with(turns, z, None, z, weight, one, "llama", True)
+ours.bias_gelu(z, t(8192)).sum().backward()
+ours.decode_attention(t(1, 8, 1, 64), t(1, 2, 4096, 64), t(1, 2, 4096, 64), torch.ones(1, dtype=torch.int32))
 """,
-        {"_forward_kernel", "_backward_kernel", "_column_sums_kernel"},
+        {"_forward_kernel", "_backward_kernel", "_column_sums_kernel", "_chunk_kernel", "_combine_kernel"},
     ),
     "attention in parts": (
         """

@@ -66,6 +66,11 @@ class DeviceFacts(NamedTuple):
     l2_bytes: int
     memory_bytes: int
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether a kernel can be started while the one before it ends: griddepcontrol, NVIDIA from Hopper on."""
+        return self.capability >= (9, 0) and torch.version.hip is None
+
 
 @functools.cache
 def _cuda_facts(index: int) -> DeviceFacts:

@@ -64,13 +64,13 @@ def _chunk_kernel(
     kv_heads, new, slots, window, score_scale, cap, cap_rate,
     WHOLE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head.
 
     WHOLE: the chunk is all there is, and what is written are the results. Else it is its part, in fp32, and the lse.
     """
-    if OVERLAP:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -129,9 +129,9 @@ def _chunk_kernel(
 @triton.jit
 def _combine_kernel(
     part_ptr, lse_ptr, out_ptr, stride_ob, stride_oh, stride_os, kv_heads, new, chunks,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:  # this kernel started while the chunks were still being made
+    if EARLY:  # this kernel started while the chunks were still being made
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     batch = (tl.program_id(1) // kv_heads).to(tl.int64)
@@ -165,9 +165,8 @@ def decode_on_triton(
     programs: int = PROGRAMS,
     warps: int = 4,
     stages: int | None = None,
-    overlap: bool = False,
 ) -> torch.Tensor:
-    """Fill `out`. The last five arguments are for measurements."""
+    """Fill `out`. The last four arguments are for measurements."""
     batches, heads, new, size = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
@@ -177,6 +176,7 @@ def decode_on_triton(
     # more programs than run at once: a shallower pipeline leaves room for a third on a multiprocessor
     stages = stages or (2 if batches * kv_heads > programs * multiprocessors else 3)
     parts = lse = out
+    early = chunks > 1 and device_facts(q.device).starts_early
     if chunks > 1:
         parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
@@ -188,15 +188,15 @@ def decode_on_triton(
         HEAD_DIM=size, BLOCK_D=block_d, ROWS=max(16, next_power_of_2(group * new)),
         BLOCK_N=keys_at_a_time or min(128, 8192 // block_d),
         STARTS=starts is not None, SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
-        OVERLAP=overlap and chunks > 1, num_warps=warps,
+        EARLY=early, num_warps=warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip
     if chunks == 1:
         return out
     _combine_kernel[(new * group, batches * kv_heads)](
         parts, lse, out, *out.stride()[:3], kv_heads, new, chunks,
-        GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=next_power_of_2(chunks), OVERLAP=overlap, num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
+        GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=next_power_of_2(chunks), EARLY=early, num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 

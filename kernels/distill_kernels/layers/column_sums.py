@@ -23,16 +23,17 @@ class SumsTile(NamedTuple):
 
 
 def sums_tile(n_rows: int, n_cols: int) -> SumsTile:
-    """Each turn of a program's loop waits for the L2 cache: few turns, and programs enough where columns are few."""
-    columns = 32 if n_cols >= 4096 else 8
-    return SumsTile(rows=min(next_power_of_2(n_rows), 8192 // columns), columns=columns, warps=8)
+    """Read off a sweep on an H200: where columns are few, narrow tiles make programs, and tall ones few turns."""
+    if n_cols >= 4096:
+        return SumsTile(rows=64, columns=32, warps=8)
+    return SumsTile(rows=min(next_power_of_2(n_rows), 512), columns=8, warps=8)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _column_sums_kernel(
-    partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr
+    partials_ptr, out_ptr, n_rows, n_cols, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    if OVERLAP:  # this kernel started while the partial sums were still being made
+    if EARLY:  # this kernel started while the partial sums were still being made
         tl.extra.cuda.gdc_wait()
     cols = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -43,19 +44,19 @@ def _column_sums_kernel(
     tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _sums_with(tile: SumsTile, partials: torch.Tensor, dtype: torch.dtype, overlap: bool = False) -> torch.Tensor:
+def _sums_with(tile: SumsTile, partials: torch.Tensor, dtype: torch.dtype, early: bool = False) -> torch.Tensor:
     rows, columns = partials.shape
     out = torch.empty(columns, dtype=dtype, device=partials.device)
     _column_sums_kernel[(cdiv(columns, tile.columns),)](
-        partials, out, rows, columns, ROWS=tile.rows, COLUMNS=tile.columns, OVERLAP=overlap, num_warps=tile.warps,
-        **({"launch_pdl": True} if overlap else {}),
+        partials, out, rows, columns, ROWS=tile.rows, COLUMNS=tile.columns, EARLY=early, num_warps=tile.warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
 
-def column_sums(partials: torch.Tensor, dtype: torch.dtype, overlap: bool = False) -> torch.Tensor:
+def column_sums(partials: torch.Tensor, dtype: torch.dtype, early: bool = False) -> torch.Tensor:
     """Sum `partials`, fp32 [P, C] contiguous, over its rows in a fixed order: [C] in `dtype`.
 
-    With `overlap`, the kernel launched before, which lets dependents start early, must be the one that makes them.
+    `early`: the kernel launched just before makes them and calls `gdc_launch_dependents`; this one starts meanwhile.
     """
-    return _sums_with(sums_tile(*partials.shape), partials, dtype, overlap)
+    return _sums_with(sums_tile(*partials.shape), partials, dtype, early)

@@ -5,8 +5,8 @@
     dn = dy * w,  dx = r (dn - mean(dn) - n mean(dn * n)),  dw = sum over rows of dy * n,  db = sum over rows of dy
 
 Ba, Kiros and Hinton, 2016 (arXiv:1607.06450). All arithmetic is fp32, as in torch. For N rows of H elements of b bytes,
-forward moves 2 N H b, backward 3 N H b (5 N H b beyond 8,192 columns, where a program's registers do not hold a row
-and the sums for dw and db together), plus 8 N for mean and r and the partial sums.
+forward moves 2 N H b, backward 3 N H b (5 N H b beyond 8,192 columns of fp32, where a program's registers do not hold
+a row and the sums for dw and db together), plus 8 N for mean and r and the partial sums.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import RowConfig, as_rows, backward_rows, forward_rows, opaque
+from distill_kernels.layers.rows import RowConfig, as_rows, long_backward_rows, long_forward_rows, opaque
 
 MAX_HIDDEN = 16_384
 SUMS_APART_FROM = 8192
@@ -40,11 +40,10 @@ def reference_layer_norm(
 def _norm_rows(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows, eps,
     H: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, STATS: tl.constexpr, LOOP: tl.constexpr,
-    POLICY: tl.constexpr,
 ):  # fmt: skip
     mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
     at = x_ptr + rows[:, None] * x_stride + cols[None, :]
-    x = tl.load(at, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(x, 1) / H  # [ROWS]
     centred = tl.where((cols < H)[None, :], x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(centred * centred, 1) / H + eps)
@@ -69,7 +68,7 @@ def _norm_rows(
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, x_stride, n_rows, eps,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    STATS: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr,
+    STATS: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows a program, or with LOOP every so many, so that weight and bias are read once a program."""
     cols = tl.arange(0, BLOCK_H)
@@ -83,13 +82,13 @@ def _forward_kernel(
             rows = start + tl.arange(0, ROWS).to(tl.int64)
             _norm_rows(
                 x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows,
-                eps, H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP, POLICY,
+                eps, H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP,
             )  # fmt: skip
     else:
         rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         _norm_rows(
             x_ptr, weight_ptr, bias_ptr, y_ptr, mean_ptr, rstd_ptr, weight, bias, rows, cols, x_stride, n_rows, eps,
-            H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP, POLICY,
+            H, HAS_WEIGHT, HAS_BIAS, STATS, LOOP,
         )  # fmt: skip
 
 
@@ -102,14 +101,14 @@ def _add_pairs(a, b, c, d):
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, x_stride, n_rows, zero,
     H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT: tl.constexpr, NEED_SUMS: tl.constexpr,
-    SUM_ROWS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    SUM_ROWS: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """SUM_ROWS: rows of a tile lie in the same threads, and share their sums. TWICE: x and dy are made fp32 twice.
 
     Between a row's loads and its dx lie the sums over it, for which all warps wait. Kept in fp32 meanwhile, n and dn
     take twice the registers of the 16 bits that they come from.
     """
-    if OVERLAP:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     cols = tl.arange(0, BLOCK_H)
     if HAS_WEIGHT:
@@ -126,7 +125,12 @@ def _backward_kernel(
         mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         dy = narrow_dy.to(tl.float32)
-        normed = (narrow_x.to(tl.float32) - mean) * rstd  # lanes beyond H: dy = 0 takes them out of every sum
+        x = narrow_x.to(tl.float32)
+        if x_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            normed = x * rstd - mean * rstd  # one instruction; x is rounded more than the difference then is
+        else:
+            normed = (x - mean) * rstd
+        # lanes beyond H: dy = 0 takes them out of every sum
         if NEED_SUMS:
             if SUM_ROWS:
                 dweight += tl.sum(dy * normed, 0, keep_dims=True)
@@ -138,12 +142,14 @@ def _backward_kernel(
         if HAS_WEIGHT:
             dnormed = dy * weight.to(tl.float32)[None, :]
         total, along = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
-        if TWICE:
-            normed = (opaque(narrow_x, zero).to(tl.float32) - mean) * rstd
+        if TWICE:  # 16 bits: n in terms of x, as above
             dnormed = opaque(narrow_dy, zero).to(tl.float32)
             if HAS_WEIGHT:
                 dnormed = dnormed * weight.to(tl.float32)[None, :]
-        dx = dnormed * rstd - total * rstd / H - normed * (along * rstd / H)
+            slope = along * rstd * rstd / H
+            dx = dnormed * rstd - (total * rstd / H - mean * slope) - opaque(narrow_x, zero).to(tl.float32) * slope
+        else:
+            dx = dnormed * rstd - total * rstd / H - normed * (along * rstd / H)
         tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     if NEED_SUMS:
         partial_ptr += tl.program_id(0).to(tl.int64) * 2 * H  # [programs, 2, H]
@@ -212,7 +218,7 @@ def _forward_with(
             x, weight, bias, y, mean, rstd, x_stride, n_rows, eps,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None, STATS=stats, LOOP=config.programs > 0, STAGES=config.stages,
-            POLICY=config.policy, num_warps=config.warps,
+            num_warps=config.warps,
         )  # fmt: skip
     return y, mean, rstd
 
@@ -222,7 +228,7 @@ def _launch_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # returns y, mean and 1/std (both empty without `stats`)
     hidden = x.shape[-1]
-    config = forward_rows(hidden, x.numel() // hidden, device_facts(x.device).multiprocessors)
+    config = long_forward_rows(hidden, x.numel() // hidden, device_facts(x.device).multiprocessors)
     return _forward_with(config, x, weight, bias, eps, stats)
 
 
@@ -254,7 +260,7 @@ def _backward_with(
     if not n_rows:
         return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
     apart = apart and need_sums
-    overlap = config.overlap and need_sums and not apart
+    early = need_sums and not apart and device_facts(x.device).starts_early
     programs = cdiv(n_rows, config.rows)
     if need_sums and not apart:
         programs = min(programs, device_facts(x.device).multiprocessors * config.programs)
@@ -266,9 +272,9 @@ def _backward_with(
         H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None, NEED_SUMS=need_sums and not apart,
         SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
         TWICE=config.twice and x.element_size() == dy.element_size() == 2, STAGES=config.stages,
-        OVERLAP=overlap, num_warps=config.warps, **config.options(),
+        EARLY=early, num_warps=config.warps, **config.options(),
     )  # fmt: skip
-    return dx, column_sums(partials, torch.float32, overlap).view(2, hidden) if need_sums else rstd.new_empty(0)
+    return dx, column_sums(partials, torch.float32, early).view(2, hidden) if need_sums else rstd.new_empty(0)
 
 
 def _launch_backward(
@@ -281,7 +287,9 @@ def _launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
     hidden = x.shape[-1]
-    return _backward_with(backward_rows(hidden), dy, x, weight, mean, rstd, need_sums, apart=hidden > SUMS_APART_FROM)
+    narrow = x.element_size() == dy.element_size() == 2
+    apart = hidden > SUMS_APART_FROM and not narrow
+    return _backward_with(long_backward_rows(hidden, narrow), dy, x, weight, mean, rstd, need_sums, apart)
 
 
 def _fake_backward(

@@ -21,7 +21,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import RowConfig, as_rows, backward_rows, forward_rows
+from distill_kernels.layers.rows import RowConfig, as_rows, backward_rows, forward_rows, opaque
 
 Form = Literal["llama", "gemma"]
 MAX_HIDDEN = 16_384
@@ -77,34 +77,47 @@ def _forward_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit
+def _times_weight(dy, weight, FORM: tl.constexpr):
+    if FORM == "gemma":
+        return dy * (1.0 + weight.to(tl.float32))[None, :]
+    elif FORM == "llama":
+        return dy * weight.to(tl.float32)[None, :]
+    else:
+        return dy
+
+
+@triton.jit(do_not_specialize=["n_rows", "zero"])
 def _backward_kernel(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, dsum_stride, x_stride, n_rows,
-    H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_DSUM: tl.constexpr,
-    NEED_DWEIGHT: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    zero, H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_DSUM: tl.constexpr,
+    NEED_DWEIGHT: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAP:
+    """TWICE: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm)."""
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     cols = tl.arange(0, BLOCK_H)
-    if FORM == "none":
-        weight = tl.full([BLOCK_H], 1.0, tl.float32)
-    else:
-        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-        if FORM == "gemma":
-            weight += 1.0
+    weight = 1.0
+    if FORM != "none":
+        weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0)  # [BLOCK_H]
     dweight = tl.zeros([ROWS, BLOCK_H], tl.float32)
     step = tl.num_programs(0) * ROWS
     for start in tl.range(tl.program_id(0) * ROWS, n_rows, step, num_stages=STAGES):
         rows = start + tl.arange(0, ROWS).to(tl.int64)  # [ROWS]
         mask = (rows < n_rows)[:, None] & (cols < H)[None, :]  # [ROWS, BLOCK_H]
-        x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        narrow_x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0)
+        narrow_dy = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=mask, other=0.0)
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        normed = x * rstd
+        normed = narrow_x.to(tl.float32) * rstd
+        dy = narrow_dy.to(tl.float32)
         if NEED_DWEIGHT:
             dweight += dy * normed
-        dnormed = dy * weight[None, :]
-        dx = (dnormed - normed * (tl.sum(dnormed * normed, 1, keep_dims=True) / H)) * rstd
+        dnormed = _times_weight(dy, weight, FORM)
+        along = tl.sum(dnormed * normed, 1, keep_dims=True) / H
+        if TWICE:
+            normed = opaque(narrow_x, zero).to(tl.float32) * rstd
+            dnormed = _times_weight(opaque(narrow_dy, zero).to(tl.float32), weight, FORM)
+        dx = (dnormed - normed * along) * rstd
         if HAS_DSUM:
             dsum_at = dsum_ptr + rows[:, None] * dsum_stride + cols[None, :]
             dx += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
@@ -185,19 +198,20 @@ def _backward_with(
         need_dweight = False
     elif not n_rows:
         return dx, torch.zeros_like(weight)
-    overlap = config.overlap and need_dweight
+    early = need_dweight and device_facts(x.device).starts_early
     programs = min(cdiv(n_rows, config.rows), device_facts(x.device).multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
         _backward_kernel[(programs,)](
-            dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows,
+            dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows, 0,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
-            HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight, STAGES=config.stages, OVERLAP=overlap,
+            HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight,
+            TWICE=config.twice and x.element_size() == dy.element_size() == 2, STAGES=config.stages, EARLY=early,
             num_warps=config.warps, **config.options(),
         )  # fmt: skip
     if weight is None or not need_dweight:
         return dx, rstd.new_empty(0)
-    return dx, column_sums(partials, weight.dtype, overlap)
+    return dx, column_sums(partials, weight.dtype, early)
 
 
 def _launch_backward(

@@ -18,8 +18,6 @@ class RowConfig(NamedTuple):
 
     twice: a backward kernel makes its 16-bit inputs fp32 once for the sums and once more for the result.
     registers: the most a thread may have, None for as many as there are.
-    policy: what the cache is told of the input of a forward kernel.
-    overlap: the kernel that adds up a backward kernel's partial sums is started before they are all there.
     """
 
     rows: int
@@ -28,8 +26,6 @@ class RowConfig(NamedTuple):
     stages: int = 1
     twice: bool = False
     registers: int | None = None
-    policy: str = ""
-    overlap: bool = False
 
     def options(self) -> dict[str, int]:
         """What a launch takes beside its warps."""
@@ -60,6 +56,24 @@ def backward_rows(columns: int) -> RowConfig:
         programs=min(8, max(1, round(8192 / (rows * columns)))),
         stages=3 if block <= 8192 else 1,
     )
+
+
+def long_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
+    """`forward_rows` for a layer with weight and bias: long rows in fewer threads, the longest in turn."""
+    if columns > 8192:
+        return RowConfig(rows=1, warps=16, programs=1, stages=3)
+    if columns > 4096:
+        return RowConfig(rows=1, warps=4 if columns <= 6144 else 8)
+    return forward_rows(columns, n_rows, multiprocessors)
+
+
+def long_backward_rows(columns: int, narrow: bool) -> RowConfig:
+    """`backward_rows` for a layer that keeps two sums a column; `narrow`: its inputs have 16 bits."""
+    if narrow and columns > 8192:
+        return RowConfig(rows=1, warps=16, programs=1, stages=3, twice=True)
+    if narrow and 4096 < columns <= 6144:  # 1,024 columns at a time: no threads beyond the last
+        return RowConfig(rows=1, warps=4, programs=2, stages=3, twice=True)
+    return backward_rows(columns)
 
 
 @triton.jit
