@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from distill_kernels.attention.decode import chunk_count, decode_attention, reference_decode_attention
+from distill_kernels.attention import decode
+from distill_kernels.attention.decode import (
+    Pace,
+    choose_pace,
+    chunk_count,
+    decode_attention,
+    reference_decode_attention,
+)
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import Masking
+from distill_kernels.launch import DeviceFacts
 from helpers import assert_as_good_as_torch, relative_error
 
 
@@ -55,6 +63,24 @@ def check(shape, dtype, device, lengths, **options):
 @pytest.mark.parametrize("options", [{}, {"window": 30}, {"softcap": 3.0}, {"scale": 0.1, "window": 1}], ids=str)
 def test_options(kernel_device, dtype, options):
     check((3, 4, 2, 1, 150, 32), dtype, kernel_device, [150, 1, 77], **options)
+
+
+@pytest.mark.parametrize("pace", [Pace(256, 1, 4, 3), Pace(64, 4, 2, 3)], ids=str)
+def test_paces(kernel_device, monkeypatch, pace):
+    monkeypatch.setattr(decode, "choose_pace", lambda *_: pace)
+    for options in ({}, {"window": 30}):
+        check((2, 4, 2, 1, 600, 64), torch.bfloat16, kernel_device, [600, 70], **options)
+
+
+def test_pace_follows_the_work():
+    """Long steps where every multiprocessor has thousands of keys of 64 elements, and only there."""
+    hopper, small = DeviceFacts(132, (9, 0), 50 << 20, 80 << 30), DeviceFacts(132, (8, 9), 50 << 20, 24 << 30)
+    assert choose_pace(64, 16, True, 8192, 64, hopper).keys == 256
+    assert choose_pace(64, 16, True, 4096, 32, hopper).keys == 64
+    assert choose_pace(64, 16, True, 8192, 64, small).keys == 64  # its shared memory does not hold long steps
+    for rows, narrow, heads in ((16, False, 64), (32, True, 64), (16, True, 512)):
+        assert choose_pace(64, rows, narrow, 8192, heads, hopper) == Pace(128)
+    assert choose_pace(128, 16, True, 8192, 64, hopper) == Pace(64)
 
 
 @pytest.mark.parametrize("new", [1, 2, 5, 8, 16])

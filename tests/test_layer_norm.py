@@ -59,7 +59,7 @@ def test_reference_is_torchs(device):
 
 
 def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
-    monkeypatch.setattr(module, "long_backward_rows", lambda *_: RowConfig(2, 1, programs=1, stages=1))
+    monkeypatch.setattr(module, "two_sums_rows", lambda *_: RowConfig(2, 1, programs=1, stages=1))
     inputs = make(kernel_device, 45, 33, torch.float32)
     check_layer(layer_norm, torch_layer_norm, inputs, torch.float32)
     first, second = (outputs_and_gradients(layer_norm, inputs, (True, True, True)) for _ in range(2))
@@ -71,7 +71,7 @@ def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
 )
 def test_rows_in_turn_and_inputs_made_wide_twice(kernel_device, monkeypatch, config):
     monkeypatch.setattr(module, "long_forward_rows", lambda *_: config)
-    monkeypatch.setattr(module, "long_backward_rows", lambda *_: config._replace(twice=True))
+    monkeypatch.setattr(module, "two_sums_rows", lambda *_: config._replace(twice=True))
     for hidden in (300, 1024):  # of 1,024 columns all four rows lie in the same threads
         for dtype in (torch.float32, torch.bfloat16):
             check_layer(layer_norm, torch_layer_norm, make(kernel_device, 23, hidden, dtype), dtype)

@@ -71,6 +71,11 @@ class DeviceFacts(NamedTuple):
         """Whether a kernel can be started while the one before it ends: griddepcontrol, NVIDIA from Hopper on."""
         return self.capability >= (9, 0) and torch.version.hip is None
 
+    @property
+    def large_shared(self) -> bool:
+        """Whether a program may have 160 KiB of shared memory, as on NVIDIA's data-centre GPUs from A100 on."""
+        return (self.capability[0] in (9, 10) or self.capability == (8, 0)) and torch.version.hip is None
+
 
 @functools.cache
 def _cuda_facts(index: int) -> DeviceFacts:

@@ -16,12 +16,14 @@ Symbols: `B` sequences, `S` new tokens (their keys are in the cache already), `T
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from distill_kernels.attention.operands import Masking, check_attention, dot_precision, head_block, softcapped
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 
 MAX_NEW_TOKENS = 16
 PROGRAMS = 2  # a multiprocessor, which is as many as their tiles leave shared memory for: all run at once
@@ -153,6 +155,24 @@ def chunk_count(slots: int, heads: int, multiprocessors: int, programs: int = PR
     return max(1, min(programs * multiprocessors // heads, cdiv(slots, 64), 128))
 
 
+class Pace(NamedTuple):
+    """Keys at a time, programs a multiprocessor, warps, stages of loads (None: by the number of programs)."""
+
+    keys: int
+    programs: int = PROGRAMS
+    warps: int = 4
+    stages: int | None = None
+
+
+def choose_pace(block_d: int, rows: int, narrow: bool, slots: int, heads: int, facts: DeviceFacts) -> Pace:
+    """Read off a sweep on an H200, 16 bits: keys of 64 elements in long steps of one program or short ones of four."""
+    if block_d == 64 and rows == 16 and narrow and heads <= facts.multiprocessors:
+        if heads * slots >= 3072 * facts.multiprocessors and facts.large_shared:
+            return Pace(keys=256, programs=1, stages=3)
+        return Pace(keys=64, programs=4, warps=2, stages=3)
+    return Pace(keys=min(128, 8192 // block_d))
+
+
 def decode_on_triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -161,34 +181,34 @@ def decode_on_triton(
     masking: Masking,
     out: torch.Tensor,
     starts: torch.Tensor | None = None,
-    keys_at_a_time: int | None = None,
-    programs: int = PROGRAMS,
-    warps: int = 4,
-    stages: int | None = None,
+    pace: Pace | None = None,
 ) -> torch.Tensor:
-    """Fill `out`. The last four arguments are for measurements."""
+    """Fill `out`. `pace` is for measurements."""
     batches, heads, new, size = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    multiprocessors = device_facts(q.device).multiprocessors
-    chunks = chunk_count(slots, batches * kv_heads, multiprocessors, programs)
+    facts = device_facts(q.device)
+    multiprocessors = facts.multiprocessors
+    block_d, rows = head_block(size), max(16, next_power_of_2(group * new))
+    if pace is None:
+        pace = choose_pace(block_d, rows, q.element_size() == 2, slots, batches * kv_heads, facts)
+    chunks = chunk_count(slots, batches * kv_heads, multiprocessors, pace.programs)
     # more programs than run at once: a shallower pipeline leaves room for a third on a multiprocessor
-    stages = stages or (2 if batches * kv_heads > programs * multiprocessors else 3)
+    stages = pace.stages or (2 if batches * kv_heads > pace.programs * multiprocessors else 3)
     parts = lse = out
-    early = chunks > 1 and device_facts(q.device).starts_early
+    early = chunks > 1 and facts.starts_early
     if chunks > 1:
         parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
-    block_d = head_block(size)
     _chunk_kernel[(chunks, batches * kv_heads)](
         q, k, v, lengths, lengths if starts is None else starts, parts, lse, *q.stride()[:3], *k.stride()[:3],
         *v.stride()[:3], *out.stride()[:3], kv_heads, new, slots,
         UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, WHOLE=chunks == 1, GROUP=group,
-        HEAD_DIM=size, BLOCK_D=block_d, ROWS=max(16, next_power_of_2(group * new)),
-        BLOCK_N=keys_at_a_time or min(128, 8192 // block_d),
+        HEAD_DIM=size, BLOCK_D=block_d, ROWS=rows,
+        BLOCK_N=pace.keys,
         STARTS=starts is not None, SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
-        EARLY=early, num_warps=warps,
+        EARLY=early, num_warps=pace.warps,
         num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip
     if chunks == 1:

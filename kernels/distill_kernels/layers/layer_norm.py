@@ -16,7 +16,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import RowConfig, as_rows, long_backward_rows, long_forward_rows, opaque
+from distill_kernels.layers.rows import RowConfig, as_rows, long_forward_rows, opaque, two_sums_rows
 
 MAX_HIDDEN = 16_384
 SUMS_APART_FROM = 8192
@@ -126,7 +126,7 @@ def _backward_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         dy = narrow_dy.to(tl.float32)
         x = narrow_x.to(tl.float32)
-        if x_ptr.dtype.element_ty.primitive_bitwidth == 16:
+        if x_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK_H <= 4096:  # longer rows would spill
             normed = x * rstd - mean * rstd  # one instruction; x is rounded more than the difference then is
         else:
             normed = (x - mean) * rstd
@@ -142,12 +142,16 @@ def _backward_kernel(
         if HAS_WEIGHT:
             dnormed = dy * weight.to(tl.float32)[None, :]
         total, along = tl.reduce((dnormed, dnormed * normed), 1, _add_pairs, keep_dims=True)  # one barrier for both
-        if TWICE:  # 16 bits: n in terms of x, as above
+        if TWICE:
+            x = opaque(narrow_x, zero).to(tl.float32)
             dnormed = opaque(narrow_dy, zero).to(tl.float32)
             if HAS_WEIGHT:
                 dnormed = dnormed * weight.to(tl.float32)[None, :]
+            if BLOCK_H > 4096:
+                normed = (x - mean) * rstd
+        if TWICE and BLOCK_H <= 4096:
             slope = along * rstd * rstd / H
-            dx = dnormed * rstd - (total * rstd / H - mean * slope) - opaque(narrow_x, zero).to(tl.float32) * slope
+            dx = dnormed * rstd - (total * rstd / H - mean * slope) - x * slope
         else:
             dx = dnormed * rstd - total * rstd / H - normed * (along * rstd / H)
         tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -289,7 +293,8 @@ def _launch_backward(
     hidden = x.shape[-1]
     narrow = x.element_size() == dy.element_size() == 2
     apart = hidden > SUMS_APART_FROM and not narrow
-    return _backward_with(long_backward_rows(hidden, narrow), dy, x, weight, mean, rstd, need_sums, apart)
+    config = two_sums_rows(hidden, narrow, device_facts(x.device).large_shared)
+    return _backward_with(config, dy, x, weight, mean, rstd, need_sums, apart)
 
 
 def _fake_backward(

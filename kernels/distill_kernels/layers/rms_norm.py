@@ -21,7 +21,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import RowConfig, as_rows, backward_rows, forward_rows, opaque
+from distill_kernels.layers.rows import RowConfig, as_rows, forward_rows, long_backward_rows, opaque
 
 Form = Literal["llama", "gemma"]
 MAX_HIDDEN = 16_384
@@ -224,7 +224,9 @@ def _launch_backward(
     need_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx in x's dtype, and dweight (empty where not needed)
-    return _backward_with(backward_rows(x.shape[-1]), dy, dsum, x, weight, rstd, form, need_dweight)
+    narrow = x.element_size() == dy.element_size() == 2
+    config = long_backward_rows(x.shape[-1], narrow, device_facts(x.device).large_shared)
+    return _backward_with(config, dy, dsum, x, weight, rstd, form, need_dweight)
 
 
 def _fake_backward(

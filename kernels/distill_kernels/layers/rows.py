@@ -60,20 +60,31 @@ def backward_rows(columns: int) -> RowConfig:
 
 def long_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
     """`forward_rows` for a layer with weight and bias: long rows in fewer threads, the longest in turn."""
-    if columns > 8192:
+    config = forward_rows(columns, n_rows, multiprocessors)
+    if columns > 12_288:
         return RowConfig(rows=1, warps=16, programs=1, stages=3)
     if columns > 4096:
         return RowConfig(rows=1, warps=4 if columns <= 6144 else 8)
-    return forward_rows(columns, n_rows, multiprocessors)
+    return RowConfig(rows=8, warps=2) if columns <= 128 and config.rows > 8 else config
 
 
-def long_backward_rows(columns: int, narrow: bool) -> RowConfig:
-    """`backward_rows` for a layer that keeps two sums a column; `narrow`: its inputs have 16 bits."""
+def long_backward_rows(columns: int, narrow: bool, large_shared: bool) -> RowConfig:
+    """`backward_rows`; where a row's sums leave no registers for its fp32, `twice` if inputs are `narrow`: 16 bits."""
     if narrow and columns > 8192:
-        return RowConfig(rows=1, warps=16, programs=1, stages=3, twice=True)
-    if narrow and 4096 < columns <= 6144:  # 1,024 columns at a time: no threads beyond the last
+        return RowConfig(rows=1, warps=16, programs=1, stages=3 if large_shared else 1, twice=True)
+    if narrow and 4096 < columns <= 5120:  # 1,024 columns at a time: no threads beyond the last
         return RowConfig(rows=1, warps=4, programs=2, stages=3, twice=True)
     return backward_rows(columns)
+
+
+def two_sums_rows(columns: int, narrow: bool, large_shared: bool) -> RowConfig:
+    """`long_backward_rows` for a layer that keeps two sums a column."""
+    config = long_backward_rows(columns, narrow, large_shared)
+    if columns <= 128:
+        return config._replace(programs=6)
+    if 2048 < columns <= 4096:
+        return config._replace(programs=2, twice=narrow and columns > 3072)
+    return config._replace(stages=4) if large_shared and 5120 < columns <= 6144 else config
 
 
 @triton.jit
