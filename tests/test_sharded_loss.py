@@ -69,6 +69,7 @@ CASES = {term.type: Case([term]) for term in ALL_TERMS} | {
     "nothing counts": Case(MIXED, nothing=True),
     "rows apart": Case(MIXED, {"reduction": "none"}),
     "compiled": Case(MIXED, student="dtensor", teacher="dtensor", bias=True, compiled=True),
+    "compiled, own rows": Case(MIXED, bias=True, lora=True, compiled=True),
 }
 FSDP_KINDS = ("tied", "untied", "teacher", "over tensor parallel")
 FSDP_CASES = [(kind, accumulation) for kind in FSDP_KINDS for accumulation in (1, 4)]

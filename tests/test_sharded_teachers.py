@@ -64,6 +64,7 @@ CASES |= {
         "frozen": Case(None, {"tail": "renormalize"}, frozen=True, lora=True),
         "rows apart": Case(None, {"reduction": "none", "tail": "sampled"}),
         "compiled": Case(None, {"ce_weight": 0.3}, student="dtensor", bias=True, compiled=True),
+        "compiled, own rows": Case(None, {"ce_weight": 0.3}, bias=True, compiled=True),
         "head module": Case(None, {"ce_weight": 0.3}, student="dtensor", bias=True, module=True),
     }.items()
 }

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from distill_kernels.losses.arguments import WHOLE
 from distill_kernels.losses.mixture import TeacherHead
-from distill_kernels.losses.shards import Ranks, VocabShard
+from distill_kernels.losses.shards import Ranks, VocabShard, group_named
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -132,7 +132,7 @@ def _group_of(given: dict[str, Any], tp_group: Any) -> Any:
     import torch.distributed as dist
 
     by_name = tp_group is None
-    if tp_group is not None and hasattr(tp_group, "get_group"):
+    if type(tp_group).__name__ == "DeviceMesh":
         if tp_group.ndim != 1:
             raise ValueError(
                 f"tp_group: expected a process group or a 1-D mesh, got a mesh of {tp_group.ndim} dimensions"
@@ -170,19 +170,24 @@ def _spans(weight: Any, ranks: Ranks) -> Spans:
         size = -(-weight.shape[0] // ranks.size)  # as torch.chunk cuts
         stops = [min((rank + 1) * size, weight.shape[0]) for rank in range(ranks.size)]
     else:
-        stops = list(itertools.accumulate(_row_counts(weight, ranks)))
+        stops = list(itertools.accumulate(_row_counts(weight, ranks.group.group_name)))
     return tuple(zip([0, *stops[:-1]], stops, strict=True))
 
 
 _counts: Any = WeakTensorKeyDictionary()
 
 
-def _row_counts(weight: torch.Tensor, ranks: Ranks) -> list[int]:
-    """How many rows of a plain head every rank holds: exchanged, with a host sync, once for each tensor object."""
+@torch.compiler.assume_constant_result
+def _row_counts(weight: torch.Tensor, group_name: str) -> list[int]:
+    """How many rows of a plain head every rank holds: exchanged, with a host sync, once for each tensor object.
+
+    Under torch.compile that is while it traces, which all ranks do at the same call.
+    """
     known = _counts.get(weight)
-    if known is None or known[0] is not ranks.group:
+    if known is None or known[0] != group_name:
+        ranks = Ranks(group_named(group_name))
         own = torch.tensor([weight.shape[0]], device=weight.device)
-        known = _counts[weight] = ranks.group, ranks.gather(own).flatten().tolist()
+        known = _counts[weight] = group_name, ranks.gather(own).flatten().tolist()
     return known[1]
 
 

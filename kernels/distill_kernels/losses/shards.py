@@ -130,12 +130,17 @@ class VocabShard(NamedTuple):
     @staticmethod
     def decode(text: str) -> VocabShard:
         """The inverse of `encode`."""
-        from torch.distributed import distributed_c10d
-
         spans, name = text.split(" ", 1)
         pairs = (span.split(":") for span in spans.split(","))
-        resolve: Any = distributed_c10d._resolve_process_group
-        return VocabShard(Ranks(resolve(name)), tuple((int(start), int(stop)) for start, stop in pairs))
+        return VocabShard(Ranks(group_named(name)), tuple((int(start), int(stop)) for start, stop in pairs))
+
+
+def group_named(name: str) -> Any:
+    """The process group whose `group_name` this is."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group
+    return resolve(name)
 
 
 def join_normalisers(parts: torch.Tensor, period: int = 3) -> torch.Tensor:
