@@ -106,11 +106,12 @@ for hidden in (128, 5120):
 turns = RowConfig(1, 16, programs=1, stages=3, twice=True)
 for module in (layer_norm, rms_norm, bias_gelu, decode):
     module.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
+layer_norm.affine_forward_rows = layer_norm.two_sums_rows = rms_norm.one_sum_rows = lambda *_: turns
 for hidden in (5120, 8192):
     z, weight, one = t(64, hidden, grad=False), t(hidden, grad=False), torch.ones(64)
-    layer_norm._forward_with(turns, z, weight, weight, 1e-5, False)
-    layer_norm._backward_with(turns, z, z, weight, one, one, True, False)
-    rms_norm._backward_with(turns, z, None, z, weight, one, "llama", True)
+    layer_norm._launch_forward(z, weight, weight, 1e-5, False)
+    layer_norm._launch_backward(z, z, weight, one, one, True)
+    rms_norm._launch_backward(z, None, z, weight, one, "llama", True)
 ours.bias_gelu(z, t(8192)).sum().backward()
 ours.decode_attention(t(1, 8, 1, 64), t(1, 2, 4096, 64), t(1, 2, 4096, 64), torch.ones(1, dtype=torch.int32))
 """,

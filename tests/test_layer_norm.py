@@ -70,7 +70,7 @@ def test_several_rows_a_program_and_determinism(kernel_device, monkeypatch):
     "config", [RowConfig(4, 1, programs=1, stages=2), RowConfig(1, 4, programs=1, stages=3)], ids=["4 rows", "1 row"]
 )
 def test_rows_in_turn_and_inputs_made_wide_twice(kernel_device, monkeypatch, config):
-    monkeypatch.setattr(module, "long_forward_rows", lambda *_: config)
+    monkeypatch.setattr(module, "affine_forward_rows", lambda *_: config)
     monkeypatch.setattr(module, "two_sums_rows", lambda *_: config._replace(twice=True))
     for hidden in (300, 1024):  # of 1,024 columns all four rows lie in the same threads
         for dtype in (torch.float32, torch.bfloat16):

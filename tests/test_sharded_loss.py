@@ -3,6 +3,7 @@
 The file is also the program of the two processes: it runs every case in one start and saves what it got.
 """
 
+import functools
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from cut_heads import given_to_rank, whole_gradients
 from dense_loss import ALL_TERMS
 from distill_kernels import (
     FusedCrossEntropyLoss,
@@ -22,6 +24,7 @@ from distill_kernels import (
     TokenStats,
     head_loss,
 )
+from distill_kernels.losses import sharded_heads
 from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
 from two_ranks import run_as_two
@@ -89,28 +92,10 @@ def draw(case, device):
 
 def outcome_of(case, device, mesh=None):
     """Loss, statistics and all gradients of the whole tensors; with `mesh` from this rank's part of them."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
     t, labels, weights = draw(case, device)
     group = None if mesh is None or "dtensor" in (case.student, case.teacher) else mesh.get_group()
 
-    def give(name, how):
-        """What the loss gets of a tensor that is cut over the vocabulary."""
-        if mesh is not None and how == "rows":
-            return t[name].chunk(2)[mesh.get_local_rank()].clone()
-        return (
-            distribute_tensor(t[name], mesh, [Shard(0)]) if mesh is not None and how == "dtensor" else t[name].clone()
-        )
-
-    def collect(gradient, how):
-        if gradient is None or mesh is None or how == "whole":
-            return gradient
-        if isinstance(gradient, DTensor):
-            return gradient.full_tensor()
-        parts = [None, None]
-        dist.all_gather_object(parts, gradient.cpu())
-        return torch.cat(parts)
-
+    give = functools.partial(given_to_rank, t, mesh)
     leaves = {"x": t["x"].clone().requires_grad_(), "w": give("w", case.student).requires_grad_(not case.frozen)}
     named = {"token_weights": weights if case.weights else None, "vocab_size": case.columns}
     if case.bias:
@@ -127,10 +112,7 @@ def outcome_of(case, device, mesh=None):
     teacher = (t["xt"], give("wt", case.teacher))
     loss, stats = module(leaves["x"], leaves["w"], *teacher, labels, return_stats=True, **named)
     (loss * torch.linspace(1, 2, loss.numel(), device=device).view(loss.shape)).sum().backward()
-    gradients = {
-        name: collect(leaf.grad, "whole" if name in ("x", "a") else case.student) for name, leaf in leaves.items()
-    }
-    return {"loss": loss.detach(), **{f"d{name}": grad for name, grad in gradients.items()}, **stats._asdict()}
+    return {"loss": loss.detach(), **whole_gradients(leaves, case.student, mesh), **stats._asdict()}
 
 
 class Small(nn.Module):
@@ -255,6 +237,26 @@ def start(folder, device):
 def two(request, tmp_path_factory):
     """The device, and what the two processes got on it."""
     return torch.device(request.param), start(tmp_path_factory.mktemp("two"), request.param)
+
+
+def test_a_later_group_of_the_same_name_is_asked_for_its_rows(monkeypatch):
+    asked, groups = [], ["the first", "the second"]
+
+    class Ranks:
+        def __init__(self, group):
+            self.group = group
+
+        def gather(self, own):
+            asked.append(self.group)
+            return torch.stack([own, own])
+
+    monkeypatch.setattr(sharded_heads, "Ranks", Ranks)
+    monkeypatch.setattr(sharded_heads, "group_named", lambda name: groups[0])
+    weight = torch.ones(5, 2)
+    assert [sharded_heads._row_counts(weight, "0") for _ in range(2)] == [[5, 5]] * 2 and asked == ["the first"]
+    del groups[0]
+    sharded_heads._row_counts(weight, "0")
+    assert asked == ["the first", "the second"]
 
 
 @pytest.mark.parametrize("name", CASES)

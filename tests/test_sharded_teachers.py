@@ -3,6 +3,7 @@
 The file is also the program of the two processes: it runs every case in one start and saves what it got.
 """
 
+import functools
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from cut_heads import given_to_rank, whole_gradients
 from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, TeacherHead, TokenStats, head_loss
 from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
@@ -107,27 +109,9 @@ def draw(case, device):
 
 def outcome_of(case, device, mesh=None):
     """Loss, statistics and all gradients of the whole tensors; with `mesh` from this rank's part of them."""
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
     t, top, labels, weights = draw(case, device)
 
-    def give(name, how):
-        """What the loss gets of a tensor that is cut over the vocabulary."""
-        if mesh is not None and how == "rows":
-            return t[name].chunk(2)[mesh.get_local_rank()].clone()
-        return (
-            distribute_tensor(t[name], mesh, [Shard(0)]) if mesh is not None and how == "dtensor" else t[name].clone()
-        )
-
-    def collect(gradient, how):
-        if gradient is None or mesh is None or how == "whole":
-            return gradient
-        if isinstance(gradient, DTensor):
-            return gradient.full_tensor()
-        parts = [None, None]
-        dist.all_gather_object(parts, gradient.cpu())
-        return torch.cat(parts)
-
+    give = functools.partial(given_to_rank, t, mesh)
     leaves = {"x": t["x"].clone().requires_grad_(), "w": give("w", case.student).requires_grad_(not case.frozen)}
     named = {"token_weights": weights if case.weights else None, "vocab_size": case.columns}
     if case.bias:
@@ -163,10 +147,7 @@ def outcome_of(case, device, mesh=None):
     else:
         loss, stats = module(leaves["x"], leaves["w"], **named)
     (loss * torch.linspace(1, 2, loss.numel(), device=device).view(loss.shape)).sum().backward()
-    gradients = {
-        name: collect(leaf.grad, "whole" if name in ("x", "a") else case.student) for name, leaf in leaves.items()
-    }
-    return {"loss": loss.detach(), **{f"d{name}": grad for name, grad in gradients.items()}, **stats._asdict()}
+    return {"loss": loss.detach(), **whole_gradients(leaves, case.student, mesh), **stats._asdict()}
 
 
 def mistakes(device, mesh):

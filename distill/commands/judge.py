@@ -62,6 +62,9 @@ def evaluate(
     if tasks is not None:
         _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
         return
+    import torch
+    from accelerate import PartialState
+
     from distill.judging.judge import judge
     from distill.judging.measure import KL, SPANS
     from distill.judging.targets import (
@@ -75,6 +78,7 @@ def evaluate(
     )
     from distill.models.load import load_tokenizer
     from distill.recipe import Student, Teacher
+    from distill.training.arguments import world_size
 
     found = find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
@@ -84,13 +88,18 @@ def evaluate(
         for name, value in (("--teacher", teacher), ("--data", data), ("--before", before)):
             again += [] if value is None else [name, value]
         raise typer.Exit(launch.start(processes, again))
-    first, in_shards = launch.is_first(), False
-    if (world := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-        in_shards = _found_each_other(takes_shards(found, teacher, world, batch_size), world)
+    first, world = launch.is_first(), world_size()
+    if world > 1:
+        if not takes_shards(found, teacher, world, batch_size):
+            raise ValueError(
+                f"parallel.teacher: {world} processes judge together only by a teacher in shards (sharded, in the "
+                "run's recipe); start distill eval without a launcher"
+            )
+        PartialState(cpu=not torch.cuda.is_available())  # they find each other, and judge the same rows
     across = found.recipe is not None and found.recipe.student.vocabulary == "cross"
     measure = SPANS if across else KL  # of a run from a cache too: the teacher is loaded here
     with console.working("loading models and data"):
-        large = load_its_teacher(found, teacher, in_shards=in_shards)
+        large = load_its_teacher(found, teacher, in_shards=world > 1)
         section = Teacher(model=teacher) if teacher is not None or found.recipe is None else found.recipe.teacher
         tokenizer = load_tokenizer(section)
         student, own = load_target(found)
@@ -129,24 +138,6 @@ def evaluate(
         shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
     console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
     console.say(f"over {after.tokens:,} {measure.unit}s in {after.rows:,} rows; intervals by resampling rows")
-
-
-def _found_each_other(in_shards: bool, processes: int) -> bool:
-    """Have the processes that hold the teacher in shards find each other; they judge the same rows, together.
-
-    Raises:
-        ValueError: they would hold whole models, and do the same work.
-    """
-    if not in_shards:
-        raise ValueError(
-            f"parallel.teacher: {processes} processes judge together only by a teacher in shards (sharded, in the "
-            "run's recipe); start distill eval without a launcher"
-        )
-    import torch
-    from accelerate import PartialState
-
-    PartialState(cpu=not torch.cuda.is_available())
-    return True
 
 
 def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:

@@ -51,6 +51,14 @@ class Generated:
     truncated: list[bool]
 
 
+def one_for_each(
+    prompts: int, max_new_tokens: int | Sequence[int], seeds: Sequence[int] | None
+) -> tuple[list[int], list[int]]:
+    """A limit and a seed for each of so many prompts, from what `generate` takes; without seeds, their numbers."""
+    limits = [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    return limits, list(range(prompts)) if seeds is None else list(seeds)
+
+
 class _Seats:
     """The buffers of `batch` sequences at once, and the captured step that works on them."""
 
@@ -140,8 +148,7 @@ class DecodeLoop:
         Raises:
             ValueError: an empty prompt, or arguments of different lengths.
         """
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
         if not len(limits) == len(seeds) == len(prompts):
             raise ValueError(f"prompts: {len(prompts)} came with {len(limits)} max_new_tokens and {len(seeds)} seeds")
         if not all(map(len, prompts)):

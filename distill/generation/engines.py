@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from distill.data.chat import ChatTemplate
-from distill.generation.decode_loop import DecodeLoop, Generated, why_not
+from distill.generation.decode_loop import DecodeLoop, Generated, one_for_each, why_not
 from distill.models.head import bare, find_head
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
 from distill.models.load import save_student
@@ -138,8 +138,7 @@ class TransformersEngine:
         batch_size: int = 64,
     ) -> Generated:
         """Answer every prompt; what is drawn follows from all seeds of a batch together."""
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
         found = Generated([], [])
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -250,8 +249,7 @@ class VllmEngine:
             self._hand_over()
             self.llm.collective_rpc("reload_weights")
             self.llm.reset_prefix_cache()
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
         settings = [
             SamplingParams(
                 temperature=temperature, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distill.generation.decode_loop import Generated
+from distill.generation.decode_loop import Generated, one_for_each
 from distill.generation.engines import TransformersEngine
 
 
@@ -37,8 +37,7 @@ class AnswersTogether:
         batch_size: int = 64,
     ) -> Generated:
         """Answer every prompt; what is drawn follows from all seeds of a batch together."""
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-        seeds = list(range(len(prompts))) if seeds is None else list(seeds)
+        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
         rank, world = dist.get_rank(), dist.get_world_size()
         found = Generated([], [])
         for start in range(0, len(prompts), batch_size * world):

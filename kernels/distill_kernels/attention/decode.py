@@ -16,6 +16,7 @@ Symbols: `B` sequences, `S` new tokens (their keys are in the cache already), `T
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -164,6 +165,7 @@ class Pace(NamedTuple):
     stages: int | None = None
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_pace(block_d: int, rows: int, narrow: bool, slots: int, heads: int, facts: DeviceFacts) -> Pace:
     """Read off a sweep on an H200, 16 bits: keys of 64 elements in long steps of one program or short ones of four."""
     if block_d == 64 and rows == 16 and narrow and heads <= facts.multiprocessors:

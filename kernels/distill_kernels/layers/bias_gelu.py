@@ -113,9 +113,10 @@ def backward_tile(columns: int) -> TileConfig:
     return TileConfig(rows=2048 // block, columns=block, warps=4, programs=4, stages=3)
 
 
-def _forward_with(tile: TileConfig, x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
     columns = x.shape[-1]
     n_rows = x.numel() // columns
+    tile = forward_tile(n_rows, columns, x.element_size(), device_facts(x.device))
     x, x_stride = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
@@ -127,20 +128,16 @@ def _forward_with(tile: TileConfig, x: torch.Tensor, bias: torch.Tensor, activat
     return y
 
 
-def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
-    columns = x.shape[-1]
-    tile = forward_tile(x.numel() // columns, columns, x.element_size(), device_facts(x.device))
-    return _forward_with(tile, x, bias, activation)
-
-
 def _fake_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-def _backward_with(
-    tile: TileConfig, dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
+def _launch_backward(
+    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx, and dbias (empty where not needed)
     columns = x.shape[-1]
+    tile = backward_tile(columns)
     n_rows = x.numel() // columns
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
@@ -159,13 +156,6 @@ def _backward_with(
         STAGES=tile.stages, EARLY=early, num_warps=tile.warps,
     )  # fmt: skip
     return dx, column_sums(partials, bias.dtype, early) if need_dbias else dy.new_empty(0)
-
-
-def _launch_backward(
-    dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, activation: str, need_dbias: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # returns dx, and dbias (empty where not needed)
-    return _backward_with(backward_tile(x.shape[-1]), dy, x, bias, activation, need_dbias)
 
 
 def _fake_backward(

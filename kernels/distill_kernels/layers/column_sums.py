@@ -44,19 +44,16 @@ def _column_sums_kernel(
     tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < n_cols)
 
 
-def _sums_with(tile: SumsTile, partials: torch.Tensor, dtype: torch.dtype, early: bool = False) -> torch.Tensor:
+def column_sums(partials: torch.Tensor, dtype: torch.dtype, early: bool = False) -> torch.Tensor:
+    """Sum `partials`, fp32 [P, C] contiguous, over its rows in a fixed order: [C] in `dtype`.
+
+    `early`: the kernel launched just before makes them and calls `gdc_launch_dependents`; this one starts meanwhile.
+    """
     rows, columns = partials.shape
+    tile = sums_tile(rows, columns)
     out = torch.empty(columns, dtype=dtype, device=partials.device)
     _column_sums_kernel[(cdiv(columns, tile.columns),)](
         partials, out, rows, columns, ROWS=tile.rows, COLUMNS=tile.columns, EARLY=early, num_warps=tile.warps,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
-
-
-def column_sums(partials: torch.Tensor, dtype: torch.dtype, early: bool = False) -> torch.Tensor:
-    """Sum `partials`, fp32 [P, C] contiguous, over its rows in a fixed order: [C] in `dtype`.
-
-    `early`: the kernel launched just before makes them and calls `gdc_launch_dependents`; this one starts meanwhile.
-    """
-    return _sums_with(sums_tile(*partials.shape), partials, dtype, early)

@@ -16,7 +16,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import RowConfig, as_rows, long_forward_rows, opaque, two_sums_rows
+from distill_kernels.layers.rows import affine_forward_rows, as_rows, opaque, two_sums_rows
 
 MAX_HIDDEN = 16_384
 SUMS_APART_FROM = 8192
@@ -205,11 +205,13 @@ def _column_partials(
     return partials
 
 
-def _forward_with(
-    config: RowConfig, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool
+def _launch_forward(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # returns y, mean and 1/std (both empty without `stats`)
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
+    config = affine_forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
     x, x_stride = as_rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean = torch.empty(n_rows if stats else 0, dtype=torch.float32, device=x.device)
@@ -227,58 +229,12 @@ def _forward_with(
     return y, mean, rstd
 
 
-def _launch_forward(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # returns y, mean and 1/std (both empty without `stats`)
-    hidden = x.shape[-1]
-    config = long_forward_rows(hidden, x.numel() // hidden, device_facts(x.device).multiprocessors)
-    return _forward_with(config, x, weight, bias, eps, stats)
-
-
 def _fake_forward(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, stats: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = x.numel() // x.shape[-1] if stats else 0
     mean, rstd = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return x.new_empty(x.shape), mean, rstd
-
-
-def _backward_with(
-    config: RowConfig,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
-    need_sums: bool,
-    apart: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # `apart`: the sums by columns, in a pass of their own
-    hidden = x.shape[-1]
-    block = next_power_of_2(hidden)
-    n_rows = rstd.shape[0]
-    dy, dy_stride = as_rows(dy)
-    x, x_stride = as_rows(x)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if not n_rows:
-        return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
-    apart = apart and need_sums
-    early = need_sums and not apart and device_facts(x.device).starts_early
-    programs = cdiv(n_rows, config.rows)
-    if need_sums and not apart:
-        programs = min(programs, device_facts(x.device).multiprocessors * config.programs)
-        partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device)
-    else:
-        partials = _column_partials(dy, x, mean, rstd, dy_stride, x_stride) if apart else rstd
-    _backward_kernel[(programs,)](
-        dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows, 0,
-        H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None, NEED_SUMS=need_sums and not apart,
-        SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
-        TWICE=config.twice and x.element_size() == dy.element_size() == 2, STAGES=config.stages,
-        EARLY=early, num_warps=config.warps, **config.options(),
-    )  # fmt: skip
-    return dx, column_sums(partials, torch.float32, early).view(2, hidden) if need_sums else rstd.new_empty(0)
 
 
 def _launch_backward(
@@ -291,10 +247,30 @@ def _launch_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
     hidden = x.shape[-1]
-    narrow = x.element_size() == dy.element_size() == 2
-    apart = hidden > SUMS_APART_FROM and not narrow
-    config = two_sums_rows(hidden, narrow, device_facts(x.device).large_shared)
-    return _backward_with(config, dy, x, weight, mean, rstd, need_sums, apart)
+    facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
+    config = two_sums_rows(hidden, narrow, facts.large_shared)
+    block = next_power_of_2(hidden)
+    n_rows = rstd.shape[0]
+    dy, dy_stride = as_rows(dy)
+    x, x_stride = as_rows(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not n_rows:
+        return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
+    apart = need_sums and hidden > SUMS_APART_FROM and not narrow  # sums by columns, in a pass of their own
+    early = need_sums and not apart and facts.starts_early
+    programs = cdiv(n_rows, config.rows)
+    if need_sums and not apart:
+        programs = min(programs, facts.multiprocessors * config.programs)
+        partials = torch.empty((programs, 2 * hidden), dtype=torch.float32, device=x.device)
+    else:
+        partials = _column_partials(dy, x, mean, rstd, dy_stride, x_stride) if apart else rstd
+    _backward_kernel[(programs,)](
+        dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows, 0,
+        H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None, NEED_SUMS=need_sums and not apart,
+        SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
+        TWICE=config.twice and narrow, STAGES=config.stages, EARLY=early, num_warps=config.warps,
+    )  # fmt: skip
+    return dx, column_sums(partials, torch.float32, early).view(2, hidden) if need_sums else rstd.new_empty(0)
 
 
 def _fake_backward(

@@ -21,7 +21,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, check_dtype
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import RowConfig, as_rows, forward_rows, long_backward_rows, opaque
+from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, opaque
 
 Form = Literal["llama", "gemma"]
 MAX_HIDDEN = 16_384
@@ -127,14 +127,10 @@ def _backward_kernel(
         tl.store(partial_ptr, tl.sum(dweight, 0), mask=cols < H)
 
 
-def _forward_with(
-    config: RowConfig,
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    form: str,
+def _launch_forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # returns y, the sum (empty without a residual) and 1/rms
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
@@ -149,21 +145,13 @@ def _forward_with(
     y = torch.empty(x.shape, dtype=wide, device=x.device)
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
+        config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
         _forward_kernel[(cdiv(n_rows, config.rows),)](
             x, residual, weight, y, total, rstd, x_stride, residual_stride, n_rows, eps,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
             HAS_RESIDUAL=residual is not None, num_warps=config.warps,
         )  # fmt: skip
     return y, total, rstd
-
-
-def _launch_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # returns y, the sum (empty without a residual) and 1/rms
-    hidden = x.shape[-1]
-    config = forward_rows(hidden, x.numel() // hidden, device_facts(x.device).multiprocessors)
-    return _forward_with(config, x, residual, weight, eps, form)
 
 
 def _fake_forward(
@@ -176,8 +164,7 @@ def _fake_forward(
     return x.new_empty(x.shape, dtype=wide), total, x.new_empty(rows, dtype=torch.float32)
 
 
-def _backward_with(
-    config: RowConfig,
+def _launch_backward(
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
     x: torch.Tensor,
@@ -186,7 +173,10 @@ def _backward_with(
     form: str,
     need_dweight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # returns dx in x's dtype, and dweight (empty where not needed)
     hidden = x.shape[-1]
+    facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
+    config = one_sum_rows(hidden, narrow, facts.large_shared)
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
@@ -198,35 +188,20 @@ def _backward_with(
         need_dweight = False
     elif not n_rows:
         return dx, torch.zeros_like(weight)
-    early = need_dweight and device_facts(x.device).starts_early
-    programs = min(cdiv(n_rows, config.rows), device_facts(x.device).multiprocessors * config.programs)
+    early = need_dweight and facts.starts_early
+    programs = min(cdiv(n_rows, config.rows), facts.multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
         _backward_kernel[(programs,)](
             dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows, 0,
             H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
             HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight,
-            TWICE=config.twice and x.element_size() == dy.element_size() == 2, STAGES=config.stages, EARLY=early,
-            num_warps=config.warps, **config.options(),
+            TWICE=config.twice and narrow, STAGES=config.stages, EARLY=early,
+            num_warps=config.warps,
         )  # fmt: skip
     if weight is None or not need_dweight:
         return dx, rstd.new_empty(0)
     return dx, column_sums(partials, weight.dtype, early)
-
-
-def _launch_backward(
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    form: str,
-    need_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # returns dx in x's dtype, and dweight (empty where not needed)
-    narrow = x.element_size() == dy.element_size() == 2
-    config = long_backward_rows(x.shape[-1], narrow, device_facts(x.device).large_shared)
-    return _backward_with(config, dy, dsum, x, weight, rstd, form, need_dweight)
 
 
 def _fake_backward(

@@ -17,7 +17,6 @@ class RowConfig(NamedTuple):
     """Rows a program takes at a time, its warps; for looping kernels, programs per multiprocessor, loads in flight.
 
     twice: a backward kernel makes its 16-bit inputs fp32 once for the sums and once more for the result.
-    registers: the most a thread may have, None for as many as there are.
     """
 
     rows: int
@@ -25,11 +24,6 @@ class RowConfig(NamedTuple):
     programs: int = 0
     stages: int = 1
     twice: bool = False
-    registers: int | None = None
-
-    def options(self) -> dict[str, int]:
-        """What a launch takes beside its warps."""
-        return {} if self.registers is None else {"maxnreg": self.registers}
 
 
 # The rules below were read off a sweep on an H200, 1 MiB to 128 MiB of bf16, rows of 128 to 16,384 elements.
@@ -58,7 +52,8 @@ def backward_rows(columns: int) -> RowConfig:
     )
 
 
-def long_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
+@functools.lru_cache(maxsize=4096)
+def affine_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowConfig:
     """`forward_rows` for a layer with weight and bias: long rows in fewer threads, the longest in turn."""
     config = forward_rows(columns, n_rows, multiprocessors)
     if columns > 12_288:
@@ -68,8 +63,12 @@ def long_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowCon
     return RowConfig(rows=8, warps=2) if columns <= 128 and config.rows > 8 else config
 
 
-def long_backward_rows(columns: int, narrow: bool, large_shared: bool) -> RowConfig:
-    """`backward_rows`; where a row's sums leave no registers for its fp32, `twice` if inputs are `narrow`: 16 bits."""
+@functools.cache
+def one_sum_rows(columns: int, narrow: bool, large_shared: bool) -> RowConfig:
+    """`backward_rows` for a layer that keeps one sum a column.
+
+    Where a row's sums leave no registers for its fp32, `twice`, if inputs are `narrow`: 16 bits.
+    """
     if narrow and columns > 8192:
         return RowConfig(rows=1, warps=16, programs=1, stages=3 if large_shared else 1, twice=True)
     if narrow and 4096 < columns <= 5120:  # 1,024 columns at a time: no threads beyond the last
@@ -77,9 +76,10 @@ def long_backward_rows(columns: int, narrow: bool, large_shared: bool) -> RowCon
     return backward_rows(columns)
 
 
+@functools.cache
 def two_sums_rows(columns: int, narrow: bool, large_shared: bool) -> RowConfig:
-    """`long_backward_rows` for a layer that keeps two sums a column."""
-    config = long_backward_rows(columns, narrow, large_shared)
+    """`one_sum_rows` for a layer that keeps two sums a column."""
+    config = one_sum_rows(columns, narrow, large_shared)
     if columns <= 128:
         return config._replace(programs=6)
     if 2048 < columns <= 4096:

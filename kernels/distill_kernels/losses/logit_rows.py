@@ -182,20 +182,19 @@ def _logits_kernel(
             tl.store(loss_ptr + row, loss * scale)
 
 
-def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool, centred: bool) -> tuple[bool, int, int, int]:
+def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool) -> tuple[bool, int, int, int]:
     """Whether the row stays in registers, lanes of a block, warps of a program, and programs.
 
-    Longer blocks help long rows of forward KL, and nothing else. How many rows are in flight makes no difference: the
-    L2 cache keeps next to nothing for later sweeps (measured on an H200, LOG.md).
+    Longer blocks help long rows of divergences, not of cross-entropy. How many rows are in flight makes no difference:
+    the L2 cache keeps next to nothing for later sweeps (measured on an H200, LOG.md).
 
     Args:
         vocab, rows: of the logits.
         facts: of the device.
         soft: a teacher's logits are read too.
-        centred: divergences are summed before the gradient.
     """
     whole = vocab <= WHOLE
-    longer = whole or (vocab > LONG and soft and not centred)
+    longer = whole or (vocab > LONG and soft)
     lanes = min(max(next_power_of_2(vocab) // STEPS, 128), 4096 if longer else 2048)
     warps = max(lanes // 256, 4)
     return whole, lanes, warps, min(rows, facts.multiprocessors * 64 // warps)
@@ -216,9 +215,8 @@ def launch_logit_rows(
     soft = bool(o.kinds)
     other = student if teacher is None else teacher
     out = student if gradient is None else gradient
-    centred = any(kind != terms.FORWARD_KL for kind in o.kinds)
     facts = device_facts(student.device)
-    whole, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft, centred=centred)
+    whole, lanes, warps, programs = launch_shape(vocab, batches * length, facts, soft=soft)
     if loss.numel() == 0:
         return loss
     _logits_kernel[(programs,)](
@@ -226,7 +224,7 @@ def launch_logit_rows(
         *student.stride()[:2], *other.stride()[:2], *out.stride()[:2],
         1.0 / o.temperature, o.weights, o.parameters, o.hard_weight, o.label_smoothing, o.z_loss,
         KINDS=o.kinds, TEMPERED=o.temperature != 1.0, HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0,
-        Z_LOSS=o.z_loss != 0.0, CENTRED=centred,
+        Z_LOSS=o.z_loss != 0.0, CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds),
         GRADIENT=gradient is not None, WHOLE=whole, STEPS=STEPS, LANES=lanes, num_warps=warps,
     )  # fmt: skip
     return loss

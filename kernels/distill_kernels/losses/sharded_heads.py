@@ -183,11 +183,10 @@ def _row_counts(weight: torch.Tensor, group_name: str) -> list[int]:
 
     Under torch.compile that is while it traces, which all ranks do at the same call.
     """
-    known = _counts.get(weight)
-    if known is None or known[0] != group_name:
-        ranks = Ranks(group_named(group_name))
+    group, known = group_named(group_name), _counts.get(weight)
+    if known is None or known[0] is not group:  # a later group may have an earlier one's name
         own = torch.tensor([weight.shape[0]], device=weight.device)
-        known = _counts[weight] = group_name, ranks.gather(own).flatten().tolist()
+        known = _counts[weight] = group, Ranks(group).gather(own).flatten().tolist()
     return known[1]
 
 
