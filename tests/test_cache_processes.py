@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.judging.evaluate import HeldOut
+from distill.teachers.cache.write import open_folder
 from distill.training import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,6 +52,18 @@ def start(workplace, code, *arguments):
         [sys.executable, *code, *arguments], cwd=workplace, env=environment, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
+
+
+def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path):
+    folder, plan = tmp_path / "cache", {"k": 8}
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(open_folder, folder, plan, first=False)
+        time.sleep(0.3)
+        assert not early.done() and not folder.exists()
+        assert not open_folder(folder, plan, first=True)
+        assert early.result(timeout=20) is False
+    with pytest.raises(ValueError, match="k was 8, now 9"):
+        open_folder(folder, {"k": 9}, first=False)
 
 
 def program(workplace, code, *arguments):

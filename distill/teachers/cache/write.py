@@ -151,16 +151,18 @@ class Teacher(NamedTuple):
 def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
     """Begin a cache in `folder`, or continue the one that has this plan. Returns whether it is complete already.
 
+    The first process begins; others wait for it, since they write into its folder.
+
     Raises:
         ValueError: the folder holds something else, or a cache of another plan; with the first difference.
     """
-    there = read_json(folder / PLAN)
+    while (there := read_json(folder / PLAN)) is None and not first:
+        time.sleep(0.05)  # until the first process has begun; where it cannot, the launcher ends all
     if there is None:
-        if first and folder.exists() and any(folder.iterdir()):  # others may see what the first is writing
+        if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--out: {folder} is not empty and holds no cache; name another folder")
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / PLAN, plan)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / PLAN, plan)
         return False
     for name, old, new in _differences(there, plan):
         raise ValueError(
