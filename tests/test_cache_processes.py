@@ -54,7 +54,7 @@ def start(workplace, code, *arguments):
     )  # fmt: skip
 
 
-def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path):
+def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch):
     folder, plan = tmp_path / "cache", {"k": 8}
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(open_folder, folder, plan, first=False)
@@ -64,6 +64,9 @@ def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path):
         assert early.result(timeout=20) is False
     with pytest.raises(ValueError, match="k was 8, now 9"):
         open_folder(folder, {"k": 9}, first=False)
+    monkeypatch.setattr("distill.teachers.cache.write.BEGINS_WITHIN_S", 0.2)
+    with pytest.raises(ValueError, match="a folder that all machines share"):
+        open_folder(tmp_path / "of another machine", plan, first=False)
 
 
 def program(workplace, code, *arguments):

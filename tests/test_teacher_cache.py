@@ -321,7 +321,9 @@ def test_two_processes_write_what_one_does(loaded, bucket, tmp_path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     folder.mkdir()
-    assert make_cache(loaded, folder, made, say=print, progress=silent) is None  # the second process waits for nobody
+    shutil.copy(bucket.path / layout.PLAN, folder)  # as if the first had begun
+    assert make_cache(loaded, folder, made, say=print, progress=silent) is None  # nor does it wait for more
+    (folder / layout.PLAN).unlink()
     wanted = [layout.shard_path(folder, number).name for number in range(1, len(bucket.manifest["shards"]), 2)]
     assert [path.name for path in sorted(folder.iterdir())] == wanted
     folder.rename(tmp_path / "second")

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 SHARDS, LEAST_ROWS = 64, 32
+BEGINS_WITHIN_S = 1800.0  # machines load a teacher at different speeds
 
 
 class Entry(NamedTuple):
@@ -154,10 +155,17 @@ def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
     The first process begins; others wait for it, since they write into its folder.
 
     Raises:
-        ValueError: the folder holds something else, or a cache of another plan; with the first difference.
+        ValueError: the folder holds something else, or a cache of another plan, with the first difference; or the
+            first process has not begun in `BEGINS_WITHIN_S`.
     """
+    until = time.monotonic() + BEGINS_WITHIN_S
     while (there := read_json(folder / PLAN)) is None and not first:
-        time.sleep(0.05)  # until the first process has begun; where it cannot, the launcher ends all
+        if time.monotonic() > until:
+            raise ValueError(
+                f"--out: the first process began no cache in {folder} within {BEGINS_WITHIN_S / 60:.0f} minutes; "
+                "name a folder that all machines share"
+            )
+        time.sleep(0.05)
     if there is None:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--out: {folder} is not empty and holds no cache; name another folder")
