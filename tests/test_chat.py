@@ -37,6 +37,16 @@ TOOLS = (
     "{% for call in m.tool_calls or [] %}[{{ call.function.name }}({{ call.function.arguments | tojson }})]{% endfor %}"
     "<|end|>{{ '\\n' }}{% endfor %}" + ASK
 )
+# a whole chat ends with one token more, as in Phi-3
+ENDS_THE_CHAT = CHAT_TEMPLATE.replace("{% endif %}", "{% else %}<|pad|>{% endif %}")
+# the last turn is closed by another token than the others; with reasoning that only the last one keeps, as in gpt-oss
+CLOSES_THE_LAST = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% if loop.last and m.role == 'assistant' %}<|pad|>{% else %}<|end|>{% endif %}{% endfor %}" + ASK
+)
+CLOSES_THE_LAST_AND_DROPS = CLOSES_THE_LAST.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}"
+)
 COUNTS = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
 
 CHAT = [
@@ -60,8 +70,11 @@ def learned(source, tokenizer, messages, tools=None, **options):
 
 
 @pytest.mark.parametrize(
-    "source", [CHAT_TEMPLATE, MARKED, MARKED_CONTENT_ONLY, MARKED_TOO_FAR, OPENS_THOUGHT, TOOLS],
-    ids=["plain prefix", "marked", "marks content only", "marks beyond the end", "opens a thought", "tools"],
+    "source", [CHAT_TEMPLATE, MARKED, MARKED_CONTENT_ONLY, MARKED_TOO_FAR, OPENS_THOUGHT, TOOLS, ENDS_THE_CHAT],
+    ids=[
+        "plain prefix", "marked", "marks content only", "marks beyond the end", "opens a thought", "tools",
+        "ends the chat",
+    ],
 )  # fmt: skip
 def test_all_turns_or_the_last_with_their_end_tokens(source, tokenizer):
     assert learned(source, tokenizer, CHAT) == BOTH
@@ -104,6 +117,13 @@ def test_messages_before_first_trained_are_prompt(tokenizer):
 def test_a_template_whose_prompt_is_no_prefix_is_refused_with_what_would_work(tokenizer):
     with pytest.raises(TemplateError, match=r"(?s)data\.chat_template.*'2Be.*\{% generation %\}"):
         ChatTemplate(COUNTS, tokenizer).render_for_training(CHAT[:3])
+
+
+@pytest.mark.parametrize("source", [CLOSES_THE_LAST, CLOSES_THE_LAST_AND_DROPS], ids=["same words", "rewritten"])
+def test_a_template_that_closes_the_last_turn_otherwise_learns_no_words_of_the_user(source, tokenizer):
+    with pytest.raises(TemplateError, match=r"(?s)first 3 messages.*set data\.train_on: last"):
+        learned(source, tokenizer, CHAT)
+    assert learned(source, tokenizer, CHAT, train_on="last")[0].endswith("Second.<|pad|>")
 
 
 @pytest.mark.parametrize(

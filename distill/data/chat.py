@@ -4,8 +4,9 @@ A template with `{% generation %}` markers says itself what the assistant wrote.
 turn by turn: the text before an assistant turn, closed by the generation prompt, must be a prefix of the whole text,
 and so must the text up to the turn's end; what lies between is what a model is asked to write. A template that
 rewrites earlier turns once later ones exist (Qwen3 drops their reasoning) breaks the second prefix only; the turn then
-ends at the end-of-turn token that closed it when it was the last. Where the first prefix breaks, the template is
-refused with an error: a mask that is off by a few tokens trains silently wrong.
+ends at the end-of-turn token that closed it when it was the last. Where the first prefix breaks, or an earlier turn is
+closed otherwise than the last one (gpt-oss), the template is refused with an error: a mask that is off by a few tokens
+trains silently wrong.
 
 What is learned includes the turn's end-of-turn token and nothing after it (not the newline that many templates put
 there, which no model is asked to write).
@@ -14,6 +15,7 @@ there, which no model is asked to write).
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,7 +139,12 @@ class ChatTemplate:
             return self._from_markers(messages, tools, train_on, turns[0] if first_trained else 0)
         whole = self.render(messages, tools).text
         chosen = turns[-1:] if train_on == "last" else turns
-        return RenderedChat(whole, [self._turn(messages, number, tools, whole) for number in chosen])
+        spans = [self._turn(messages, number, tools, whole) for number in chosen]
+        for number, (_, end), (following, _) in zip(chosen, spans, spans[1:], strict=False):
+            if end > following:  # what closes the turn as the last one does not close it here
+                upto = self.render(messages[: number + 1], tools).text
+                raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
+        return RenderedChat(whole, spans)
 
     def _from_markers(
         self, messages: Sequence[Message], tools: list[Any] | None, train_on: str, first_turn: int
@@ -147,7 +154,7 @@ class ChatTemplate:
         if first_turn:
             before = self.render(messages[:first_turn], tools, prompt=True).text
             if not whole.startswith(before):
-                raise TemplateError(self._refusal(first_turn, before, whole))
+                raise TemplateError(self._refusal(messages, first_turn, before, whole))
             spans = [span for span in spans if span[0] >= len(before)]
         if not spans:
             raise RowFault("the template marks nothing as the assistant's")
@@ -171,19 +178,49 @@ class ChatTemplate:
             before = self._shortened_prompt(messages, number, tools, whole, before)
         start = len(before)
         upto = self.render(messages[: number + 1], tools).text
-        if whole.startswith(upto):
-            return start, self._end_of_turn(upto, start)
-        closings = [match[0] for match in self._special.finditer(upto, start)] if upto.startswith(before) else []
+        if not upto.startswith(before):
+            raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
+        end = self._end_of_turn(upto, start)
+        if whole.startswith(upto[:end]):
+            return start, end
+        closings = [match[0] for match in self._special.finditer(upto, start, end)]
         ends = [match.end() for match in self._special.finditer(whole, start) if match[0] in closings[-1:]]
         count = closings.count(closings[-1]) if closings else 0
-        if not 0 < count <= len(ends):
-            raise TemplateError(self._refusal(number, upto, whole))
+        run = self._closing_run(upto, start)
+        # the same words, and something else behind them: no telling what closes the turn
+        same = not run or whole.startswith(upto[: run[0].start()].rstrip())
+        if same or count > len(ends):
+            raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
         return start, ends[count - 1]
 
     def _end_of_turn(self, upto: str, start: int) -> int:
-        """Where the assistant stops: after the turn's closing special token, else at the end of the turn's text."""
-        closings = list(self._special.finditer(upto, start))
-        return closings[-1].end() if closings and not upto[closings[-1].end() :].strip() else len(upto)
+        """Where the assistant stops: after the turn's closing special token, else at the end of the turn's text.
+
+        A template may end a whole chat with a token more (Phi-3): what closes a turn stands directly behind the words.
+        """
+        run = self._closing_run(upto, start)
+        return ([match for match in run if match[0] == self._closing] or run)[-1].end() if run else len(upto)
+
+    def _closing_run(self, text: str, start: int) -> list[re.Match[str]]:
+        """The special tokens that end a text, with only white space between and behind them."""
+        run: list[re.Match[str]] = []
+        end = len(text)
+        for match in reversed(list(self._special.finditer(text, start))):
+            if text[match.end() : end].strip():
+                break
+            run.insert(0, match)
+            end = match.start()
+        return run
+
+    @functools.cached_property
+    def _closing(self) -> str | None:
+        """The special token that stands directly behind an assistant's plain words."""
+        try:
+            text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).text
+        except RowFault:
+            return None
+        run = self._closing_run(text, 0)
+        return run[0][0] if run else None
 
     def _shortened_prompt(
         self, messages: Sequence[Message], number: int, tools: list[Any] | None, whole: str, before: str
@@ -192,26 +229,28 @@ class ChatTemplate:
         both share, where the cut falls between special tokens."""
         closed = self.render(messages[:number], tools).text
         if not (whole.startswith(closed) and before.startswith(closed)):
-            raise TemplateError(self._refusal(number, before, whole))
+            raise TemplateError(self._refusal(messages, number, before, whole))
         position = len(closed)
         for match in self._special.finditer(before, len(closed)):
             if match.start() != position or not whole.startswith(before[: match.end()]):
                 break
             position = match.end()
         if position == len(closed):
-            raise TemplateError(self._refusal(number, before, whole))
+            raise TemplateError(self._refusal(messages, number, before, whole))
         return before[:position]
 
-    def _refusal(self, number: int, part: str, whole: str) -> str:
+    def _refusal(self, messages: Sequence[Message], number: int, part: str, whole: str, *, closed: bool = False) -> str:
+        """Why turn `number` cannot be told: `part`, the text before it (with it, if `closed`), is not in `whole`."""
+        later = any(message.get("role") == "assistant" for message in messages[number + 1 :])
         same = next(
             (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole))
         )
         return (
             "data.chat_template: what the assistant wrote cannot be told from this template, since its text for the "
-            f"first {number} messages is not the beginning of its text for the whole chat: they part after "
+            f"first {number + closed} messages is not the beginning of its text for the whole chat: they part after "
             f"{part[max(0, same - 40) : same]!r}, as {part[same : same + 40]!r} and {whole[same : same + 40]!r}. "
             "Give a .jinja file with {% generation %} markers around the assistant's words"
-            + ("" if number <= 2 else ", or set data.train_on: last")
+            + (", or set data.train_on: last" if later else "")
         )
 
 
