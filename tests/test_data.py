@@ -101,7 +101,7 @@ def test_sharegpt_names_and_prompts_that_are_lists(tmp_path, tokenizer):
     assert sorted(learned(row, tokenizer) for row in all_rows(pairs)) == ["this 0<|end|>", "this 1<|end|>"]
 
 
-@pytest.mark.parametrize("kind", ["json", "csv", "tsv", "parquet", "jsonl.gz", "folder", "saved"])
+@pytest.mark.parametrize("kind", ["json", "csv", "tsv", "parquet", "jsonl.gz", "folder", "saved", "splits"])
 def test_every_kind_of_file_gives_the_same_rows(kind, tmp_path, tokenizer):
     import datasets
 
@@ -121,12 +121,27 @@ def test_every_kind_of_file_gives_the_same_rows(kind, tmp_path, tokenizer):
         path.write_bytes(gzip.compress((tmp_path / "x.jsonl").read_bytes()))
     elif kind == "saved":
         table.save_to_disk(str(path))
+    elif kind == "splits":
+        datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(str(path))
     else:
         path.mkdir()
         write(path / "train-0.jsonl", rows[:3])
         write(path / "train-1.jsonl", rows[3:])
         write(path / "test.jsonl", [{"text": "never to be trained on"}])
     assert sorted(row["input_ids"] for row in all_rows(load(str(path), tokenizer))) == expected
+
+
+def test_a_folder_gives_what_is_not_hidden_in_it_wherever_it_lies(tmp_path, tokenizer, monkeypatch, caplog):
+    inside = tmp_path / ".hidden" / "inside"
+    (inside / "deep").mkdir(parents=True)
+    (inside / ".git" / "logs").mkdir(parents=True)
+    texts(inside / ".git" / "logs" / "a.jsonl")
+    texts(inside.parent / "b.jsonl")
+    monkeypatch.chdir(inside)
+    assert load("..", tokenizer).report.rows_read == 20 and not caplog.records
+    texts(inside.parent / "train.jsonl", count=5)
+    assert load(str(inside.parent), tokenizer).report.rows_read == 5
+    assert "1 of 2 files belong to no split by their names and are left out (b.jsonl" in caplog.text
 
 
 def test_a_text_file_is_cut_into_pieces_that_join_to_the_text(tmp_path, tokenizer):
@@ -357,6 +372,15 @@ def test_sources_that_cannot_be_found(tmp_path, tokenizer, plain):
         load(chats, plain)
     with pytest.raises(ValueError, match="1 no assistant turn"):
         load(chats, tokenizer)
+    pairs = {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "y"}]}
+    with pytest.raises(ValueError, match=r"2 a chat without a chat template \(.*data\.chat_template"):
+        load(write(tmp_path / "p.jsonl", [pairs] * 2), plain)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (saved / name).write_text("{")
+    with pytest.raises(ValueError, match=r"data\.source: .*cannot be read as a saved data set"):
+        load(str(saved), tokenizer)
     folder = tmp_path / "splits"
     folder.mkdir()
     texts(folder / "test.jsonl")

@@ -90,6 +90,12 @@ class Format:
             return Sample(messages=_messages(row, self.columns["messages"]), tools=_tools(row))
         prompt, completion = self.columns["prompt"], self.columns["completion"]
         if isinstance(row.get(prompt), list):
+            if not self.pairs_as_chat:
+                raise RowFault(
+                    "a chat without a chat template",
+                    f"column {prompt!r} holds messages; give data.chat_template a .jinja file, or the tokenizer of an "
+                    "instruct model",
+                )
             asked, answered = _messages(row, prompt), _messages(row, completion)
             return Sample(messages=asked + answered, tools=_tools(row), first_trained=len(asked))
         question, answer = _text(row, prompt), _text(row, completion)

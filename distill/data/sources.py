@@ -12,6 +12,7 @@ import csv
 import gzip
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 STDLIB = "python-stdlib"
 STDLIB_BYTES = 4_000_000
@@ -84,8 +87,9 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
     if path.is_file():
         return _of_files(source, [path], field)
     if path.is_dir():
-        if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-            return _hub_layout(source, split, field, lambda: _load_saved(path))
+        saved = {"dataset_dict.json"}, {"state.json", "dataset_info.json"}  # by save_to_disk
+        if any(all((path / name).is_file() for name in names) for names in saved):
+            return _hub_layout(source, split, field, lambda: _load_saved(path, field))
         return _of_files(source, _files_of_folder(path, split, field), field)
     looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
     if looks_local:
@@ -128,7 +132,9 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
     files = sorted(
         path
         for path in folder.rglob("*")
-        if path.is_file() and _kind(path) in SUFFIXES and not any(p.startswith(".") for p in path.parts[-2:])
+        if path.is_file()
+        and _kind(path) in SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     if not files:
         raise ValueError(f"{field}: the folder {folder} holds no data files ({', '.join(SUFFIXES)})")
@@ -139,6 +145,11 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
     wanted = [path for path in files if splits[path] == split]
     if not wanted:
         raise ValueError(f"data.split: expected one of {', '.join(named)}, the splits in {folder}; came {split!r}")
+    if unnamed := [path.name for path in files if splits[path] is None]:
+        logger.warning(
+            "%s: %d of %d files belong to no split by their names and are left out (%s, ...), since others do",
+            folder, len(unnamed), len(files), unnamed[0],
+        )  # fmt: skip
     return wanted
 
 
@@ -295,10 +306,13 @@ def _hub_layout(name: str, split: str, field: str, load: Callable[[], Any], dige
     return Source(name, digest or str(dataset._fingerprint), rows, columns)
 
 
-def _load_saved(path: Path) -> Any:
+def _load_saved(path: Path, field: str) -> Any:
     import datasets
 
-    return datasets.load_from_disk(str(path))
+    try:
+        return datasets.load_from_disk(str(path))
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{field}: {path} cannot be read as a saved data set: {_first_line(error)}") from error
 
 
 def _load_tables(files: list[Path], field: str) -> Any:
