@@ -215,7 +215,8 @@ def _check(documents: Documents, tally: Tally, source: Source, field: str) -> No
         logger.warning("%s: %s of %s rows dropped: %s", source.name, f"{dropped:,}", f"{tally.rows_read:,}", reasons)
     if tally.merged * 2 > tally.rows_read:
         logger.warning(
-            "%s: prompts end in a way that the tokenizer merges with the answer in %s of %s rows: one token each, not learned",
+            "%s: prompts end in a way that the tokenizer merges with the answer in %s of %s rows; the merged token is "
+            "not learned",
             source.name, f"{tally.merged:,}", f"{tally.rows_read:,}",
         )  # fmt: skip
 

@@ -192,8 +192,9 @@ def _read(
             f"data.source: nothing in {source.name} can be compared: {tally.rows_read:,} rows read"
             + (f": {reasons}" if reasons else "")
         )
-    if sum(tally.dropped.values()) * 10 > tally.rows_read:
-        logger.warning("%s: rows dropped of %s: %s", source.name, f"{tally.rows_read:,}", reasons)
+    dropped = sum(tally.dropped.values())
+    if dropped * 10 > tally.rows_read:
+        logger.warning("%s: %s of %s rows dropped: %s", source.name, f"{dropped:,}", f"{tally.rows_read:,}", reasons)
     return encoder, pairs, tally, key, found
 
 
