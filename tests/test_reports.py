@@ -9,6 +9,7 @@ import yaml
 from tiny import tiny_model, tiny_tokenizer
 
 from distill.judging.evaluate import HeldOut
+from distill.judging.generate import stream
 from distill.judging.samples import encode_prompt, generate, samples_text, write_samples
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import escape, fenced, write_model_card
@@ -47,6 +48,25 @@ def test_answers_are_greedy_and_end_at_the_end_token():
     torch.nn.init.zeros_(model.lm_head.bias)
     model.lm_head.bias.data[tokenizer.eos_token_id] = 9.0  # always says that it is done
     assert generate(model, tokenizer, ["Well?"], max_new_tokens=6) == [""]
+
+
+def test_a_models_own_habits_of_generating_play_no_part():
+    """Qwen2.5's configuration punishes repetition, and transformers keeps to the 50 likeliest tokens by itself."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(tokenizer, seed=3)
+    greedy = generate(model, tokenizer, ["Say it"], max_new_tokens=20)
+    own = model.generation_config
+    own.repetition_penalty, own.suppress_tokens, own.top_k = 1.8, list(range(60, 200)), 1
+    assert generate(model, tokenizer, ["Say it"], max_new_tokens=20) == greedy
+    said = [stream(model, tokenizer, "Say it", str, max_new_tokens=20, temperature=t) for t in (0.0, 1.0)]
+    assert said[0].strip() == greedy[0]
+    with torch.no_grad():
+        likeliest = model(input_ids=encode_prompt(tokenizer, "Say it")).logits[0, -1].topk(50).indices
+    torch.manual_seed(0)
+    letters = [stream(model, tokenizer, "Say it", str, max_new_tokens=1, temperature=1.0) for _ in range(40)]
+    within = {tokenizer.decode([number]) for number in likeliest}
+    assert any(letter.isascii() and letter not in within for letter in letters if letter)
+    assert model.generation_config is own
 
 
 def test_answers_do_not_become_markdown(tmp_path):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,6 +107,32 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
     return sorted(token for token in found if token is not None)
 
 
+@contextlib.contextmanager
+def as_asked(model: Any, *, most: int, temperature: float, pad: int | None, ends: Sequence[int]) -> Iterator[None]:
+    """Inside, `model.generate` draws from softmax(logits / temperature) (0: the likeliest token) and from nothing else.
+
+    A chat model's own configuration would bring penalties and cut-offs, and transformers' a top-k of 50.
+
+    Args:
+        model: Of transformers, inside PEFT or not.
+        most: New tokens.
+        temperature: That they are drawn at.
+        pad: The padding token.
+        ends: Tokens that end an answer.
+    """
+    inner: Any = bare(model)
+    own = inner.generation_config
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    inner.generation_config = GenerationConfig(
+        max_new_tokens=most, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
+        **(drawn if temperature > 0 else {"do_sample": False}),
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        inner.generation_config = own
+
+
 class TransformersEngine:
     """`model.generate` on batches padded on the left, with our preallocated cache where the model's layers allow.
 
@@ -167,19 +194,11 @@ class TransformersEngine:
         # who is finished goes on beside the others, beyond what was asked for
         if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
-        own = self.inner.generation_config
-        # a chat model's own configuration would bring penalties and cut-offs into the distribution
-        self.inner.generation_config = GenerationConfig(
-            max_new_tokens=most, do_sample=temperature > 0, temperature=temperature or None, top_k=0, top_p=1.0,
-            pad_token_id=self.pad, eos_token_id=self.ends or None,
-        )  # fmt: skip
-        try:
+        with as_asked(self.inner, most=most, temperature=temperature, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
                 logits_processor=self.processors, past_key_values=cache, synced_gpus=self.together or None,
             )  # fmt: skip
-        finally:
-            self.inner.generation_config = own
         return [self._ended(tokens) for tokens in out[:, width:].tolist()]
 
     def _ended(self, tokens: list[int]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+from distill.generation.engines import as_asked, end_tokens
 from distill.judging.samples import encode_prompt
 
 
@@ -45,7 +46,7 @@ class Stream(BaseStreamer):
 def stream(
     model: Any, tokenizer: Any, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float
 ) -> str:
-    """Generate an answer to `prompt`, writing it as it comes; greedy at temperature 0.
+    """Generate an answer to `prompt`, writing it as it comes: tokens from softmax(logits / temperature), greedy at 0.
 
     Returns:
         The answer.
@@ -53,11 +54,7 @@ def stream(
     device = next(model.parameters()).device
     ids = encode_prompt(tokenizer, prompt).to(device)
     streamer = Stream(tokenizer, write)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
-    if not temperature:
-        sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, use_cache=True,
-        pad_token_id=tokenizer.pad_token_id, streamer=streamer, **sampling,
-    )  # fmt: skip
+    ends = end_tokens(tokenizer, model, None)
+    with as_asked(model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends):
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distill.generation.engines import as_asked, end_tokens
+
 TITLES = {"teacher": "teacher", "before": "student before", "after": "student after"}
 
 
@@ -54,23 +56,9 @@ def encode_prompt(tokenizer: Any, prompt: str) -> torch.Tensor:
 
 
 def _answer(model: Any, tokenizer: Any, ids: torch.Tensor, max_new_tokens: int) -> str:
-    ends = {tokenizer.eos_token_id}
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ends |= set(configured if isinstance(configured, list) else [configured])
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        # what a chat model's own configuration would add to sampling has no meaning here, and warns
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        use_cache=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=sorted(end for end in ends if end is not None) or None,
-    )
+    ends = end_tokens(tokenizer, model, None)
+    with as_asked(model, most=max_new_tokens, temperature=0.0, pad=tokenizer.pad_token_id, ends=ends):
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()
 
 

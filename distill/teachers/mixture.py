@@ -90,6 +90,10 @@ class TeacherGroup(nn.Module):
         """Of the first teacher."""
         return self.members[0].generation_config
 
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self.members[0].generation_config = value
+
     def generate(self, **arguments: Any) -> Any:
         """As `generate` of transformers; each token is drawn from the mixture.
 
