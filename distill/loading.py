@@ -14,6 +14,7 @@ from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import bare, find_head
 from distill.models.load import kept_layers, load_config, load_student, load_teacher, load_tokenizer
+from distill.models.packed import keeps_apart
 from distill.models.patching import Role
 from distill.models.vocabulary import compare, extend_student, shared_columns
 from distill.recipe import Recipe
@@ -134,6 +135,7 @@ def load_models(
         student_tokenizer = tokenizer
     for model, field in ((teacher, "teacher"), (student, "student")):
         check_length(recipe, model, field)
+        check_packing(recipe, model, field)
     rows = [len(find_head(model).linear.weight) for model in (teacher, student)]  # type: ignore[arg-type]
     shared, verdict = shared_columns(tokenizer, student_tokenizer, *rows)
     if section.lora is not None:
@@ -207,6 +209,16 @@ def check_length(recipe: Recipe, model: Any, field: str) -> None:
     if most and recipe.data.max_length > most:
         raise ValueError(
             f"data.max_length: expected at most {most}, the {field}'s longest sequence; came {recipe.data.max_length}"
+        )
+
+
+def check_packing(recipe: Recipe, model: Any, field: str) -> None:
+    """Refuse packed rows for a model in which documents of one row see each other."""
+    if recipe.data.packing and not any(p.is_meta for p in model.parameters()) and not keeps_apart(model):
+        raise ValueError(
+            f"data.packing: expected false, since the {field} ({type(bare(model)).__name__}) does not keep documents "
+            "of one row apart: its layers carry something from one into the next, or its attention is not told where "
+            "they end"
         )
 
 

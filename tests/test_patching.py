@@ -10,7 +10,10 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from distill.loading import check_packing
+from distill.models.packed import keeps_apart
 from distill.models.patching import AutoFusedModelForCausalLM, patch, unpatch
+from distill.recipe import dump, parse
 
 # model type -> what must be swapped in two layers, and settings that make the tiny model exercise its particulars
 FAMILIES = {
@@ -131,6 +134,49 @@ def test_a_model_that_computes_something_else_is_left_alone():
     expected = model(input_ids=ids(), use_cache=False).logits
     patch(model, "student")
     assert_same(model(input_ids=ids(), use_cache=False).logits, expected)
+
+
+# model type -> settings; modules that look like ours and are called otherwise, or attention that is not told all
+UNLIKE = {
+    "starcoder2": {},  # pre-norm layers around LayerNorms
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },  # RMSNorms with a gate
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "mamba_n_heads": 8, "mamba_d_head": 8,
+        "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8, "shared_intermediate_size": 64,
+    },
+    "nemotron": {},  # layers that do not hand on where documents end
+    "doge": {},  # attention that makes its own mask
+}  # fmt: skip
+CARRY = {"qwen3_next", "granitemoehybrid", "gpt_oss"}  # no document of a packed row is alone there
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_models_with_parts_of_another_kind_say_what_they_said(kind):
+    model = tiny_model(kind=kind, **UNLIKE[kind])
+    tokens, positions = ids(2, 14), torch.tensor([[*range(6), *range(8)]] * 2)
+    inputs = [{"input_ids": tokens}] + [{"input_ids": tokens, "position_ids": positions}] * (kind not in CARRY)
+    expected = [model(**one, use_cache=False).logits for one in inputs]
+    assert keeps_apart(model) == (kind not in CARRY)
+    patch(model, attention=None if kind == "gpt_oss" else "triton")
+    for one, logits in zip(inputs, expected, strict=True):
+        assert_same(model(**one, use_cache=False).logits, logits)
+
+
+def test_packed_rows_are_refused_where_documents_see_each_other():
+    recipe = parse("{teacher: {model: a}, student: {model: a}, data: {source: a}, train: {steps: 1}}")
+    model = tiny_model(kind="lfm2", layer_types=["conv", "full_attention"])
+    check_packing(recipe, tiny_model(), "teacher")
+    check_packing(parse(dump(recipe), ["data.packing=false"]), model, "student")
+    with pytest.raises(ValueError, match=r"data\.packing: expected false, since the student \(Lfm2ForCausalLM"):
+        check_packing(recipe, model, "student")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:] = torch.nan
+    check_packing(recipe, model, "student")  # this is told elsewhere
 
 
 def test_generate_with_padding_and_cache_as_before():

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from distill.models.head import bare, decoder_of
 from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forward
+from distill.models.packed import keeps_apart
 
 log = logging.getLogger(__name__)
 
@@ -209,6 +210,16 @@ def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None
         return
     decoder = decoder_of(model)
     use_fused_attention(model, decoder, backend)
+    if "attention" not in report.verdicts and not any(parameter.is_meta for parameter in model.parameters()):
+        report.verdicts["attention"] = keeps_apart(model)
+        if not report.verdicts["attention"]:  # unless the model does not keep them apart by itself either
+            stop_fused_attention(model, decoder)
+            report.verdicts["attention"] = not keeps_apart(model)
+            use_fused_attention(model, decoder, backend)
+    if not report.verdicts.get("attention", True):
+        stop_fused_attention(model, decoder)
+        report.left["attention"] = "the model makes masks of its own, or its layers do not hand on where documents end"
+        return
     undo.append(lambda: stop_fused_attention(model, decoder))
     report.attention = backend
 
@@ -245,7 +256,14 @@ def _looks_like_rms_norm(module: nn.Module) -> bool:
         and parameters["weight"].dim() == 1
         and not list(module.children())
         and _epsilon(module) is not None
+        and _takes_one_input(module)
     )
+
+
+def _takes_one_input(module: nn.Module) -> bool:
+    """Whether hidden states are all that a module is given: no gate (Mamba 2) and no number of a layer beside them."""
+    inputs = inspect.signature(module.forward).parameters.values()
+    return len([one for one in inputs if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]) == 1
 
 
 @torch.no_grad()
@@ -284,7 +302,7 @@ def _gated_names(module: nn.Module) -> tuple[str, str | None, str] | None:
 @torch.no_grad()
 def _gated_activation(module: nn.Module, names: tuple[str, str | None, str]) -> str | None:
     first = getattr(module, names[0])
-    if not hasattr(first, "in_features"):
+    if not hasattr(first, "in_features") or not _takes_one_input(module):
         return None
     # large inputs, so that the activations differ by more than rounding
     x = _random(module, 3, first.in_features, scale=8.0)
@@ -366,11 +384,15 @@ def _fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         children = {name for name, _ in module.named_children()}
         if "forward" in module.__dict__:
             continue
-        # the norm that is fused must already be ours: only our forward takes the residual
-        if children == pre_norm and "forward" in module.post_attention_layernorm.__dict__:
+        if children == pre_norm and _takes_residual(module.post_attention_layernorm):
             yield "pre_norm", module
-        elif children == sandwich and "forward" in module.pre_feedforward_layernorm.__dict__:
+        elif children == sandwich and _takes_residual(module.pre_feedforward_layernorm):
             yield "sandwich", module
+
+
+def _takes_residual(norm: Any) -> bool:
+    """Whether a norm runs our forward, and that of an RMSNorm: a LayerNorm's takes no residual."""
+    return "forward" in norm.__dict__ and "residual" in inspect.signature(norm.forward).parameters
 
 
 def _attend(layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -409,4 +431,8 @@ def _layer_matches(layer: nn.Module, *, model: nn.Module, forward: Callable[...,
     expected = type(layer).forward(layer, *args, **kwargs)
     if len(args) > 1 or not isinstance(expected, torch.Tensor):
         return False
-    return _close(forward(layer, *args, **kwargs), expected)
+    try:
+        ours = forward(layer, *args, **kwargs)
+    except TypeError:  # an MLP that returns more than hidden states (gpt-oss: its router's scores)
+        return False
+    return _close(ours, expected)

@@ -36,7 +36,7 @@ def load_several(
     Raises:
         ValueError: a teacher whose tokens or rules differ from the first one's, and what `load_models` refuses.
     """
-    from distill.loading import check_length, load_models
+    from distill.loading import check_length, check_packing, load_models
 
     for number, section in enumerate(recipe.teachers[1:], 1):
         if tokenizer is not None:  # before gigabytes are read
@@ -56,6 +56,7 @@ def load_several(
         dtype = precision.teacher if section.dtype == "auto" else COMPUTE[section.dtype]
         members.append(load_teacher(section, device=device, dtype=dtype))
         check_length(recipe, members[-1], f"teachers.{number}")
+        check_packing(recipe, members[-1], f"teachers.{number}")
     rows = [len(find_head(model).linear.weight) for model in members]  # type: ignore[arg-type]
     group = TeacherGroup(members, [section.weight for section in recipe.teachers])
     return models._replace(

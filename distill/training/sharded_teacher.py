@@ -69,7 +69,7 @@ def load_sharded_teacher(
         with torch.random.fork_rng(devices), device:
             small = AutoModelForCausalLM.from_config(_two_layers(config), **options).eval()
         backend = attention(small)
-        report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=None).verdicts)
+        report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=backend).verdicts)
         del small
     buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
     shard_teacher(model)

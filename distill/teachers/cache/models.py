@@ -29,7 +29,7 @@ def load_cached(recipe: Recipe, tokenizer: Any, device: torch.device, precision:
     Raises:
         ValueError: with the first difference between the cache and the recipe; a student that cannot be had.
     """
-    from distill.loading import Models, check_length
+    from distill.loading import Models, check_length, check_packing
 
     assert recipe.teacher.path is not None
     cache = TeacherCache(recipe.teacher.path)
@@ -48,6 +48,7 @@ def load_cached(recipe: Recipe, tokenizer: Any, device: torch.device, precision:
         extend_student(student, student_tokenizer, tokenizer)
         student_tokenizer = tokenizer
     check_length(recipe, student, "student")
+    check_packing(recipe, student, "student")
     rows = [cache.columns, len(find_head(student).linear.weight)]  # type: ignore[arg-type]
     shared, verdict = shared_columns(tokenizer, student_tokenizer, *rows)
     if section.lora is not None:
