@@ -246,8 +246,8 @@ def test_opcheck(where):
     wanted = [True, True, False, False, False, True]
     torch.library.opcheck(
         linear_divergence_op,
-        (x, w, None, None, None, xt, wt, None, labels, scale, None, objective, 1.0, V, torch.float32, None, False,
-         False, wanted, None, None, "", ""),
+        (x, w, None, None, None, [xt], [wt], [None], labels, scale, None, [], objective, 1.0, V, torch.float32, None,
+         False, False, wanted, None, None, "", ""),
     )  # fmt: skip
 
 

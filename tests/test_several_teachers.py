@@ -170,6 +170,27 @@ def test_chunks_and_chosen_rows(kernel_device):
             assert_as_good_as_torch(one, right, right, torch.float32)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
+def test_one_graph_of_several_teachers(kernels, reduction, request):
+    """`torch.compile(fullgraph=True)`: three teachers, and one that is left with a scale and a cap of its own."""
+    device = request.getfixturevalue("kernel_device" if kernels else "device")
+    x, w, teachers, labels = tensors(device, torch.float32)
+    module = FusedDistillationLoss(SOME, 2.0, reduction=reduction)
+
+    def step(x, w, teachers):
+        loss, stats = module(x, w, labels=labels, teachers=teachers, return_stats=True)
+        return loss.sum() * 2, stats.teacher_entropy
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for given in (teachers, [teachers[0]._replace(share=0.0), teachers[1]]):
+        for mine, right in zip(compiled(x, w, given), step(x, w, given), strict=True):
+            assert torch.equal(mine, right)
+        mine, right = (torch.autograd.grad(call(x, w, given)[0], (x, w)) for call in (compiled, step))
+        for one, other in zip(mine, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
 def test_impossible_tokens(kernel_device):
     """A token that one teacher rules out keeps the others' probability; one that all rule out has none."""
     x, w, teachers, labels = tensors(kernel_device, torch.float32)

@@ -85,6 +85,8 @@ CASES |= {
         "frozen": Case(KL, frozen=True, lora=True),
         "rows apart": Case(KL, {"reduction": "none"}),
         "one that counts": Case(KL, teachers=("rows",)),
+        "compiled": Case(MIXED, {}, "dtensor", ("whole", "dtensor", "whole"), bias=True, compiled=True),
+        "compiled, own rows": Case(MIXED, {"temperature": 2.0}, bias=True, lora=True, compiled=True),
     }.items()
 }
 

@@ -68,35 +68,45 @@ class Mixture(NamedTuple):
         return self._replace(heads=tuple(head.cut(vocab, dtype) for head in self.heads))
 
 
-def make_mixture(teachers: Sequence[TeacherHead], make_head: Callable[[TeacherHead], Head]) -> Mixture:
-    """The teachers that count.
-
-    Args:
-        teachers: as the user gave them.
-        make_head: one teacher's flattened, detached head.
+def shares_of(teachers: Sequence[TeacherHead]) -> tuple[list[TeacherHead], list[float]]:
+    """The teachers that count, and of each its share, of 1 in all, its scale and its soft cap, in a row.
 
     Raises:
         ValueError: naming the field: shares below 0 or all 0, a scale or soft cap that is not above 0.
     """
     for number, teacher in enumerate(teachers):
         for name, value, fits in (
-            ("share", teacher.share, math.isfinite(teacher.share) and teacher.share >= 0),
-            ("logit_scale", teacher.logit_scale, math.isfinite(teacher.logit_scale) and teacher.logit_scale > 0),
+            ("share", teacher.share, 0 <= teacher.share < math.inf),
+            ("logit_scale", teacher.logit_scale, 0 < teacher.logit_scale < math.inf),
             ("softcap", teacher.softcap, teacher.softcap is None or 0 < teacher.softcap < math.inf),
         ):
             if not fits:
                 low = "at least" if name == "share" else "above"
                 raise ValueError(f"teachers[{number}].{name}: expected a finite number {low} 0, got {value!r}")
     counted = [teacher for teacher in teachers if teacher.share > 0]
-    total = sum(teacher.share for teacher in counted)
     if not counted:
         raise ValueError(f"teachers: expected one of share above 0, got {[teacher.share for teacher in teachers]}")
-    return Mixture(
-        tuple(map(make_head, counted)),
-        tuple(teacher.share / total for teacher in counted),
-        tuple(float(teacher.logit_scale) for teacher in counted),
-        tuple(float(teacher.softcap or 0.0) for teacher in counted),
-    )
+    total = sum(teacher.share for teacher in counted)
+    rows = ((teacher.share / total, teacher.logit_scale, teacher.softcap or 0.0) for teacher in counted)
+    return counted, [float(value) for row in rows for value in row]
+
+
+def teacher_of(
+    heads: Sequence[Head], mixture: Sequence[float], objective: Objective
+) -> tuple[Head | Mixture | None, Objective]:
+    """What the drivers compare the student with, and the objective with that teacher's scale and soft cap.
+
+    Args:
+        heads: flattened and detached, of one teacher, of several, or none.
+        mixture: of `shares_of`; empty where the teacher did not come by `teachers`.
+        objective: as the module has it.
+    """
+    if not mixture:
+        return (heads[0] if heads else None), objective
+    shares, scales, softcaps = (tuple(mixture[part::3]) for part in range(3))
+    if len(heads) == 1:
+        return heads[0], objective._replace(teacher_scale=scales[0], teacher_softcap=softcaps[0])
+    return Mixture(tuple(heads), shares, scales, softcaps), objective
 
 
 def mixed_logits(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from distill_kernels.losses.linear import find_rows, linear_divergence, row_scales
-from distill_kernels.losses.mixture import Mixture, TeacherHead, make_mixture
+from distill_kernels.losses.mixture import TeacherHead, shares_of, teacher_of
 from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.sharded_heads import Heads, own_heads
@@ -33,12 +33,13 @@ def linear_divergence_op(
     student_bias: torch.Tensor | None,
     lora_a: torch.Tensor | None,
     lora_b: torch.Tensor | None,
-    teacher_hidden: torch.Tensor | None,
-    teacher_weight: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
+    teacher_hidden: Sequence[torch.Tensor],
+    teacher_weight: Sequence[torch.Tensor],
+    teacher_bias: Sequence[torch.Tensor | None],
     labels: torch.Tensor | None,
     row_scale: torch.Tensor,
     valid_rows: torch.Tensor | None,
+    mixture: Sequence[float],
     objective: str,
     lora_scale: float,
     vocab: int,
@@ -54,9 +55,8 @@ def linear_divergence_op(
 ) -> list[torch.Tensor]:
     """Loss ([] or, `per_row`, [N]), statistics [7, N], gradients of the five student tensors; empty where unwanted."""
     rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
-    teacher = None
-    if teacher_hidden is not None and teacher_weight is not None:
-        teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
+    heads = [Head(*tensors) for tensors in zip(teacher_hidden, teacher_weight, teacher_bias, strict=True)]
+    teacher, compared = teacher_of(heads, mixture, Objective.decode(objective))
     top = None
     if teacher_ids is not None and teacher_logprobs is not None:
         top = TopK(teacher_ids, teacher_logprobs, tail)
@@ -64,7 +64,7 @@ def linear_divergence_op(
         Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale),
         teacher,
         Batch(labels, row_scale, rows, top),
-        Objective.decode(objective),
+        compared,
         Wanted(*wanted),
         vocab=vocab,
         dtype=dtype,
@@ -100,7 +100,7 @@ def _gradients(outcome: Outcome) -> tuple[torch.Tensor | None, ...]:
 @linear_divergence_op.register_fake
 def _(
     student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias,
-    labels, row_scale, valid_rows, objective, lora_scale, vocab, dtype, workspace, skip_rows, per_row, wanted,
+    labels, row_scale, valid_rows, mixture, objective, lora_scale, vocab, dtype, workspace, skip_rows, per_row, wanted,
     teacher_ids, teacher_logprobs, tail, shard,
 ):  # fmt: skip
     n = student_hidden.shape[0]
@@ -118,28 +118,40 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings = inputs[11:18]
-    ctx.per_row = inputs[17]
-    ctx.wanted = inputs[18]
-    ctx.text = inputs[21:23]
-    ctx.save_for_backward(*((*inputs[:11], *inputs[19:21]) if ctx.per_row else output[2:]))
+    ctx.settings = inputs[11:19]
+    ctx.per_row = inputs[18]
+    ctx.wanted = inputs[19]
+    ctx.text = inputs[22:24]
+    ctx.teachers = len(inputs[5])
+    ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
+    again = (*inputs[:5], *inputs[8:11], *inputs[20:22], *inputs[5], *inputs[6], *inputs[7])
+    ctx.save_for_backward(*(again if ctx.per_row else output[2:]))
+
+
+def _no_gradient(given: Any) -> Any:
+    """What backward returns for an argument without one: autograd takes a list of tensors, or an empty one, apart."""
+    return [None] * len(given) if isinstance(given, list) and all(map(torch.is_tensor, given)) else None
 
 
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
     if ctx.per_row:
-        *tensors, teacher_ids, teacher_logprobs = ctx.saved_tensors
-        tensors[9] = tensors[9] * upstream[0]
+        count = ctx.teachers
+        students, (labels, row_scale, valid_rows), top = (ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 10)))
+        teachers = [list(ctx.saved_tensors[10 + count * part :][:count]) for part in range(3)]
         wanted = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
-        settings[6] = False
-        made = linear_divergence_op(*tensors, *settings, wanted, teacher_ids, teacher_logprobs, *ctx.text)[2:]
+        settings[7] = False
+        scale = row_scale * upstream[0]
+        made = linear_divergence_op(
+            *students, *teachers, labels, scale, valid_rows, *settings, wanted, *top, *ctx.text
+        )[2:]  # fmt: skip
         gradients = [gradient if want else None for gradient, want in zip(made, wanted, strict=False)]
     else:
         gradients = [
             saved * upstream[0].to(saved.dtype) if want else None
             for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=False)
         ]
-    return (*gradients, *[None] * 18)
+    return (*gradients, *ctx.without_gradient)
 
 
 linear_divergence_op.register_autograd(_op_backward, setup_context=_save_for_backward)
@@ -188,9 +200,8 @@ class _FusedLoss(torch.autograd.Function):
         return (*gradients, None)
 
 
-def _teacher_head(teacher: TeacherHead) -> Head:
-    bias = None if teacher.bias is None else teacher.bias.detach()
-    return Head(teacher.hidden.detach().flatten(0, -2), teacher.weight.detach(), bias)
+def _detached(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
+    return Head(hidden.detach().flatten(0, -2), weight.detach(), None if bias is None else bias.detach())
 
 
 def fused_loss(
@@ -221,14 +232,14 @@ def fused_loss(
     """What every module calls; arguments as in `FusedDistillationLoss`, `encoded` is `objective.encode()`.
 
     With `top`, [N, K] of every token, the divergence is from this teacher, and none comes as a head; with `teachers`
-    from their mixture, eagerly: `torch.compile` breaks its graph here.
+    from their mixture.
     """
     from distill_kernels.losses.arguments import check_arguments
 
     lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
     if not objective.needs_teacher and not return_stats:
         teacher_hidden = teacher_weight = teacher_bias = None
-    several = bool(teachers) and (objective.needs_teacher or return_stats)
+    several = teachers is not None and len(teachers) > 0 and (objective.needs_teacher or return_stats)
     if teachers is not None and not teachers:
         raise ValueError("teachers: expected at least one TeacherHead, got none")
     if teachers and (teacher_hidden is not None or teacher_weight is not None):
@@ -260,7 +271,13 @@ def fused_loss(
             raise ValueError(f"teachers[{number}]: {error}") from None
     shape = student_hidden.shape[:-1]
     student_hidden = student_hidden.flatten(0, -2)
-    teacher_hidden = None if teacher_hidden is None else teacher_hidden.flatten(0, -2)
+    teacher_heads: list[Head] = []
+    mixture: list[float] = []
+    if several:
+        counted, mixture = shares_of(others)
+        teacher_heads = [_detached(teacher.hidden, teacher.weight, teacher.bias) for teacher in counted]
+    elif teacher_hidden is not None and teacher_weight is not None:
+        teacher_heads = [_detached(teacher_hidden, teacher_weight, teacher_bias)]
     labels = None if labels is None else labels.flatten()
     scale = row_scales(
         student_hidden,
@@ -281,31 +298,20 @@ def fused_loss(
     grad = torch.is_grad_enabled()
     flags = [grad and tensor is not None and tensor.requires_grad for tensor in students]
     wanted = Wanted(*flags)._replace(stats=return_stats)
-    if torch.compiler.is_compiling() and not several:
+    if torch.compiler.is_compiling():
+        hidden = [head.hidden for head in teacher_heads]
+        weights, biases = [head.weight for head in teacher_heads], [head.bias for head in teacher_heads]
         loss, stats, *_ = linear_divergence_op(
-            *students, teacher_hidden, teacher_weight, teacher_bias, labels, scale, valid_rows, encoded,
-            lora_scale, vocab, dtype, workspace, skip, per_row,
-            list(Wanted(stats=return_stats)) if per_row else list(wanted), *(top or (None, None, "")),
-            "" if shard is None else shard.encode(),
+            *students, hidden, weights, biases, labels, scale, valid_rows, mixture, encoded, lora_scale, vocab, dtype,
+            workspace, skip, per_row, list(Wanted(stats=return_stats)) if per_row else list(wanted),
+            *(top or (None, None, "")), "" if shard is None else shard.encode(),
         )  # fmt: skip
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
-        teacher: Head | Mixture | None = None
-        if several:
-            teacher = make_mixture(others, _teacher_head)
-            if len(teacher.heads) == 1:
-                objective = objective._replace(teacher_scale=teacher.scales[0], teacher_softcap=teacher.softcaps[0])
-                teacher = teacher.heads[0]
-        elif teacher_hidden is not None and teacher_weight is not None:
-            teacher = Head(
-                teacher_hidden.detach(),
-                teacher_weight.detach(),
-                None if teacher_bias is None else teacher_bias.detach(),
-            )
+        teacher, compared = teacher_of(teacher_heads, mixture, objective)
         settings = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
-        apply = torch.compiler.disable(_FusedLoss.apply) if several else _FusedLoss.apply
-        loss, stats = apply(
-            *students, (teacher, Batch(labels, scale, rows, top), objective, wanted, settings, per_row, lora_scale)
+        loss, stats = _FusedLoss.apply(
+            *students, (teacher, Batch(labels, scale, rows, top), compared, wanted, settings, per_row, lora_scale)
         )
     if down is not None:
         loss = loss * down
