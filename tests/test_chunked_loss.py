@@ -65,6 +65,25 @@ def test_equals_autograd_over_full_logits(device, monkeypatch, dtype, given):
     assert not made[2][200:].any(), "padded vocabulary got a gradient"
 
 
+def test_half_precision_keeps_small_gradients(device):
+    x, w, x_t, w_t = realistic_heads(64, 4001, 24, 40, dtype=torch.float16, device=device)
+    labels = torch.arange(64, device=device)
+    items, scaler = 100_000, 65536.0
+
+    def ours(leaves):
+        return ChunkedLoss(own_loss)(*leaves, x_t, w_t, labels, num_items=items) * scaler
+
+    def full_logits(leaves):
+        logits = [x @ w.T for x, w in (leaves, (x_t.to(leaves[0].dtype), w_t.to(leaves[1].dtype)))]
+        logits = [z if z.dtype == torch.float64 else z.float() for z in logits]
+        return own_loss(*logits, labels).sum() / items * scaler  # as a gradient scaler does
+
+    exact = differentiate(full_logits, [x, w], torch.float64)
+    eager = differentiate(full_logits, [x, w])
+    for results in zip(differentiate(ours, [x, w]), eager, exact, strict=True):
+        assert_as_good_as_torch(*results, torch.float16)
+
+
 def test_full_logits_never_exist(device):
     seen = []
 

@@ -186,6 +186,8 @@ def test_in_place_is_refused_or_noticed_where_it_would_be_silently_wrong(kernel_
     capped = torch.tanh(leaf)  # whose backward reads its output, which is overwritten
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kl_div(capped, teacher, in_place=True).backward()
+    with pytest.raises(ValueError, match="no row expanded, got strides"):
+        kl_div((leaf * 1)[:1].expand(3, 40), teacher, in_place=True)  # three gradients for one place
     with torch.no_grad():
         kept = student.clone()
         kl_div(kept, teacher, in_place=True)
@@ -221,8 +223,18 @@ def test_all_ignored_and_empty(kernel_device):
     student, teacher = (z.float() for z in realistic_logits(3, 40, device=kernel_device))
     loss, gradient = loss_and_gradient(kl_div, student, teacher, torch.full((3,), -100, device=kernel_device))
     assert loss == 0 and not gradient.any()
-    loss, gradient = loss_and_gradient(kl_div, student[:0], teacher[:0])
-    assert loss == 0 and gradient.shape == (0, 40)
+    for dtype in (torch.float32, torch.float16):
+        loss, gradient = loss_and_gradient(kl_div, student[:0].to(dtype), teacher[:0].to(dtype))
+        assert loss == 0 and gradient.shape == (0, 40)
+
+
+def test_labels_of_narrow_dtypes(kernel_device):
+    student, teacher = (z.float() for z in realistic_logits(3, 200, device=kernel_device))
+    labels = torch.tensor([1, 156, 199], device=kernel_device)  # 156 is -100 as an unsigned byte
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        loss = kl_div(student, teacher, labels.to(dtype))
+        assert torch.equal(loss, kl_div(student, teacher, labels))
+        assert torch.equal(cross_entropy(student, labels.to(dtype)), cross_entropy(student, labels))
 
 
 def test_second_backward_raises(kernel_device):

@@ -47,6 +47,34 @@ def test_top_k_takes_tokens_of_the_teacher():
     assert torch.equal(loss, distill_kernels.FusedTopKKLLoss("reverse", "renormalize")(hidden, weight, ids, top))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_tokens_at_all(device, dtype):
+    hidden, weight, teacher_hidden, teacher_weight = realistic_heads(4, 97, 16, 24, dtype=dtype, device=device)
+    for reduction in ("mean", "none"):
+        student = hidden[:0].clone().requires_grad_(), weight.clone().requires_grad_()
+        loss = distill_kernels.fused_kl_loss(*student, teacher_hidden[:0], teacher_weight, reduction=reduction)
+        loss.sum().backward()
+        assert loss.sum() == 0 and not student[1].grad.any()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("items", [0, torch.tensor(0)])
+def test_a_step_without_any_token_that_counts(device, items, skip):
+    hidden, weight, *teacher = realistic_heads(4, 97, 16, 24, device=device)
+    weight.requires_grad_()
+    labels = torch.full((4,), -100, device=device)
+    settings = {"ce_weight": 1.0, "num_items": items, "skip_ignored_rows": skip}
+    loss = distill_kernels.fused_kl_loss(hidden, weight, *teacher, labels, **settings)
+    loss.backward()
+    assert loss == 0 and not weight.grad.any()
+
+
+def test_terms_as_lists():
+    heads = realistic_heads(4, 31, 8, 8)
+    loss = distill_kernels.fused_distillation_loss(*heads, terms=[["forward_kl", 1.0]])
+    assert torch.equal(loss, distill_kernels.fused_kl_loss(*heads))
+
+
 def test_mistakes_name_the_field():
     heads = realistic_heads(4, 31, 8, 8)
     with pytest.raises(ValueError, match="direction"):

@@ -18,7 +18,7 @@ from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradient
 from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.operator import SECOND_BACKWARD
 from distill_kernels.losses.projection import product_fp32
-from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.terms import LossTerm, make_objective
 
 Rows = slice | torch.Tensor
@@ -161,6 +161,7 @@ class ChunkedLoss(nn.Module):
         scale = row_scales(
             hidden, labels, weights, num_items, valid_rows, ignore_index=self.ignore_index, reduction=self.reduction
         )
+        scale, down = power_of_two(scale, dtype)
         teacher = None
         if teacher_hidden is not None and teacher_weight is not None:
             bias = None if teacher_bias is None else teacher_bias.detach()
@@ -172,7 +173,8 @@ class ChunkedLoss(nn.Module):
         wanted = Wanted(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
         settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, hidden.device)}
         call = (float(lora_scale), Batch(labels, scale, rows), wanted, self._row_loss(teacher, labels, scale), settings)
-        return _ChunkedFunction.apply(*students, call)
+        loss = _ChunkedFunction.apply(*students, call)
+        return loss if down is None else loss * down
 
     def _row_loss(self, teacher: Head | None, labels: torch.Tensor | None, scale: torch.Tensor) -> RowLoss:
         """`fn`, differentiated: raw logits of some rows to their scaled losses and the gradient."""

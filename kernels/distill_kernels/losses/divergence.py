@@ -164,7 +164,7 @@ def reference_rows(
     z_teacher = None if teacher_raw is None else transform_logits(teacher_raw, o.teacher_scale, o.teacher_softcap)
     kept = row_scale != 0
     columns = vocab if shard is None else shard.vocab
-    targets = None if labels is None else torch.where(kept, labels, 0 if shard is None else ON_ANOTHER_RANK)
+    targets = None if labels is None else torch.where(kept, labels.long(), 0 if shard is None else ON_ANOTHER_RANK)
     loss = z.new_zeros(n)
     gradient = None
     log_p1 = None  # the student at T = 1

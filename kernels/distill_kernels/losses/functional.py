@@ -95,4 +95,4 @@ def fused_top_k_kl_loss(*tensors: torch.Tensor | None, tail: str = "bucket", **n
 
 def fused_distillation_loss(*tensors: torch.Tensor | None, terms: Sequence[LossTerm], **named: Any) -> Result:
     """A weighted sum of divergences and cross-entropy: `FusedDistillationLoss`; arguments as in `fused_kl_loss`."""
-    return _call(FusedDistillationLoss, tensors, {"terms": tuple(terms), **named})
+    return _call(FusedDistillationLoss, tensors, {"terms": tuple(LossTerm(*term) for term in terms), **named})

@@ -46,7 +46,7 @@ def row_scales(
     if labels is None:
         valid = student_hidden.new_ones(n, dtype=torch.bool)
     else:
-        valid = labels != ignore_index
+        valid = labels.long() != ignore_index  # as the label's own dtype, uint8 or uint16, -100 would be a token
     if rows is not None:
         valid = valid & torch.zeros_like(valid).index_fill_(0, rows, True)
     scale = valid.to(dtype)
@@ -54,6 +54,8 @@ def row_scales(
         scale = torch.where(valid, token_weights.to(dtype), 0.0)
     if reduction == "mean":
         scale = scale / (valid.sum().clamp_min(1) if num_items is None else num_items)
+        if num_items is not None:  # 0 where a whole step counts no token: 0 / 0 would not skip the row
+            scale = torch.where(valid, scale, 0.0)
     return scale
 
 

@@ -181,9 +181,13 @@ def distillation_loss(
         token_weights = token_weights.detach().reshape(-1)
     wanted = student_logits.requires_grad and torch.is_grad_enabled()
     if in_place:
-        free = not (student_logits.is_leaf and wanted) and student_logits.stride(-1) == 1
-        _expect(free, "in_place", "student_logits computed by an operation, its last dimension contiguous", "a leaf"
-                if student_logits.is_leaf else f"strides {student_logits.stride()}")  # fmt: skip
+        sizes, steps = student_logits.shape, student_logits.stride()
+        shared = any(size > 1 and step == 0 for size, step in zip(sizes, steps, strict=True))
+        free = not (student_logits.is_leaf and wanted) and student_logits.stride(-1) == 1 and not shared
+        expected = "student_logits computed by an operation, its last dimension contiguous, no row expanded"
+        _expect(
+            free, "in_place", expected, "a leaf" if student_logits.is_leaf else f"strides {student_logits.stride()}"
+        )
     student = _as_batches(student_logits)
     rows = student.shape[0] * student.shape[1]
     scale = row_scales(

@@ -38,7 +38,7 @@ def power_of_two(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Ten
 
     A gradient scaler raises the loss only after the gradient was made and rounded.
     """
-    if dtype != torch.float16:
+    if dtype != torch.float16 or not row_scale.numel():
         return row_scale, None
     exponent = torch.log2(row_scale.abs().max().clamp_min(torch.finfo(torch.float32).tiny)).ceil()
     return row_scale * torch.exp2(-exponent), torch.exp2(exponent)
