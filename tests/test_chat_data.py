@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from distill.data.chat import FROZEN_DAY
@@ -49,6 +50,17 @@ def test_a_template_that_writes_the_beginning_itself_gives_one_and_not_two(tmp_p
     for row in [*all_rows(chats), *all_rows(pairs)]:
         assert row["input_ids"][0] == number and row["input_ids"].count(number) == 1
         assert row["labels"][0] == IGNORED and learned(row, tokenizer) == "A<|end|>"
+
+
+@pytest.mark.parametrize("strip", [{}, {"rstrip": True}, {"lstrip": True}], ids=["plain", "rstrip", "lstrip"])
+def test_the_end_of_a_turn_is_learned_though_its_token_takes_white_space_along(strip, tmp_path):
+    """Phi-3's special tokens swallow the line end behind them, and its chats end with one token more."""
+    template = CHAT_TEMPLATE.replace("{% endif %}", "{% else %}<|pad|>{% endif %}")
+    tokenizer = tiny_tokenizer(256 + 2, chat_template=template, specials=("<|pad|>", "<|start|>"))
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True, normalized=False, **strip)], special_tokens=True)
+    rows = [{"messages": [*TURNS, {"role": "user", "content": f"And {n}?"}, TURNS[1]]} for n in range(4)]
+    path = write(tmp_path / "a.jsonl", rows)
+    assert {learned(row, tokenizer) for row in all_rows(load(path, tokenizer))} == {"A<|end|>A<|end|>"}
 
 
 def test_a_template_that_stamps_the_date_is_frozen_and_the_day_reported(tmp_path):

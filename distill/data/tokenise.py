@@ -92,6 +92,7 @@ class Encoder:
         self.tokenizer, self.format, self.template = tokenizer, format, template
         self.max_length, self.train_on = max_length, train_on
         self.end = tokenizer.eos_token_id
+        self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         alone = tokenizer("a")["input_ids"]
         begins = tokenizer.bos_token_id is not None and alone[:1] == [tokenizer.bos_token_id]
         self.beginning = [tokenizer.bos_token_id] if begins else []  # as the tokenizer begins a text by itself
@@ -185,6 +186,9 @@ class Encoder:
                 starts, ends = offsets[:, 0], offsets[:, 1]
                 for start, end in spans:
                     learned |= (starts >= start) & (ends <= end) & (ends > starts)
+                    # a closing token that takes the white space behind it along (rstrip, as all of Phi-3's do)
+                    for at in np.flatnonzero((starts >= start) & (starts < end) & (ends > end)):
+                        learned[at] = int(ids[at]) in self.special and not text[end : ends[at]].strip()
                     merged = merged or bool(((starts < start) & (ends > start)).any())
             else:
                 for start, end in spans:
