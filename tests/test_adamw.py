@@ -260,6 +260,17 @@ def test_state_dicts_load_either_way(any_device, kind):
         assert_as_good_as_torch(flat(params), flat(eager), flat(eager), torch.float32, f"{first} then {second}")
 
 
+def test_a_state_is_loaded_as_hooks_leave_it_and_is_not_shared():
+    params, others = make(), make()
+    first, second = FusedAdamW(params, **SETTINGS), FusedAdamW(others, **SETTINGS)
+    train(params, first, 1)
+    second.register_load_state_dict_pre_hook(lambda _, given: given["other"])
+    second.load_state_dict({"other": first.state_dict()})
+    for name, saved in first.state[params[0]].items():
+        loaded = second.state[others[0]][name]
+        assert torch.equal(loaded, saved) and loaded.data_ptr() != saved.data_ptr()
+
+
 @pytest.mark.parametrize("copying", ["state_dict", "deepcopy"])
 def test_resumes_bit_for_bit(any_device, copying):
     settings = {**SETTINGS, "state_dtype": torch.float32, "stochastic_rounding": True, "seed": 9}
@@ -374,8 +385,14 @@ def test_wrong_arguments_are_named(settings, field):
         FusedAdamW(make(), **settings)
 
 
-def test_sparse_gradients_are_refused():
+def test_what_it_cannot_train_is_refused():
     p = torch.nn.Parameter(torch.ones(4, 4))
     p.grad = torch.eye(4).to_sparse()
     with pytest.raises(ValueError, match="dense gradients"):
         FusedAdamW([p]).step()
+    p = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match="floating-point parameters"):
+        FusedAdamW([p]).step()
+    with pytest.raises(ValueError, match="amsgrad"):
+        FusedAdamW([{"params": [p], "amsgrad": True}])

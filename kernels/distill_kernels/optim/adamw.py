@@ -17,6 +17,7 @@ from distill_kernels.optim.adamw_kernels import Options, Signals, update, update
 from distill_kernels.optim.multi_tensor import Member, Plan, squares_over_ranks
 
 BLOCK = 2048
+NO_AMSGRAD = "amsgrad: expected False (FusedAdamW has no AMSGrad form)"
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -49,7 +50,7 @@ class FusedAdamW(torch.optim.AdamW):
         grad_norm: fp32 scalar on the device, the norm before clipping at the last step; None where not computed.
 
     Raises:
-        ValueError: For an argument outside its range, and for sparse gradients.
+        ValueError: For an argument outside its range, for complex parameters, and for sparse gradients.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class FusedAdamW(torch.optim.AdamW):
         seed: int = 0,
     ) -> None:
         if amsgrad:
-            raise ValueError("amsgrad: expected False (FusedAdamW has no AMSGrad form), got True")
+            raise ValueError(f"{NO_AMSGRAD}, got True")
         if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype: expected None, torch.float32 or torch.bfloat16, got {state_dtype}")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -81,6 +82,12 @@ class FusedAdamW(torch.optim.AdamW):
         self.grad_norm: torch.Tensor | None = None
         self._plans: dict[int, Plan] = {}
         super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own, as any torch optimizer does."""
+        if isinstance(param_group, dict) and param_group.get("amsgrad"):
+            raise ValueError(f"{NO_AMSGRAD}, got a group with True")
+        super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` returns."""
@@ -119,6 +126,8 @@ class FusedAdamW(torch.optim.AdamW):
             if p.grad is not None:
                 if p.grad.is_sparse:
                     raise ValueError(f"params: expected dense gradients, got a sparse one of shape {tuple(p.shape)}")
+                if not p.is_floating_point():
+                    raise ValueError(f"params: expected floating-point parameters, got {p.dtype} {tuple(p.shape)}")
                 state = self.state[p]
                 if not state:
                     dtype = self.options.state_dtype or p.dtype
@@ -136,9 +145,15 @@ class FusedAdamW(torch.optim.AdamW):
         """Load a state of this class or of `torch.optim.AdamW`; moments keep the dtype that this optimizer gives them.
 
         Torch casts floating state to the parameter's dtype on loading, which would round fp32 moments and masters of
-        bf16 parameters; they are therefore taken from `state_dict` again.
+        bf16 parameters; they are therefore taken from `state_dict` again, as pre-hooks have left it.
         """
-        super().load_state_dict(state_dict)
+        taken = [state_dict]
+        last = self.register_load_state_dict_pre_hook(lambda _, given: taken.append(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        state_dict = taken[-1]
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owned = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, p in zip(saved, owned, strict=True):
@@ -147,6 +162,8 @@ class FusedAdamW(torch.optim.AdamW):
                 if name in state:
                     dtype = torch.float32 if name == "master" else (self.options.state_dtype or p.dtype)
                     state[name] = torch.empty_like(p, dtype=dtype).copy_(state_dict["state"][index][name])
+            if "step" in state:
+                state["step"] = state["step"].clone()  # which torch would share with the optimizer it came from
             if not self.options.master_weights:
                 state.pop("master", None)
 
@@ -158,4 +175,4 @@ class FusedAdamW(torch.optim.AdamW):
         self._plans, self.grad_norm = {}, None
         for group in self.param_groups:
             if group["amsgrad"]:
-                raise ValueError("amsgrad: expected False (FusedAdamW has no AMSGrad form), got a state with True")
+                raise ValueError(f"{NO_AMSGRAD}, got a state with True")
