@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from two_tokenizers import TOKENIZERS
 
 from distill.cli import run_command
 from distill.judging.generate import Stream
@@ -222,6 +223,16 @@ def test_tokens_show_documents_and_shades():
     drawn = rich_text(tokens)
     assert drawn.plain.count("document") == 2
     assert {str(span.style) for span in drawn.spans} >= {"dim", "white on rgb(255,40,60)"}
+
+
+@pytest.mark.parametrize("name", sorted(TOKENIZERS))
+def test_the_tokens_shown_are_the_text(name):
+    """SentencePiece drops the space before a token that stands alone, and bytes alone are no characters."""
+    tokenizer, text = TOKENIZERS[name], "the teacher explains: né 🤖🤖 and the student listens"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    row = {"input_ids": ids, "labels": [-100, *ids[1:]], "position_ids": list(range(len(ids)))}
+    assert "".join(token.text for token in tokens_of(row, tokenizer)) == tokenizer.decode(ids) == text
+    assert [token.id for token in tokens_of(row, tokenizer)] == ids
 
 
 def test_shades_belong_to_the_token_that_is_predicted():

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 IGNORED = -100
+LONGEST_CHARACTER = 4  # tokens
 
 
 class Token(NamedTuple):
     """One position of a row.
 
     Attributes:
-        text: what the tokenizer makes of it alone.
+        text: what the tokenizer makes of it behind the token before; of a character in several tokens, at its last.
         id: its id.
         state: `learned`, `read` (masked) or `padding`.
         starts: a document begins here.
@@ -30,14 +31,29 @@ class Token(NamedTuple):
 
 def tokens_of(row: dict[str, Any], tokenizer: Any, shades: Sequence[float | None] | None = None) -> list[Token]:
     """The tokens of a packed row; `tokenizer` None for random tokens, shown by their ids."""
+    ids = row["input_ids"]
+    texts = [f"{token} " for token in ids] if tokenizer is None else _texts(ids, tokenizer)
     found = []
-    for place, (token, label, position) in enumerate(
-        zip(row["input_ids"], row["labels"], row["position_ids"], strict=True)
-    ):
-        text = f"{token} " if tokenizer is None else tokenizer.decode([token])
+    for place, (token, label, position) in enumerate(zip(ids, row["labels"], row["position_ids"], strict=True)):
         state = "read" if label == IGNORED else "learned"
-        found.append(Token(text, token, state, position == 0, shades[place] if shades else None))
+        found.append(Token(texts[place], token, state, position == 0, shades[place] if shades else None))
     return found
+
+
+def _texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """What each token adds to the text. SentencePiece drops the space before a token that stands alone."""
+    texts: list[str] = []
+    before, start, known = 0, 0, ""  # the character before begins at `before` and reads `known`, this one at `start`
+    for place in range(len(ids)):
+        text = tokenizer.decode(ids[before : place + 1])
+        whole = not text.endswith("\ufffd")
+        if not whole and place + 1 - start < LONGEST_CHARACTER and place + 1 < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(known) :])
+        before, known = (start, tokenizer.decode(ids[start : place + 1])) if whole else (place + 1, "")
+        start = place + 1
+    return texts
 
 
 def plain_text(tokens: Sequence[Token]) -> str:
