@@ -52,6 +52,28 @@ def test_a_template_that_writes_the_beginning_itself_gives_one_and_not_two(tmp_p
         assert row["labels"][0] == IGNORED and learned(row, tokenizer) == "A<|end|>"
 
 
+@pytest.mark.parametrize(
+    "row, max_length",
+    [({"text": "<|start|>Q{n}A<|end|>"}, 64), ({"text": "<|start|>Q{n}A<|end|>"}, 3),
+     ({"prompt": "<|start|>Q{n}", "completion": " A<|end|>"}, 64)],
+    ids=["text", "pieces", "pair"],
+)  # fmt: skip
+def test_texts_that_hold_their_beginning_and_end_get_no_second_ones(row, max_length, tmp_path):
+    tokenizer = tiny_tokenizer(chat_template=None)
+    tokenizer.bos_token = "<|start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|start|> $A", None, [("<|start|>", 1)])
+    said = [{name: text.format(n=n) for name, text in row.items()} for n in range(4)]
+    bare = [{name: text[9:] if name != "completion" else text for name, text in one.items()} for one in said]
+    bare = [{name: text.removesuffix("<|end|>") for name, text in one.items()} for one in bare]
+    found = [
+        load_data(Data(source=write(tmp_path / f"{number}.jsonl", rows), max_length=max_length, packing=False,
+                       validation={"fraction": 0.25}), tokenizer, seed=0)
+        for number, rows in enumerate((said, bare))
+    ]  # fmt: skip
+    one, other = (sorted((row["input_ids"], row["labels"]) for row in all_rows(splits)) for splits in found)
+    assert one == other and all(ids.count(1) == 1 and ids[0] == 1 and ids.count(0) <= 1 for ids, _ in one)
+
+
 @pytest.mark.parametrize("strip", [{}, {"rstrip": True}, {"lstrip": True}], ids=["plain", "rstrip", "lstrip"])
 def test_the_end_of_a_turn_is_learned_though_its_token_takes_white_space_along(strip, tmp_path):
     """Phi-3's special tokens swallow the line end behind them, and its chats end with one token more."""

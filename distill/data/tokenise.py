@@ -143,7 +143,8 @@ class Encoder:
         room = self.max_length - len(self.beginning)
         for (number, text), group in zip(texts, blocks, strict=True):
             ids = [token for _ in group for token in next(encoded)]
-            ids += [self.end] if self.end is not None else []
+            before, last = self._around(ids)
+            ids = ids[len(self.beginning) - len(before) :] + last
             if len(ids) + len(self.beginning) < 2:
                 tally.drop(number, RowFault("too short", "fewer than two tokens"))
                 continue
@@ -157,9 +158,9 @@ class Encoder:
             return
         for (number, text, _, templated), (ids, learned, merged) in zip(rows, self._tokens(rows), strict=True):
             if not templated:  # a template writes these itself
-                last = [self.end] if self.end is not None else []
-                ids = np.concatenate([self.beginning, ids, last]).astype(np.int32)
-                learned = np.concatenate([np.zeros(len(self.beginning)), learned, np.ones(len(last))]).astype(bool)
+                before, last = self._around(ids)
+                ids = np.concatenate([before, ids, last]).astype(np.int32)
+                learned = np.concatenate([np.zeros(len(before)), learned, np.ones(len(last))]).astype(bool)
             labels = _labels(ids, learned)[: self.max_length]
             if not (labels != IGNORED).any():
                 within = len(ids) > self.max_length and (_labels(ids, learned) != IGNORED).any()
@@ -169,6 +170,11 @@ class Encoder:
             tally.truncated += len(ids) > self.max_length
             tally.merged += merged
             yield Piece(ids[: self.max_length], labels, _origin(text))
+
+    def _around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
+        """The tokens that begin and end a text, each unless the text says it itself (`<s>[INST] ... </s>`)."""
+        said = len(ids) > 0 and list(ids[:1]) == self.beginning, len(ids) > 0 and ids[-1] == self.end
+        return [] if said[0] else self.beginning, [] if said[1] or self.end is None else [self.end]
 
     def _tokens(
         self, rows: Sequence[tuple[int, str, list[Span], bool]]

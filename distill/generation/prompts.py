@@ -146,7 +146,8 @@ def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | N
         asked.pop()
     if sample.messages is None:
         text = sample.prompt or ""
-        return Prompt(beginning + tokenizer(text, add_special_tokens=False)["input_ids"], {"prompt": text})
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Prompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text})
     if template is None:
         raise RowFault("a chat without a chat template")
     if not asked:
