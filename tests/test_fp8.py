@@ -1,6 +1,7 @@
 """fp8 linear layers: quantisation against its reference and bounds, layers against bf16, swapping a whole model."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -99,6 +100,13 @@ def test_siblings_quantise_once(device, monkeypatch):
     layers[0](x)
     x.mul_(2)  # a second round over a tensor written to in between is quantised anew
     torch.testing.assert_close(layers[0](x), expected[0][0] * 2)
+    saved = io.BytesIO()
+    torch.save(layers, saved)  # while siblings are still to come
+    copied = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+    assert all(layer._shared is copied[0]._shared for layer in copied)
+    torch.testing.assert_close(copied[1](x), expected[0][1] * 2)
+    del x, value
+    assert layers[0]._shared.quantized is None, "activations are kept alive although their source is gone"
 
 
 def test_swaps_all_but_the_head(device):

@@ -102,6 +102,24 @@ def test_generate_gives_the_same_tokens(model_and_inputs, options):
     assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), default)
 
 
+@pytest.mark.parametrize("candidates", ["prompt", "another model"])
+def test_assisted_generation_takes_back_what_was_wrong(candidates):
+    from distill.models.kv_cache import PreallocatedCache
+
+    tokenizer = tiny_tokenizer()
+    model, other = tiny_model(tokenizer).eval(), tiny_model(tokenizer, layers=1, seed=3).eval()
+    ids = torch.tensor([[5, 6, 7, 5, 6, 7, 5]])
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    more = {"prompt_lookup_num_tokens": 2} if candidates == "prompt" else {"assistant_model": other}
+    cache = PreallocatedCache(model.config, 32)
+    ours = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **more, past_key_values=cache)
+    assert torch.equal(ours, expected)
+    for crop, length in ((0, 14), (-3, 11), (5, 5)):
+        cache.crop(crop)
+        assert cache.get_seq_length() == length and cache.layers[0].keys.shape[2] == length
+
+
 KINDS = {"llama": {}, "mistral": {"kind": "mistral", "sliding_window": 6}, "gemma2": {"kind": "gemma2"}}
 
 

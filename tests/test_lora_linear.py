@@ -48,6 +48,7 @@ def test_gradients_by_differences():
     assert torch.autograd.gradcheck(
         lambda x, a, b: lora_linear(x[None], w, None, a, b, 0.7), (x, a.double(), b.double())
     )
+    assert torch.autograd.gradcheck(lambda x: lora_linear(x[0], w, None, a, b, 0.7), (x,))  # a single row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,6 +86,9 @@ def test_gradients(request, kind):
     F.linear(*exact).backward(dy.double())
     for name, a, b, c in zip(("x", "weight", "bias"), ours, eager, exact, strict=True):
         assert_as_good_as_torch(a.grad, b.grad, c.grad, torch.bfloat16, name)
+    x, weight, bias = (t.detach() for t in ours)  # where the bias alone is trained
+    split_k_linear(x, weight, bias.requires_grad_()).backward(dy)
+    assert torch.equal(bias.grad, ours[2].grad)
 
 
 def test_opcheck_and_compile(kernel_device):

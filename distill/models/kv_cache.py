@@ -31,6 +31,7 @@ class PreallocatedLayer(CacheLayerMixin):
     """One layer; its tensors are allocated when the first keys say how many sequences and heads there are."""
 
     is_sliding = False  # sliding layers keep everything: the mask selects their window
+    is_croppable = True
 
     def __init__(self, max_length: int) -> None:
         super().__init__()
@@ -80,6 +81,13 @@ class PreallocatedLayer(CacheLayerMixin):
     def reset(self) -> None:
         if self.cache is not None:
             self.cache.reset()
+            self._show()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` positions; a positive number is the length to keep, as it once was."""
+        if self.cache is not None:
+            keep = tokens_to_remove if tokens_to_remove > 0 else max(self.cache.longest + tokens_to_remove, 0)
+            self.cache.truncate(keep)
             self._show()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

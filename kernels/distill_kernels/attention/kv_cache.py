@@ -50,7 +50,10 @@ class KVCache:
 
     @property
     def longest(self) -> int:
-        """Slots filled by the longest sequence, known to the host."""
+        """Slots filled by the longest sequence, as the host knows them.
+
+        Of an `append` with counts it knows the S alone, so that it may be too high until `truncate` is told better.
+        """
         return self._longest
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor | None = None) -> None:
@@ -61,7 +64,7 @@ class KVCache:
             counts: int [B], how many of the S each sequence keeps (the first ones); all if None.
 
         Raises:
-            ValueError: the shapes differ or the cache would overflow.
+            ValueError: the shapes differ, or the cache would overflow by what `longest` says.
         """
         batch, slots, kv_heads, size = self.keys.shape
         new = keys.shape[2]

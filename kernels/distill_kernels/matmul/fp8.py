@@ -146,14 +146,18 @@ class _SharedInput:
         self.quantized: tuple[torch.Tensor, torch.Tensor] | None = None
         self.taken: set[int] = set()
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _SharedInput:
-        return _SharedInput(self.siblings)
+    def __reduce__(self) -> tuple[type[_SharedInput], tuple[int]]:
+        return _SharedInput, (self.siblings,)  # copies and pickles start empty
+
+    def forget(self, source: weakref.ref[torch.Tensor]) -> None:
+        if source is self.source:  # a sibling was never called, and now cannot be
+            self.source, self.quantized = None, None
 
     def take(self, x: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         same = self.source is not None and self.source() is x and layer not in self.taken
         if not same or self.quantized is None:
             self.quantized = quantize_rows(x.reshape(-1, x.shape[-1]))
-            self.source, self.taken = weakref.ref(x), set()
+            self.source, self.taken = weakref.ref(x, self.forget), set()
         self.taken.add(layer)
         quantized = self.quantized
         if len(self.taken) == self.siblings:

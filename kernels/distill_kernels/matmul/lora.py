@@ -41,7 +41,7 @@ def reference_lora_linear(
 def _forward(x: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y and z."""
     with torch.autocast(x.device.type, enabled=False):
-        rows = x.flatten(0, -2)
+        rows = x.reshape(-1, x.shape[-1])
         low = F.linear(rows, a.to(x.dtype))
         out = F.linear(rows, weight, bias)
         out.addmm_(low, b.to(x.dtype).t(), alpha=scale)
@@ -52,7 +52,7 @@ def _backward(
     g: torch.Tensor, x: Any, weight: Any, a: Any, b: Any, low: Any, scale: float, wanted: tuple[bool, bool, bool]
 ) -> tuple[Any, Any, Any]:
     """dx, dA and dB, those that are wanted."""
-    rows, g = x.flatten(0, -2), g.flatten(0, -2)
+    rows, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
     d_low = (g @ b.to(g.dtype)).mul_(scale)
     dx = da = db = None
     if wanted[0]:

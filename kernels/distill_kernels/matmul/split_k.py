@@ -250,7 +250,8 @@ def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
         raise ValueError(f"x: expected at most {MAX_ROWS} rows, got {flat.shape[0]}")
     if flat.stride(1) != 1:
         flat = flat.contiguous()
-    recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    recorded = torch.is_grad_enabled() and trained
     # outside autograd and torch.compile the kernel is called directly: the op's dispatch costs as much as the kernel
     op = _split_k_linear if recorded or torch.compiler.is_compiling() else _forward
     return op(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
