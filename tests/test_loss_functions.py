@@ -5,6 +5,8 @@ import pytest
 import torch
 from distill_kernels import LossTerm
 from helpers import realistic_heads
+from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
 
 PAIRS = {
     "kl": {"direction": "reverse", "temperature": 2.0},
@@ -45,6 +47,23 @@ def test_top_k_takes_tokens_of_the_teacher():
     top, ids = (teacher[0] @ teacher[1].T).log_softmax(-1).topk(8, -1)
     loss = distill_kernels.fused_top_k_kl_loss(hidden, weight, ids, top, tail="renormalize", direction="reverse")
     assert torch.equal(loss, distill_kernels.FusedTopKKLLoss("reverse", "renormalize")(hidden, weight, ids, top))
+
+
+def test_a_heads_adapter_is_not_left_out():
+    hidden, *_ = realistic_heads(6, 97, 16, 24)
+    labels, linear = torch.randint(0, 97, (6,)), torch.nn.Linear(16, 97)
+    head = LoraLinear(linear, "default", config=LoraConfig(init_lora_weights=False), r=4, lora_alpha=8)
+    loss = distill_kernels.FusedCrossEntropyLoss()
+    for named in ({}, {"teacher_head": head}):
+        with pytest.raises(ValueError, match="_head: expected a head whose weight says all"):
+            distill_kernels.head_loss(linear if named else head, loss, hidden, labels=labels, **named)
+    expected = torch.nn.functional.cross_entropy(head(hidden), labels)
+    lora = head.lora_A["default"].weight, head.lora_B["default"].weight, 2.0
+    torch.testing.assert_close(
+        distill_kernels.head_loss(head, loss, hidden, labels=labels, student_lora=lora), expected
+    )
+    head.merge()
+    torch.testing.assert_close(distill_kernels.head_loss(head, loss, hidden, labels=labels), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

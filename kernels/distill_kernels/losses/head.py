@@ -80,8 +80,12 @@ def head_loss(
         What `loss_fn` returns.
 
     Raises:
-        ValueError: where both `teacher_head` and a weight are given, or the weight is still sharded inside the call.
+        ValueError: where both `teacher_head` and a weight are given, the weight is still sharded inside the call, or a
+            head has an adapter (PEFT), which its weight alone leaves out, that `student_lora` does not name.
     """
+    if named.get("student_lora") is None:
+        _expect_no_adapter("lm_head", lm_head, "a head whose weight says all, or student_lora=(A, B, scale) beside it")
+    _expect_no_adapter("teacher_head", teacher_head, "a head whose weight says all (a merged adapter)")
     if teacher_head is not None and (teacher_weight is not None or named.get("teacher_bias") is not None):
         raise ValueError("teacher_head: expected either teacher_head or teacher_weight and teacher_bias, got both")
 
@@ -105,3 +109,10 @@ def head_loss(
         return call_inside(teacher_head, both, teacher_hidden)
 
     return call_inside(lm_head, with_teacher, student_hidden)
+
+
+def _expect_no_adapter(name: str, head: nn.Module | None, expected: str) -> None:
+    """A layer around another one has a weight that is the inner one's, without what it adds itself."""
+    wraps = getattr(head, "base_layer", None) is not None
+    if wraps and not (getattr(head, "merged", False) or getattr(head, "disable_adapters", False)):
+        raise ValueError(f"{name}: expected {expected}, got {type(head).__module__}.{type(head).__name__}")
