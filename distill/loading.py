@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distill import console
+from distill.data.chat import template_file
 from distill.data.load import Splits, load_data
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
@@ -59,16 +60,24 @@ def is_synthetic(recipe: Recipe) -> bool:
 def read_tokenizer(recipe: Recipe) -> Any:
     """The tokenizer that makes the data: the teacher's, or the student's where it keeps its own; None for random data.
 
+    It holds the chat template that the recipe names, so that prompts are put, and the student is saved, as it learned.
+
     Raises:
-        ValueError: random tokens for two tokenizers.
+        ValueError: random tokens for two tokenizers, or a template that cannot be read.
     """
     if recipe.student.vocabulary == "cross":
         if is_synthetic(recipe):
             raise ValueError(
                 f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
             )
-        return load_tokenizer(recipe.student, "student")
-    return None if is_synthetic(recipe) else load_tokenizer(recipe.teacher)
+        tokenizer = load_tokenizer(recipe.student, "student")
+    elif is_synthetic(recipe):
+        return None
+    else:
+        tokenizer = load_tokenizer(recipe.teacher)
+    if recipe.data.chat_template not in ("tokenizer", "none"):
+        tokenizer.chat_template = template_file(recipe.data.chat_template)
+    return tokenizer
 
 
 def read_data(recipe: Recipe, tokenizer: Any) -> Splits:

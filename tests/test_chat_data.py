@@ -3,14 +3,19 @@
 import json
 
 import pytest
-from tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from distill.data.chat import FROZEN_DAY
 from distill.data.load import load_data
 from distill.data.packing import IGNORED
-from distill.recipe import Data
+from distill.judging.samples import encode_prompt
+from distill.judging.targets import find_target, held_out_rows
+from distill.loading import read_tokenizer
+from distill.recipe import Data, parse
+from distill.run import run
 
 TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 
@@ -108,3 +113,30 @@ def test_tool_calls_are_learned_token_by_token_and_their_results_are_not(tmp_pat
     path = write(tmp_path / "a.jsonl", [{"messages": turns}] * 4)
     assert learned(load(path, tokenizer).train[0], tokenizer) == "[add]<|end|>Two.<|end|>"
     assert learned(load(path, tokenizer, train_on="last").train[0], tokenizer) == "Two.<|end|>"
+
+
+def test_a_template_of_the_recipe_goes_with_the_student_and_is_what_it_is_judged_by(tmp_path, monkeypatch):
+    """Neither model has a template, and the columns have names of their own; `eval --data` knows both."""
+    monkeypatch.chdir(tmp_path)
+    plain = tiny_tokenizer(chat_template=None)
+    save_tiny(tmp_path / "teacher", tiny_model(plain, seed=1), plain)
+    own = CHAT_TEMPLATE.replace("<|start|>", "<|start|>I am ")
+    (tmp_path / "own.jinja").write_text(own)
+    for name in ("one", "other"):
+        turns = [[*TURNS, {"role": "user", "content": f"And {n}?"}, TURNS[1]] for n in range(8)]
+        write(tmp_path / f"{name}.jsonl", [{"turns": chat, "text": name} for chat in turns])
+    write(tmp_path / "plain.jsonl", [{"text": f"Nothing but words, {n}."} for n in range(4)])
+    recipe = parse(
+        "{teacher: {model: teacher}, student: {from_teacher: {layers: 1}}, train: {steps: 1, batch_size: 2}, data: {"
+        "source: one.jsonl, chat_template: own.jinja, fields: {messages: turns}, max_length: 96, train_on: last}}",
+        ["train.device=cpu"], name="own",
+    )  # fmt: skip
+    tokenizer = read_tokenizer(recipe)
+    asked = tokenizer.decode(encode_prompt(tokenizer, "Q")[0])
+    assert asked == "<|start|>I am user\nQ<|end|>\n<|start|>I am assistant\n"
+    target = find_target(str(run(recipe).folder))
+    assert AutoTokenizer.from_pretrained(target.student.model).chat_template == own
+    rows = held_out_rows(target, "other.jsonl", plain, 3, 96)
+    assert [learned(row, plain) for row in rows] == ["A<|end|>"] * 3
+    assert all(plain.decode(row["input_ids"]).count("I am assistant") == 2 for row in rows)
+    assert len(held_out_rows(target, "plain.jsonl", plain, 3, 96)) > 0

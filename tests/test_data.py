@@ -234,6 +234,9 @@ def test_validation_from_a_source_of_its_own_is_not_trained_on(tmp_path, tokeniz
     assert len(splits.validation) == 5 and len(splits.train) == 15
     with pytest.raises(ValueError, match=r"data\.validation\.source.*training data itself"):
         load(other, tokenizer, validation={"source": other})
+    long = write(tmp_path / "long.jsonl", [{"text": f"{number} and so on" * 40} for number in range(4)])
+    pieces = [load(other, tokenizer, validation={"source": long, "max_rows": n}).validation.num_rows for n in (1, 2, 4)]
+    assert pieces[0] > 1 and pieces == [pieces[0] * n for n in (1, 2, 4)], "a text's pieces are held out together"
 
 
 # the cache

@@ -36,7 +36,7 @@ def evaluate(
     teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; a run knows its own.")] = None,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Text to judge on, not what was held out.")] = None,
     before: Annotated[str | None, typer.Option(metavar="MODEL", help="For the share of the gap closed.")] = None,
-    max_rows: Annotated[int, typer.Option(metavar="N", min=2, help="Documents of --data at most.")] = 512,
+    max_rows: Annotated[int, typer.Option(metavar="N", min=2, help="Texts or chats of --data at most.")] = 512,
     max_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a row of --data.")] = 1024,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows at a time.")] = 1,
     tasks: Annotated[

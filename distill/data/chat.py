@@ -304,11 +304,18 @@ def load_template(choice: str, tokenizer: Any) -> ChatTemplate | None:
         if isinstance(source, dict):  # named templates
             source = source.get("default")
         return ChatTemplate(source, tokenizer) if source else None
-    path = Path(choice).expanduser()
+    return ChatTemplate(template_file(choice), tokenizer)
+
+
+def template_file(choice: str) -> str:
+    """The text of the .jinja file that a recipe's `data.chat_template` names.
+
+    Raises:
+        ValueError: there is none.
+    """
     try:
-        source = path.read_text(encoding="utf-8")
+        return Path(choice).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"data.chat_template: expected tokenizer, none or a .jinja file; {choice!r} cannot be read: {error}"
         ) from error
-    return ChatTemplate(source, tokenizer)

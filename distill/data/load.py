@@ -160,7 +160,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
     template = load_template(data.chat_template, tokenizer)
     source = open_source(data.source, subset=data.subset, split=data.split)
     format = detect(
-        _columns(source), data.fields, data.format, source=source.name, has_template=template is not None
+        columns_of(source), data.fields, data.format, source=source.name, has_template=template is not None
     )  # fmt: skip
     encoder = Encoder(tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
     report = DataReport(source.name, source.digest, str(format), data.max_length)
@@ -186,7 +186,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
     return _pack(data, documents, rest, other, held_out, report, seed, f"{key}-{other_key}")
 
 
-def _columns(source: Source) -> tuple[str, ...]:
+def columns_of(source: Source) -> tuple[str, ...]:
     """The declared columns, else those of the first rows."""
     if source.columns is not None:
         return source.columns
@@ -230,31 +230,38 @@ def _mixed(values: np.ndarray, seed: int) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+def _texts(origin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Each document's text, and all texts, by hash; where all is one text, its pieces are texts of their own."""
+    texts = np.unique(origin)
+    if len(texts) > 1 or len(origin) < 2:
+        return origin, texts
+    logger.info("the data are one text: some of its pieces are held out")
+    return (pieces := np.arange(len(origin), dtype=np.uint64)), pieces
+
+
 def _hold_out(origin: np.ndarray, fraction: float, limit: int | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the held-out and the other documents; pieces of one text and copies of it stay together.
 
     Only where all is one text are its pieces themselves divided.
     """
-    texts = np.unique(origin)
-    if len(texts) == 1:
-        if len(origin) < 2:
-            raise ValueError(
-                "data.validation: nothing can be held out of one document; give data.validation.source or more data"
-            )
-        logger.info("the data are one text: some of its pieces are held out")
-        origin = np.arange(len(origin), dtype=np.uint64)
-        texts = origin
+    origin, texts = _texts(origin)
+    if len(texts) < 2:
+        raise ValueError(
+            "data.validation: nothing can be held out of one document; give data.validation.source or more data"
+        )
     count = min(max(1, round(fraction * len(texts))), limit or len(texts), len(texts) - 1)
-    chosen = texts[np.argsort(_mixed(texts, seed), kind="stable")[:count]]
-    held_out = np.isin(origin, chosen)
+    held_out = np.isin(origin, _chosen(texts, count, seed))
     return np.flatnonzero(held_out), np.flatnonzero(~held_out)
 
 
 def _some(origin: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
-    """At most `limit` documents, chosen by hash."""
-    if limit is None or len(origin) <= limit:
-        return np.arange(len(origin))
-    return np.sort(np.argsort(_mixed(origin, seed), kind="stable")[:limit])
+    """The documents of at most `limit` texts, chosen by hash."""
+    origin, texts = _texts(origin)
+    return np.flatnonzero(np.isin(origin, _chosen(texts, limit or len(texts), seed)))
+
+
+def _chosen(texts: np.ndarray, count: int, seed: int) -> np.ndarray:
+    return texts[np.argsort(_mixed(texts, seed), kind="stable")[:count]]
 
 
 def _validation_documents(data: Data, encoder: Encoder) -> tuple[Documents, str]:
@@ -270,7 +277,7 @@ def _validation_documents(data: Data, encoder: Encoder) -> tuple[Documents, str]
         )
     source = open_source(place, field="data.validation.source", subset=data.subset, split=split)
     format = detect(
-        _columns(source), data.fields, data.format, source=source.name, has_template=encoder.template is not None
+        columns_of(source), data.fields, data.format, source=source.name, has_template=encoder.template is not None
     )
     other = Encoder(
         encoder.tokenizer, format, encoder.template, max_length=encoder.max_length, train_on=encoder.train_on

@@ -22,7 +22,7 @@ from distill.faults import DISK, RunError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # raise it when the same data would be tokenised differently
+VERSION = 4  # raise it when the same data would be tokenised differently
 
 
 def cache_root() -> Path:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill.data.load import load_data
+from distill.data.load import columns_of, load_data
+from distill.data.sources import open_source
 from distill.folders import RECIPE_FILE, RUNS
 from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.models.vocabulary import compare
@@ -120,7 +121,7 @@ def knows_one_teacher(target: Target) -> bool:
 def held_out_rows(
     target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int, teacher_tokenizer: Any = None
 ) -> Sequence[Any]:
-    """The rows that the run held out, or up to `max_rows` documents of `data`.
+    """The rows that the run held out, or of `data` up to `max_rows` texts or chats, read as the run reads its own.
 
     With a tokenizer of the teacher's own they hold both readings.
 
@@ -136,13 +137,21 @@ def held_out_rows(
         return load_cross_data(section, tokenizer, teacher_tokenizer, seed=seed).validation
 
     if data is not None:
-        section = Data(
-            source=data, max_length=max_length, cache=False, validation=Validation(fraction=0.999, max_rows=max_rows)
-        )
-        return read(section, 0)
+        held_out = Validation(fraction=0.999, max_rows=max_rows)
+        own = {} if target.recipe is None else _as_read_by(target.recipe.data, data)
+        return read(Data(source=data, max_length=max_length, cache=False, validation=held_out, **own), 0)
     if target.recipe is None:
         raise ValueError("--data: needed with a model; a run knows what it held out")
     return read(target.recipe.data, target.recipe.train.seed)
+
+
+def _as_read_by(section: Data, source: str) -> dict[str, Any]:
+    """How a run reads data: its chat template and which turns count; its columns too where `source` has them."""
+    kept: dict[str, Any] = {"chat_template": section.chat_template, "train_on": section.train_on}
+    mapped = section.fields.model_dump(exclude_none=True)
+    if mapped and set(mapped.values()) <= set(columns_of(open_source(source, field="--data"))):
+        kept |= {"fields": section.fields, "format": section.format}
+    return kept
 
 
 def shared_vocabulary(student: Any, teacher: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> int:

@@ -29,7 +29,7 @@ class Validation(Section):
     Attributes:
         source: a data set of its own, or null to hold out a share of the training documents.
         fraction: that share.
-        max_rows: hold out no more documents than this.
+        max_rows: hold out no more rows of the source (texts with all their pieces, chats, pairs) than this.
     """
 
     source: Text | None = None
@@ -71,7 +71,7 @@ class Data(Section):
         train_on: which assistant turns of a chat are learned.
         validation: what is held out.
         on_policy: answers that the student makes up itself while it learns; null for those of the data alone.
-        max_rows: read no more documents than this.
+        max_rows: read no more rows of the source than this, its first ones.
         workers: processes that tokenise and load.
         cache: keep the tokenised data for the next run.
     """

@@ -21,7 +21,7 @@ from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.data.documents import _batches, _encoded, _limited
 from distill.data.formats import detect
-from distill.data.load import DataReport, Splits, _columns, _hold_out, _plain, _some
+from distill.data.load import DataReport, Splits, _hold_out, _plain, _some, columns_of
 from distill.data.packing import IGNORED, rows_of
 from distill.data.sources import Source, open_source
 from distill.data.token_cache import keep, key_of, tokenizer_hash
@@ -166,7 +166,9 @@ def _read(
 ) -> tuple[PairEncoder, Pairs, Tally, str, bool]:
     """All pairs of a source, what happened to its rows, the key, and whether the cache had it."""
     templates = [reader.template for reader in readers]
-    format = detect(_columns(source), data.fields, data.format, source=source.name, has_template=None not in templates)
+    format = detect(
+        columns_of(source), data.fields, data.format, source=source.name, has_template=None not in templates
+    )
     student, teacher = readers
     encoder = PairEncoder(student, teacher, format, max_length=data.max_length, train_on=data.train_on)
     key = key_of(
