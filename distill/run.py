@@ -50,6 +50,7 @@ from distill.training.arguments import (
     Precision,
     accumulation_steps,
     fused_optimizer,
+    require_optimizer,
     resolve_device,
     resolve_precision,
     training_arguments,
@@ -57,7 +58,7 @@ from distill.training.arguments import (
 )
 from distill.training.checkpoints import half_written
 from distill.training.failures import explained
-from distill.training.launch import is_first
+from distill.training.launch import forget_accelerates_settings, is_first
 from distill.training.parallel import is_sharded, plan_sharing, whole_student
 from distill.training.plugin import allowed_plugin
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
@@ -113,6 +114,7 @@ def run(
     transformers.utils.logging.disable_progress_bar()
     own_terms = allowed_plugin(recipe.loss, plugin)
     device = resolve_device(recipe.train)
+    forget_accelerates_settings(os.environ)
     process = PartialState(cpu=device.type == "cpu")
     (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if is_first() else None])
     with explained(recipe, folder):
@@ -164,6 +166,7 @@ def _run(
         recipe, folder, rows=len(splits.train), device=device, precision=precision,
         student_sharded=sharing.student_sharded,
     )  # fmt: skip
+    require_optimizer(arguments, models.student)
     notes = [] if told is None else told.notes(arguments, models.student, rows=len(splits.train))
     progress = ProgressReport()
     trainer = DistillationTrainer(

@@ -10,8 +10,11 @@ import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill import cli
+from distill.recipe import parse
+from distill.run import run
 from distill.training import launch
 from distill.training.launch import processes_to_start, threads_each, torchrun_arguments
+from distill.training.progress import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -140,3 +143,21 @@ leave(0)
 """
     done = program(tmp_path, ["-c", code])
     assert done.returncode == 0 and "done late" in done.stdout, done.stderr
+
+
+def test_the_recipe_decides_over_accelerates_configuration(workplace, monkeypatch, caplog):
+    """`accelerate launch` hands its own precision over, and a Trainer without one would take it."""
+    monkeypatch.chdir(workplace)
+    recipe = parse(RECIPE, ["train.steps=1", "train.precision=float32"])
+    plain = run(recipe)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    told = run(recipe, name="told")
+    assert (
+        read_metrics(told.folder / "metrics.jsonl")[0]["loss"]
+        == read_metrics(plain.folder / "metrics.jsonl")[0]["loss"]
+    )
+    assert [record.getMessage() for record in caplog.records if "ACCELERATE" in record.getMessage()] == [
+        "ACCELERATE_MIXED_PRECISION=bf16, of accelerate's configuration, is not used: the recipe decides "
+        "(train.precision)"
+    ]

@@ -1,12 +1,19 @@
-"""The recipe's optimizer: FusedAdamW on a GPU, the same algorithm of torch on a CPU, others by their own names."""
+"""The recipe's optimizer: FusedAdamW on a GPU, the same algorithm of torch on a CPU, others by their own names.
+
+And what other packages bring: an optimizer or a report that is not installed is told before the run begins.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
+from test_run import recipe as small
+from test_run import workplace  # noqa: F401  (a fixture)
 
 from distill.recipe import RecipeError, parse
+from distill.run import run
+from distill.training import arguments as run_arguments
 from distill.training.arguments import fused_optimizer, resolve_precision, training_arguments
 
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
@@ -53,3 +60,18 @@ def test_on_a_gpu_ours_with_its_settings(tmp_path: Path):
     assert chosen is not None and chosen[0] is FusedAdamW
     assert chosen[1]["betas"] == (0.9, 0.95) and chosen[1]["state_dtype"] == torch.float32
     assert chosen[1]["stochastic_rounding"] and not chosen[1]["master_weights"]
+
+
+def test_an_optimizer_that_cannot_be_had_is_told_before_the_run(workplace):  # noqa: F811
+    with pytest.raises(ValueError, match=r"^train\.optimizer: galore_adamw: You need to"):
+        run(small("train.optimizer=galore_adamw"))
+    assert not (workplace / "runs").exists()
+
+
+def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(run_arguments, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    run_arguments.require_reports(["tensorboard", "all"])
+    for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; came wandbb")):
+        with pytest.raises(ValueError, match=rf"^train\.report_to: {expected}"):
+            run(small(f"train.report_to={name}"))
+    assert not (workplace / "runs").exists()

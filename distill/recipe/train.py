@@ -61,7 +61,7 @@ class Train(Section):
         gradient_checkpointing: keep fewer activations and compute them again.
         compile: each decoder layer of both models through torch.compile, beside our kernels; the first step takes
             longer.
-        seed: of initialisation, data order, split and dropout.
+        seed: of new adapters, data order, split and dropout; the random weights of `init: random` are always the same.
         save_every: steps between checkpoints; null for none but the final model.
         eval_every: steps between held-out evaluations; null for before and after only.
         log_every: steps between log lines.

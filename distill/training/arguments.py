@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from distill.recipe import Data, Recipe, Train
 from distill.recipe.models import EIGHT_BITS
@@ -123,6 +125,33 @@ def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[
     }
 
 
+def require_reports(names: Sequence[str]) -> None:
+    """Hold that what `train.report_to` names is known to transformers and installed.
+
+    Raises:
+        ValueError: naming the first that is not.
+    """
+    found = get_available_reporting_integrations()
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK and name != "all":
+            raise ValueError(f"train.report_to: expected some of {', '.join(INTEGRATION_TO_CALLBACK)}; came {name}")
+        if name not in (*found, "all", "flyte"):  # flyte is not looked for there
+            raise ValueError(f"train.report_to: {name} is not installed here; install its package, or leave it out")
+
+
+def require_optimizer(arguments: TrainingArguments, student: torch.nn.Module) -> None:
+    """Hold that the package which brings the optimizer is installed, and that it has what it needs.
+
+    Raises:
+        ValueError: in transformers' words.
+    """
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(arguments, student)  # type: ignore[arg-type]
+    except (ImportError, ValueError) as error:
+        name = getattr(arguments.optim, "value", arguments.optim)
+        raise ValueError(f"train.optimizer: {name}: {str(error).splitlines()[0]}") from error
+
+
 def training_arguments(
     recipe: Recipe,
     folder: Path,
@@ -145,6 +174,7 @@ def training_arguments(
         ValueError: naming the field that does not fit, `train.arguments` included.
     """
     train, world = recipe.train, world_size()
+    require_reports(train.report_to)
     accumulation = accumulation_steps(train, recipe.data, world)
     steps = total_steps(train, rows, accumulation, world)
     values: dict[str, Any] = {

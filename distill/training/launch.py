@@ -18,17 +18,38 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NoReturn
 
 from distill import console
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+# what `accelerate launch` hands over of its own configuration and a Trainer would take, where a field of the recipe
+# decides
+ACCELERATES = {
+    "ACCELERATE_MIXED_PRECISION": "train.precision",
+    "ACCELERATE_DYNAMO_BACKEND": "train.compile",
+    "ACCELERATE_USE_DEEPSPEED": "parallel.strategy",
+    "ACCELERATE_USE_MEGATRON_LM": "parallel.strategy",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallel.strategy",
+}
+
+log = logging.getLogger(__name__)
 
 
 def is_first() -> bool:
     """Whether this process is the one that speaks and writes: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def forget_accelerates_settings(environment: MutableMapping[str, str]) -> None:
+    """Take out of the environment what `accelerate config` said of how to train; the first process names it."""
+    for name, field in ACCELERATES.items():
+        value = environment.pop(name, "no")
+        if value.lower() not in ("no", "false", "0", "") and is_first():
+            log.warning(
+                "%s=%s, of accelerate's configuration, is not used: the recipe decides (%s)", name, value, field
+            )
 
 
 def visible_gpus() -> int:
