@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distill import console
-from distill.data.chat import template_file
+from distill.data.chat import with_template
 from distill.data.load import Splits, load_data
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
@@ -70,14 +70,8 @@ def read_tokenizer(recipe: Recipe) -> Any:
             raise ValueError(
                 f"data.source: {recipe.data.source} has no text, by which student.vocabulary: cross compares"
             )
-        tokenizer = load_tokenizer(recipe.student, "student")
-    elif is_synthetic(recipe):
-        return None
-    else:
-        tokenizer = load_tokenizer(recipe.teacher)
-    if recipe.data.chat_template not in ("tokenizer", "none"):
-        tokenizer.chat_template = template_file(recipe.data.chat_template)
-    return tokenizer
+        return with_template(load_tokenizer(recipe.student, "student"), recipe.data.chat_template)
+    return None if is_synthetic(recipe) else with_template(load_tokenizer(recipe.teacher), recipe.data.chat_template)
 
 
 def read_data(recipe: Recipe, tokenizer: Any) -> Splits:

@@ -304,15 +304,21 @@ def load_template(choice: str, tokenizer: Any) -> ChatTemplate | None:
         if isinstance(source, dict):  # named templates
             source = source.get("default")
         return ChatTemplate(source, tokenizer) if source else None
-    return ChatTemplate(template_file(choice), tokenizer)
+    return ChatTemplate(_file(choice), tokenizer)
 
 
-def template_file(choice: str) -> str:
-    """The text of the .jinja file that a recipe's `data.chat_template` names.
+def with_template(tokenizer: Any, choice: str) -> Any:
+    """The tokenizer with the chat template that a recipe's `data.chat_template` names, where that is a file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file does not exist.
     """
+    if choice not in ("tokenizer", "none"):
+        tokenizer.chat_template = _file(choice)
+    return tokenizer
+
+
+def _file(choice: str) -> str:
     try:
         return Path(choice).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

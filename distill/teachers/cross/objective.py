@@ -16,7 +16,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
-from distill.data.chat import load_template
+from distill.data.chat import load_template, with_template
 from distill.judging.measure import SPANS, Measure
 from distill.models.head import HeadWeights, find_head, whole
 from distill.models.load import load_tokenizer
@@ -91,7 +91,7 @@ def load_cross(
                 f"loss.{name}: expected 0 with student.vocabulary: cross, whose cross-entropy is that of spans of "
                 f"text; came {getattr(recipe.loss, name)}"
             )
-    teacher_tokenizer = load_tokenizer(recipe.teacher)
+    teacher_tokenizer = with_template(load_tokenizer(recipe.teacher), recipe.data.chat_template)
     found = compare_by_bytes(*readers_of(tokenizer, teacher_tokenizer, recipe.data.chat_template))
     apart = recipe.model_copy(update={"student": recipe.student.model_copy(update={"vocabulary": "keep"})})
     models = load_models(apart, None, device, precision, sharing, choices)
