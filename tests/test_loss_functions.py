@@ -88,6 +88,19 @@ def test_a_step_without_any_token_that_counts(device, items, skip):
     assert loss == 0 and not weight.grad.any()
 
 
+def test_settings_that_are_tensors_are_read_at_each_call():
+    heads = realistic_heads(4, 31, 8, 8)
+    logits = heads[0] @ heads[1].T, heads[2] @ heads[3].T
+    temperature, weight = torch.tensor(1.0), torch.tensor(0.5)
+    for _ in range(2):  # annealed in place
+        temperature, weight = temperature.mul_(2), weight.add_(0.1)
+        expected = distill_kernels.FusedKLLoss(temperature=float(temperature), divergence_weight=float(weight))(*heads)
+        term, named = LossTerm("forward_kl", weight), {"temperature": temperature}
+        assert torch.equal(distill_kernels.fused_kl_loss(*heads, divergence_weight=weight, **named), expected)
+        assert torch.equal(distill_kernels.fused_distillation_loss(*heads, terms=[term], **named), expected)
+        torch.testing.assert_close(distill_kernels.distillation_loss(*logits, terms=[term], **named), expected)
+
+
 def test_terms_as_lists():
     heads = realistic_heads(4, 31, 8, 8)
     loss = distill_kernels.fused_distillation_loss(*heads, terms=[["forward_kl", 1.0]])

@@ -23,7 +23,7 @@ from distill_kernels.losses.modules import (
     FusedSkewKLLoss,
     FusedTVDLoss,
 )
-from distill_kernels.losses.terms import LossTerm, TokenStats
+from distill_kernels.losses.terms import LossTerm, TokenStats, plain
 from distill_kernels.losses.topk import FusedTopKKLLoss
 
 Result = torch.Tensor | tuple[torch.Tensor, TokenStats]
@@ -41,7 +41,7 @@ def _inputs_of(kind: type[FusedDistillationLoss]) -> frozenset[str]:
 
 def _call(kind: type[FusedDistillationLoss], tensors: tuple[Any, ...], named: dict[str, Any]) -> Result:
     inputs = _inputs_of(kind)  # type: ignore[arg-type]
-    settings = tuple(sorted((name, value) for name, value in named.items() if name not in inputs))
+    settings = tuple(sorted((name, plain(value)) for name, value in named.items() if name not in inputs))
     return _module(kind, settings)(*tensors, **{name: value for name, value in named.items() if name in inputs})  # type: ignore[arg-type]
 
 
@@ -95,4 +95,6 @@ def fused_top_k_kl_loss(*tensors: torch.Tensor | None, tail: str = "bucket", **n
 
 def fused_distillation_loss(*tensors: torch.Tensor | None, terms: Sequence[LossTerm], **named: Any) -> Result:
     """A weighted sum of divergences and cross-entropy: `FusedDistillationLoss`; arguments as in `fused_kl_loss`."""
-    return _call(FusedDistillationLoss, tensors, {"terms": tuple(LossTerm(*term) for term in terms), **named})
+    return _call(
+        FusedDistillationLoss, tensors, {"terms": tuple(LossTerm(*map(plain, term)) for term in terms), **named}
+    )

@@ -15,7 +15,7 @@ import torch
 from distill_kernels.losses.linear import row_scales
 from distill_kernels.losses.logit_rows import logit_rows
 from distill_kernels.losses.scaling import power_of_two, scale_gradient_
-from distill_kernels.losses.terms import LossTerm, Objective, make_objective
+from distill_kernels.losses.terms import LossTerm, Objective, make_objective, plain
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -152,10 +152,10 @@ def distillation_loss(
         ValueError: naming the argument that does not fit.
     """
     settings = (
-        ("temperature", temperature), ("scale_by_temperature_squared", scale_by_temperature_squared),
-        ("label_smoothing", label_smoothing), ("z_loss", z_loss),
+        ("temperature", plain(temperature)), ("scale_by_temperature_squared", scale_by_temperature_squared),
+        ("label_smoothing", plain(label_smoothing)), ("z_loss", plain(z_loss)),
     )  # fmt: skip
-    terms = tuple(LossTerm(*term) for term in terms)
+    terms = tuple(LossTerm(*map(plain, term)) for term in terms)
     objective = (_objective if torch.compiler.is_compiling() else _cached_objective)(terms, settings)
     leading = student_logits.shape[:-1]
     floating = student_logits.dim() >= 2 and student_logits.dtype in FLOATS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,11 @@ DIVERGENCES = {
     "skew_reverse_kl": SKEW_REVERSE_KL,
     "tvd": TVD,
 }
+
+
+def plain(value: Any) -> Any:
+    """The number in a tensor, which a cache would know by its identity, not its value; other values as they are."""
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 class LossTerm(NamedTuple):
