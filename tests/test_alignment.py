@@ -1,13 +1,17 @@
 """Tokens as bytes, and two readings of one text aligned by them: with unicode, split characters, byte fallback."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import CHAT_TEMPLATE
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
-from two_tokenizers import BYTES, PIECES, PLAIN_PIECES, SPELLED, TOKENIZERS, WORDS
+from two_tokenizers import BYTES, PIECES, PLAIN_PIECES, SPELLED, TOKENIZERS, WORDS, readers
 
+from distill.data.formats import Sample
 from distill.teachers.cross.alignment import common_boundaries, shared_tokens, token_bytes, token_ends
 
 # SentencePiece cannot tell U+2581 from a space; "<" could begin one of its bytes' names
@@ -91,3 +95,12 @@ def test_tokens_without_bytes_are_refused():
         ValueError, match=r"student\.model: student\.vocabulary: cross needs tokenizers whose tokens stand"
     ):
         token_bytes(PreTrainedTokenizerFast(tokenizer_object=backend), "student.model")
+
+
+def test_a_turn_ends_before_what_closes_it_however_long_its_gaps():
+    (reader, _), gap = readers("bytes", "bytes", (CHAT_TEMPLATE, None)), " " * 40_000
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f" a{gap}<|end|>b <|end|> "}]
+    start = time.monotonic()
+    text, (part,) = reader.parts(Sample(messages=chat), "all")
+    assert text[part.start : part.stop] == f"a{gap}<|end|>b" and part.closing is None
+    assert time.monotonic() - start < 5, "time grows with the square of the gap"

@@ -151,6 +151,9 @@ def test_what_counts_as_a_prompt(workplace):
         assert asked.row == {"messages": expected}
     (asked,) = prompts_of(workplace, [{"q": "Why?", "text": "x"}], fields=Fields(prompt="q")).prompts
     assert asked.row == {"prompt": "Why?"}
+    (workplace / "lines.txt").write_bytes("One \u2028 line?\r\nAnother\x0cone?\n".encode())
+    both = read_prompts(str(workplace / "lines.txt"), template, None, Fields(), longest=99).prompts
+    assert [prompt.row["prompt"] for prompt in both] == ["One \u2028 line?\n", "Another\x0cone?\n"]
 
 
 def test_rows_that_cannot_be_asked_are_counted(workplace):

@@ -111,7 +111,7 @@ def _rows(path: str) -> Iterator[Row | RowFault]:
         yield from open_source(path, field="--prompts").rows()
         return
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # not at what else Unicode calls a line's end
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--prompts: {path} cannot be read: {error}") from error
     yield from ({"prompt": line} for line in lines if line.strip())

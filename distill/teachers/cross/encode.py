@@ -64,7 +64,6 @@ class Reader:
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)"
         self._special = re.compile(alternatives)
-        self._closings = re.compile(rf"(?:\s|{alternatives})*\Z")
 
     def read(self, text: str) -> tuple[list[int], np.ndarray]:
         """Token ids of a text and where each ends, in bytes.
@@ -95,9 +94,12 @@ class Reader:
 
     def _part(self, text: str, start: int, stop: int) -> Part:
         """A turn without the spaces around it and the tokens that close it."""
+        for match in reversed(list(self._special.finditer(text, start, stop))):
+            if text[match.end() : stop].strip():
+                break
+            stop = match.start()
         said = text[start:stop]
-        closings = self._closings.search(said)
-        stop = start + (closings.start() if closings else len(said))
+        stop = start + len(said.rstrip())
         start = min(start + len(said) - len(said.lstrip()), stop)
         closing = self._special.match(text, stop)
         return Part(start, stop, closing[0] if closing else None)
