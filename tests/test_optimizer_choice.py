@@ -75,3 +75,24 @@ def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypa
         with pytest.raises(ValueError, match=rf"^train\.report_to: {expected}"):
             run(small(f"train.report_to={name}"))
     assert not (workplace / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("{label_smoothing_factor: 0.1}", "label_smoothing_factor is set by loss.label_smoothing"),
+        ("{use_liger_kernel: true}", "use_liger_kernel: it would take the place"),
+        ("{adam_beta2: much}", "adam_beta2: expected a number, came 'much'"),
+        ("{dataloader_drop_last: 3}", "dataloader_drop_last: expected true or false, came 3"),
+        ("{lr_scheduler_kwargs: {cycles: 2}}", "lr_scheduler_kwargs: .*unexpected keyword argument 'cycles'"),
+    ],
+)
+def test_arguments_that_would_do_nothing_or_fail_later_are_refused(given, expected, tmp_path: Path):
+    with pytest.raises(ValueError, match=rf"arguments\.{expected}"):
+        arguments(parse(RECIPE, [f"train.arguments={given}"]), "cpu", tmp_path)
+
+
+def test_arguments_of_the_right_kind_pass(tmp_path: Path):
+    given = "{adam_beta2: 0.95, eval_delay: 0.5, dataloader_drop_last: true, lr_scheduler_kwargs: {num_cycles: 1}}"
+    made = arguments(parse(RECIPE, [f"train.arguments={given}"]), "cpu", tmp_path)
+    assert made.adam_beta2 == 0.95 and made.dataloader_drop_last and made.lr_scheduler_kwargs == {"num_cycles": 1}

@@ -24,9 +24,14 @@ OWNED_ARGUMENTS = {
     "optim": "train.optimizer",
     "bf16": "train.precision",
     "fp16": "train.precision",
+    "bf16_full_eval": "train.precision",
+    "fp16_full_eval": "train.precision",
     "gradient_checkpointing": "train.gradient_checkpointing",
     "activation_checkpointing": "train.gradient_checkpointing",
     "torch_compile": "train.compile",
+    "torch_compile_backend": "train.compile",
+    "torch_compile_mode": "train.compile",
+    "label_smoothing_factor": "loss.label_smoothing",
     "seed": "train.seed",
     "save_steps": "train.save_every",
     "eval_steps": "train.eval_every",
@@ -36,7 +41,11 @@ OWNED_ARGUMENTS = {
     "use_cpu": "train.device",
     "dataloader_num_workers": "data.workers",
     "fsdp": "parallel.strategy",
+    "fsdp_config": "parallel.strategy",
+    "deepspeed": "parallel.strategy",
+    "parallelism_config": "parallel.strategy",
     "output_dir": "--name",
+    "resume_from_checkpoint": "--resume",
 }
 
 

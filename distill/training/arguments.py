@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from distill.recipe import Data, Recipe, Train
@@ -226,11 +226,37 @@ def training_arguments(
     unknown = sorted(set(train.arguments) - set(TrainingArguments.__dataclass_fields__))
     if unknown:
         raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")
+    _require_kinds(train.arguments)
     values |= train.arguments
     if device.type == "cuda":  # batches are copied while the GPU computes; otherwise every copy would wait for it
         asked = values.get("accelerator_config")
         values["accelerator_config"] = {"non_blocking": True, **(asked if isinstance(asked, dict) else {})}
     try:
-        return TrainingArguments(**values)
+        made = TrainingArguments(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"train: transformers refused these arguments: {str(error).splitlines()[0]}") from error
+    try:  # otherwise refused behind the evaluation that comes before training
+        tried, settings = torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate), made.lr_scheduler_kwargs
+        get_scheduler(
+            made.lr_scheduler_type, tried, made.get_warmup_steps(steps), steps,
+            scheduler_specific_kwargs={} if settings is None else dict(settings),  # type: ignore[arg-type]
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"train.arguments.lr_scheduler_kwargs: {str(error).splitlines()[0]}") from error
+    return made
+
+
+def _require_kinds(given: Mapping[str, Any]) -> None:
+    """Numbers and switches among `train.arguments` must be such: transformers looks at few of them."""
+    if given.get("use_liger_kernel"):
+        raise ValueError(
+            "train.arguments.use_liger_kernel: it would take the place of the forward that computes this loss; leave "
+            "it out"
+        )
+    for name, value in given.items():
+        field = TrainingArguments.__dataclass_fields__[name]
+        kind = float if "float" in str(field.type) and field.default is not None else type(field.default)
+        fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
+        if kind in (bool, int, float) and (not fits or (kind is not bool and isinstance(value, bool))):
+            wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+            raise ValueError(f"train.arguments.{name}: expected {wanted}, came {value!r}")
