@@ -68,6 +68,8 @@ from distill.training.trainer import DistillationTrainer
 
 log = logging.getLogger(__name__)
 
+RESULT_FILE = "result.json"
+
 
 class RunResult(NamedTuple):
     """What a run came to.
@@ -109,7 +111,7 @@ def run(
     Raises:
         ValueError: the user's input, one line a fault; nothing has been written then.
         RunError: the machine or the numbers, one line that says what to do.
-        SystemExit: with code 0, after SIGTERM and a checkpoint.
+        SystemExit: with code 0, after SIGTERM and a checkpoint, or where a finished run has nothing to go on from.
     """
     transformers.utils.logging.disable_progress_bar()
     own_terms = allowed_plugin(recipe.loss, plugin)
@@ -132,6 +134,8 @@ def _run(
         last, refused = resumable(folder)
         if is_first():
             _say_where_it_goes_on(folder, last, [*refused, *told.lines()])
+        if _is_finished(folder, last):
+            raise SystemExit(0)
     precision = resolve_precision(recipe, device)
     accumulation = accumulation_steps(recipe.train, recipe.data, world_size())
     # cuBLAS looks at what determinism needs before the first product, so this comes before the models
@@ -255,7 +259,15 @@ def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str
         console.say(f"{path} was not finished when the run ended, and is not used")
     for line in refused:
         console.say(line)
-    console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+    if _is_finished(folder, last):
+        console.say(f"{folder} is finished and has no checkpoint: it is left as it is; --name starts another run")
+    else:
+        console.say(f"continuing from {last}" if last else "no checkpoint yet: starting at step 0")
+
+
+def _is_finished(folder: Path, last: Path | None) -> bool:
+    """A run that wrote its result, last of all, and kept no checkpoint: to go on would be to do it all again."""
+    return last is None and (folder / RESULT_FILE).is_file()
 
 
 def _write(path: Path, text: str) -> None:
@@ -402,4 +414,4 @@ def _save(
         "answers": answers,
         "environment": environment(),
     }
-    _write(folder / "result.json", json.dumps(console.plain(summary), indent=1))
+    _write(folder / RESULT_FILE, json.dumps(console.plain(summary), indent=1))

@@ -76,6 +76,19 @@ def test_a_finished_run_is_left_as_it_is(workplace, finished, capsys, caplog):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_finished_run_without_checkpoints_is_not_made_again(workplace, finished, capsys):
+    run = workplace / "runs/whole"
+    for checkpoint in run.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(SystemExit) as left:
+        resume()
+    assert left.value.code == 0
+    assert "runs/whole is finished and has no checkpoint: it is left as it is" in capsys.readouterr().out
+    for path in (path for path in run.rglob("*") if path.is_file()):
+        there = finished / path.relative_to(workplace)
+        assert path.read_bytes() == there.read_bytes() and path.stat().st_mtime == there.stat().st_mtime, path
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
