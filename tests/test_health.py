@@ -1,16 +1,18 @@
 """Steps that are not finite, SIGTERM, and failures of the machine."""
 
+import contextlib
 import errno
 import math
 import os
 import signal
 
+import psutil
 import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 from subjects import CACHED, SUBJECTS, Caches
-from test_trainer import arguments, trainer, weights
+from test_trainer import arguments, rows, trainer, weights
 from tiny import tiny_model
 from transformers import TrainerCallback
 
@@ -217,6 +219,31 @@ def test_sigterm_ends_behind_the_step_with_a_checkpoint(tmp_path):
     whole.train()
     for name, weight in weights(whole.model).items():
         assert torch.equal(weights(again.model)[name], weight), name
+
+
+class SignalToAll(TrainerCallback):
+    """SIGTERM and Ctrl-C in the third step, to the data workers too, as a terminal or a scheduler sends them."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            workers = psutil.Process().children()
+            assert workers
+            for process in [*workers, psutil.Process()]:
+                process.send_signal(self.number)
+            assert not psutil.wait_procs(workers, timeout=0.5)[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_leaves_the_data_workers_to_finish_the_step(number, tmp_path, capfd):
+    made = trainer(tmp_path, data=rows(64), max_steps=9, dataloader_num_workers=2)
+    made.add_callback(SignalToAll(number))
+    with pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else contextlib.nullcontext():
+        made.train()
+    assert made.health.stopping and [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3"]
+    assert capfd.readouterr().err.count("Ctrl-C again stops at once") == (number == signal.SIGINT)
 
 
 RECIPE = parse(

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,13 +76,20 @@ def test_the_command_starts_itself(workplace, monkeypatch):
     assert len(started) == 1
 
 
-def program(workplace, code, *arguments):
+def popen(workplace, code, *arguments, **more):
     environment = {name: value for name, value in os.environ.items() if name not in launch.LAUNCHED}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1"}  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *code, *arguments]
-    return subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True, timeout=240)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=workplace, env=environment, **pipes, **more)
+
+
+def program(workplace, code, *arguments):
+    with popen(workplace, code, *arguments) as started:
+        out, err = started.communicate(timeout=240)
+    return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
 
 START = ["-c", "import sys; from distill.training.launch import start; sys.exit(start(2, sys.argv[1:]))"]
@@ -104,6 +113,60 @@ def test_a_users_mistake_keeps_its_exit_code_and_shows_no_traceback(workplace):
     done = program(workplace, START, "run", "tiny.yaml", "data.source=absent.txt")
     assert done.returncode == 2
     assert "absent.txt" in done.stderr and "Traceback" not in done.stderr and "ChildFailedError" not in done.stderr
+
+
+WORKER = """
+import os, signal, sys, time
+
+heard, rank = [], os.environ["RANK"]
+for each in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(each, lambda number, frame: heard.append(signal.Signals(number).name))
+open(f"ready-{rank}", "w").close()
+wanted = int(sys.argv[1])
+while len(heard) < wanted:
+    time.sleep(0.02)
+time.sleep(0.3)  # the checkpoint
+open(f"heard-{rank}", "w").write(" ".join(heard))
+sys.exit(130 if "SIGINT" in heard else 0)
+"""
+STARTS_WORKERS = """
+import sys
+from distill.training import launch
+
+launch.torchrun_arguments = lambda processes, arguments: [
+    "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "worker.py", *arguments
+]
+sys.exit(launch.start(2, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("signals, code", [(["SIGTERM"], 0), (["SIGINT"], 130), (["SIGINT", "SIGINT"], 130)])
+def test_processes_hear_each_signal_once_and_end_as_one_would(tmp_path, signals, code):
+    """A second Ctrl-C, which is to stop at once, is one to the processes too, and SIGTERM is no failure."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    with popen(tmp_path, ["-c", STARTS_WORKERS], str(len(signals)), start_new_session=True) as started:
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+            assert started.poll() is None, started.communicate()
+            time.sleep(0.05)
+        for name in signals:
+            os.killpg(started.pid, getattr(signal, name))  # as a terminal does; the processes have groups of their own
+            time.sleep(0.2)
+        said = started.communicate(timeout=60)[1]
+    assert [(tmp_path / f"heard-{rank}").read_text().split() for rank in (0, 1)] == [signals, signals], said
+    assert started.returncode == code and "death signal" not in said
+
+
+def test_a_third_ctrl_c_ends_processes_that_hear_nothing(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    with popen(tmp_path, ["-c", STARTS_WORKERS], "9", start_new_session=True) as started:
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+            assert started.poll() is None, started.communicate()
+            time.sleep(0.05)
+        for _ in range(3):
+            os.killpg(started.pid, signal.SIGINT)
+            time.sleep(0.2)
+        said = started.communicate(timeout=20)[1]
+    assert started.returncode == 128 + signal.SIGKILL and "was ended by SIGKILL" in said
 
 
 def test_one_of_several_leaves_with_its_code_and_all_it_had_to_do(tmp_path):

@@ -178,6 +178,28 @@ class Health:
                 signal.signal(number, handler)
 
 
+class OutlivesSignals:
+    """Begins a data worker that leaves SIGTERM and Ctrl-C to the process it works for.
+
+    A terminal, a scheduler and torchrun send them to all processes of a group; a worker that ended by one would take
+    the step with it that is to be finished, and its checkpoint. Workers end when they are told to, or when the process
+    they work for is gone.
+
+    Args:
+        begin: What the worker begins with, called with its number; None for nothing.
+    """
+
+    def __init__(self, begin: Callable[[int], None] | None) -> None:
+        self.begin = begin
+
+    def __call__(self, number: int) -> None:
+        """Called in the worker."""
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        if self.begin is not None:
+            self.begin(number)
+
+
 def _skips_by_itself(optimizer: Any) -> bool:
     """Whether the optimizer leaves all as it is where its `found_inf` is not 0: FusedAdamW, and torch's fused ones."""
     return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from distill import console
 
@@ -92,17 +92,21 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     """Run `distill` with `arguments` in `processes` processes of this machine and wait for them.
 
     Returns:
-        0, or the exit code of the process that failed first (130 after Ctrl-C); it has said why itself.
+        0 (also after SIGTERM and a checkpoint), or the exit code of the process that failed first (130 after Ctrl-C);
+        it has said why itself.
     """
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     command = ["torchrun", "--nproc-per-node", str(processes), "-m", "distill", *arguments]
-    console.say(f"{'processes':<12}{processes}, one a GPU, as by: {' '.join(command)}")
+    told = f"{'processes':<12}{processes}, one a GPU, as by: {' '.join(command)}"
+    print(told, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(processes, os.cpu_count() or 1)))
     # the failed process's own message is enough; torchrun would add a table and a stack of its own
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if hasattr(os, "killpg"):
+        api._terminate_process_handler = PassesOn()  # type: ignore[assignment]  # PContext.start makes it the handler
     try:
         torchrun.main(torchrun_arguments(processes, arguments))
     except ChildFailedError as error:
@@ -111,11 +115,32 @@ def start(processes: int, arguments: Sequence[str]) -> int:
             return failure.exitcode
         console.complain(f"rank {rank} was ended by {failure.signal_name()}; the run is over")
         return 128 - failure.exitcode
-    except SignalException as stopped:
+    except api.SignalException as stopped:
         return 128 + int(stopped.sigval)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+class PassesOn:
+    """A handler of signals that has the processes do what one alone would do, and waits for them.
+
+    torchrun's own handler would kill them 30 seconds later, in the middle of a checkpoint as like as not, and turn a
+    second Ctrl-C, which is to stop at once, into a SIGTERM, which finishes the step. A third Ctrl-C is SIGKILL: a
+    process that waits for others inside of NCCL hears nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.interrupts = 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        """Send the signal to each process and those that it started; torchrun gives each a group of its own."""
+        import psutil  # comes with accelerate
+
+        self.interrupts += number == signal.SIGINT
+        for process in psutil.Process().children():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL if self.interrupts > 2 else number)
 
 
 def is_one_of_several() -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from distill.data.collator import Collator
 from distill.generation.on_policy import OnPolicy
@@ -30,7 +30,7 @@ from distill.models.compiling import uncompiled
 from distill.training.blame import teacher_fault
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.training.even_batches import OrPadding, each_row_once
-from distill.training.health import Health
+from distill.training.health import Health, OutlivesSignals
 from distill.training.metrics import NO_WORK, Meter, named_means, work_of
 from distill.training.objective import STATISTICS, DistillationObjective, LossSpec
 from distill.training.parallel import is_sharded, keeps_nothing, use_fsdp2
@@ -48,8 +48,9 @@ class DistillationTrainer(Trainer):
         model: The student: a causal language model, bare or inside PEFT. Its forward is patched.
         teacher: A causal language model over the same vocabulary; moved to the student's device and frozen. None only
             with an `objective` that needs no model.
-        args: As of `Trainer`. Four of its fields are set, since any other value trains wrongly here:
-            `remove_unused_columns`, `logging_nan_inf_filter` and `ddp_find_unused_parameters` to False,
+        args: As of `Trainer`. Five of its fields are set, since any other value trains wrongly here:
+            `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
+            `accelerator_config.dispatch_batches` (which cuts every tensor of a batch to its number of rows) to False,
             `average_tokens_across_devices` to True.
         loss: What `DistillationObjective` takes: a divergence's name, a recipe's loss section, terms, or a module.
         vocab_size: Columns that both heads are cut to; None for the smaller head.
@@ -86,6 +87,7 @@ class DistillationTrainer(Trainer):
         args.logging_nan_inf_filter = False
         args.ddp_find_unused_parameters = False
         args.average_tokens_across_devices = True
+        args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
         if args.n_gpu > 1:
             log.warning("%d GPUs are visible to one process; using one. Start with torchrun to use all.", args.n_gpu)
             args._n_gpu = 1
@@ -136,7 +138,10 @@ class DistillationTrainer(Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer._get_dataloader`; where several processes share an epoch, each row comes once."""
-        return each_row_once(super()._get_dataloader(*args, **kwargs), self.accelerator.num_processes)
+        loader: Any = super()._get_dataloader(*args, **kwargs)
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's are made around one of torch
+        inner.worker_init_fn = OutlivesSignals(inner.worker_init_fn)
+        return each_row_once(loader, self.accelerator.num_processes)
 
     # ------------------------------------------------------------------ loss
 
@@ -255,8 +260,15 @@ class DistillationTrainer(Trainer):
         """Held-out figures, means over the trained tokens of the whole set (`Trainer` would average over batches).
 
         Returns:
-            Under `eval_`: the loss and the figures of training.
+            Under `eval_`: the loss and the figures of training; of a dictionary of data sets under `eval_NAME_`.
         """
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(rows, dict):
+            several: dict[str, float] = {}
+            for name in rows:
+                which = name if eval_dataset is None else rows[name]
+                several |= self.evaluate(which, ignore_keys, f"{metric_key_prefix}_{name}")
+            return several
         with self.meter.paused():
             figures = self._held_out(self.get_eval_dataloader(eval_dataset))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -312,12 +324,16 @@ class DistillationTrainer(Trainer):
             finally:
                 self._checkpoints_go_to = None
             self.accelerator.wait_for_everyone()
+            if self.state.best_model_checkpoint == str(unfinished / name):
+                self.state.best_model_checkpoint = str(folder / name)
+                if self.args.should_save:
+                    self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
                 make_lasting(unfinished / name)
                 os.replace(unfinished / name, folder / name)
-                drop_old(folder, limit)
+                drop_old(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
 
