@@ -46,6 +46,11 @@ def folder(tmp_path, monkeypatch):
 ALL = [f"{name}-{number}" for name in ("slow", "fast") for number in range(3)]
 
 
+def test_a_plot_is_a_file(folder, capsys):
+    assert run_command(["compare", *ALL, "--plot", "runs"]) == 2
+    assert capsys.readouterr().err == "distill: --plot: expected a file to write, came the folder runs\n"
+
+
 def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
     assert run_command(["compare", *ALL, "--plot", "curves.html"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -195,6 +200,7 @@ def test_eval_of_a_model(tmp_path, monkeypatch, capsys):
     assert run_command(["eval", "teacher", *more, "--before", "student"]) == 0
     out = capsys.readouterr().out
     assert "gap closed" in out and "1.0000" in out and "student calibration error" in out
+    assert "intervals by resampling documents" in out
     assert run_command(["eval", "other", *more]) == 2
     assert run_command(["eval", "student", "--data", "text.txt"]) == 2
     assert "--teacher: needed with a model" in capsys.readouterr().err

@@ -46,6 +46,21 @@ def test_rows_are_kept_apart_in_a_batch():
     assert together.calibration_error == pytest.approx(alone.calibration_error, abs=1e-6)
 
 
+def test_documents_of_a_packed_row_are_drawn_for_themselves():
+    """Five documents in one row are five to draw from; of one alone nothing is told, where it read "from 2 to 2"."""
+    student, teacher = tiny_model(seed=2), tiny_model(hidden=48, seed=1)
+    data = [*rows(3, 24), *rows(2, 17)]
+    packed = {name: [value for row in data for value in row[name]] for name in data[0]}
+    alone, together = judge(student, teacher, data), judge(student, teacher, [packed])
+    assert together.rows == 1 and np.allclose(alone.sums, together.sums, rtol=1e-4)
+    assert together.figures["forward_kl"] == pytest.approx(alone.figures["forward_kl"], rel=1e-4)
+    single = judge(student, teacher, data[:1])
+    for found in (*single.figures.values(), single.perplexity("student"), single.gap_closed(single)):
+        assert np.isnan([found.low, found.high]).all() and np.isfinite(found.value)
+    with pytest.raises(ValueError, match="no trained tokens"):
+        judge(student, teacher, [])
+
+
 def test_logits_of_16_bit_models_are_not_rounded(device):
     """A teacher in bfloat16 beside the same weights in float32 but for the rounding of hidden states."""
     hidden = torch.randn(40, 64, dtype=torch.bfloat16, device=device)

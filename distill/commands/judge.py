@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import console
-from distill.commands.arguments import AsJson, complete_run, say_json
+from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
 from distill.training import launch
 
 RunArgument = Annotated[
@@ -59,6 +59,7 @@ def evaluate(
     """
     if tasks is None and (limit is not None or chat or task_folder is not None):
         raise ValueError("--limit, --chat and --task-folder belong to --tasks, which was not given")
+    without_bars()
     if tasks is not None:
         _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
         return
@@ -67,6 +68,7 @@ def evaluate(
 
     from distill.judging.judge import judge
     from distill.judging.measure import KL, SPANS
+    from distill.judging.measure import shown as figure_shown
     from distill.judging.targets import (
         Target,
         find_target,
@@ -129,15 +131,13 @@ def evaluate(
         say_json(measure.written({"tokens": after.tokens}) | told)
         return
     names = {f"{way}_{measure.key}": f"{way} {measure.name}" for way in ("forward", "reverse")}
-    shown = [
-        [names.get(name, name.replace("_", " ")), *(f"{value:.4f}" for value in figure)]
-        for name, figure in figures.items()
-    ]
+    shown = [[names.get(name, name.replace("_", " ")), *map(figure_shown, figure)] for name, figure in figures.items()]
     if not across:
         shown.append(["student calibration error", f"{after.calibration_error:.4f}", "", ""])
         shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
     console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
-    console.say(f"over {after.tokens:,} {measure.unit}s in {after.rows:,} rows; intervals by resampling rows")
+    drawn = "rows" if across else "documents"
+    console.say(f"over {after.tokens:,} {measure.unit}s in {after.rows:,} rows; intervals by resampling {drawn}")
 
 
 def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:
@@ -213,8 +213,7 @@ def compare(
     read = [read_run(find_run(run)) for run in runs]
     groups = group_runs(read)
     if plot is not None:
-        if not plot.absolute().parent.is_dir():
-            raise ValueError(f"--plot: the folder {plot.parent} does not exist")
+        _require_a_file("--plot", plot)
         plot.write_text(curves_page(read), encoding="utf-8")
     if as_json:
         say_json([group.as_dict() for group in groups])
@@ -274,6 +273,14 @@ def report(
             }
         )
         return
-    if output is not None and not output.parent.is_dir():
-        raise ValueError(f"--output: the folder {output.parent} does not exist")
+    if output is not None:
+        _require_a_file("--output", output)
     console.say(f"wrote {write_report(folder, output)}")
+
+
+def _require_a_file(option: str, path: Path) -> None:
+    """Refuse what no file can be written to."""
+    if path.is_dir():
+        raise ValueError(f"{option}: expected a file to write, came the folder {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: the folder {path.parent} does not exist")

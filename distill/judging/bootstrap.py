@@ -1,8 +1,8 @@
-"""Confidence intervals of means over tokens, by resampling rows (Efron, 1979).
+"""Confidence intervals of means over tokens, by resampling rows (Efron, 1979); here a row is whatever is drawn whole.
 
 Tokens of one text are alike, so that resampling single tokens would promise too much: whole rows are drawn, with
 replacement, and the mean is the ratio of sums, as it is over the whole set. Two models measured on the same rows are
-compared by drawing the same rows for both.
+compared by drawing the same rows for both. Of a single row nothing can be told: its interval is NaN.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+
+AT_ONCE = 1 << 22  # how many of (draws x rows) exist at a time
 
 
 class Interval(NamedTuple):
@@ -35,13 +37,21 @@ def interval(
     Raises:
         ValueError: no tokens.
     """
+    (found,) = intervals(sums[:, None], counts, draws=draws, level=level, seed=seed)
+    return found
+
+
+def intervals(
+    sums: np.ndarray, counts: np.ndarray, *, draws: int = 2000, level: float = 0.95, seed: int = 0
+) -> list[Interval]:
+    """`interval` of each column of `sums`, float64 [rows, figures], by the same draws."""
     if counts.sum() <= 0:
         raise ValueError("counts: expected at least one token")
     rows = np.flatnonzero(counts > 0)
-    weights = _weights(len(rows), draws, seed)
-    means = (weights @ sums[rows]) / (weights @ counts[rows])
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return Interval(float(sums.sum() / counts.sum()), float(low), float(high))
+    drawn = _resampled(np.column_stack([sums[rows], counts[rows]]), draws, seed)
+    low, high = np.quantile(drawn[:, :-1] / drawn[:, -1:], [(1 - level) / 2, (1 + level) / 2], axis=0)
+    means = sums.sum(0) / counts.sum()
+    return [Interval(*map(float, one)) for one in zip(means, low, high, strict=True)]
 
 
 def share_interval(
@@ -52,13 +62,21 @@ def share_interval(
     Args:
         before, after: float64 [rows], sums over the same rows' tokens.
     """
-    weights = _weights(len(before), draws, seed)
-    total = weights @ before
-    shares = (total - weights @ after) / np.where(total > 0, total, np.nan)
-    low, high = np.nanquantile(shares, [(1 - level) / 2, (1 + level) / 2])
+    total, left = _resampled(np.column_stack([before, after]), draws, seed).T
+    shares = (total - left) / np.where(total > 0, total, np.nan)
+    known = shares[~np.isnan(shares)]
+    low, high = np.quantile(known, [(1 - level) / 2, (1 + level) / 2]) if len(known) else (np.nan, np.nan)
     return Interval(float((before.sum() - after.sum()) / before.sum()), float(low), float(high))
 
 
-def _weights(rows: int, draws: int, seed: int) -> np.ndarray:
-    """How often each resample draws each row: float64 [draws, rows]."""
-    return np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=draws).astype(np.float64)
+def _resampled(values: np.ndarray, draws: int, seed: int) -> np.ndarray:
+    """Sums over resamples of the rows of `values` [rows, k]: float64 [draws, k]; NaN where there is one row."""
+    rows = len(values)
+    if rows < 2:
+        return np.full((draws, values.shape[1]), np.nan)
+    random, at_once = np.random.default_rng(seed), max(1, AT_ONCE // rows)
+    parts = []
+    for start in range(0, draws, at_once):
+        often = random.multinomial(rows, np.full(rows, 1 / rows), size=min(at_once, draws - start))
+        parts.append(often.astype(np.float64) @ values)
+    return np.concatenate(parts)

@@ -3,7 +3,7 @@
     found = judge(student, teacher, rows)
     found.figures["forward_kl"]      # Interval(value, low, high)
 
-The means are those of `distill.judging.evaluate`; here they are kept a row apart, so that rows can be resampled. The
+The means are those of `distill.judging.evaluate`; here documents are kept apart, so that they can be resampled. The
 calibration error (ECE, Naeini et al., 2015; Guo et al., 2017) asks whether a student that is 70 % sure of its likeliest
 token is right in 70 % of cases: tokens are sorted into 15 equal bins by the probability of the likeliest token, and the
 bins' |accuracy - mean probability| are averaged by their tokens.
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
-from distill.judging.bootstrap import Interval, interval, share_interval
+from distill.judging.bootstrap import Interval, intervals, share_interval
 from distill.judging.evaluate import as_trained
 from distill.models.head import call_head, decoder_of, find_head, probe_logits
 
@@ -39,7 +39,8 @@ class Judgement(NamedTuple):
         tokens, rows: what the figures are over.
         figures: means by name, with 95 % intervals.
         calibration_error: of the student, a share of 1; `teacher_calibration_error` beside it.
-        sums: float64 [rows, figures], for comparing students over the same rows; `counts` the rows' tokens.
+        sums: float64 [documents, figures] (of aligned spans [rows, figures]), for comparing students over the same
+            ones; `counts` their tokens.
     """
 
     tokens: int
@@ -52,7 +53,7 @@ class Judgement(NamedTuple):
 
     def perplexity(self, who: str) -> Interval:
         """exp of the cross-entropy of `student` or `teacher`."""
-        return Interval(*(math.exp(v) if v < 700 else math.inf for v in self.figures[f"{who}_cross_entropy"]))
+        return Interval(*(math.inf if v >= 700 else math.exp(v) for v in self.figures[f"{who}_cross_entropy"]))
 
     def gap_closed(self, before: Judgement) -> Interval:
         """The share of `before`'s forward KL that this student no longer has, over the same rows."""
@@ -79,7 +80,7 @@ def judge(
         student, teacher: Causal language models on one device; put in eval mode and given back as they were.
         rows: Of `input_ids`, `labels` (not shifted), `position_ids`.
         vocab_size: Columns both heads are cut to; None for the smaller head.
-        batch_size: Rows at a time; their figures are kept apart all the same.
+        batch_size: Rows at a time; documents are kept apart all the same.
         autocast: Compute hidden states in this dtype, as in training; None for the weights' own.
         advance: Called with the number of rows that are done, for a progress bar.
         seed: Of the resampling.
@@ -93,7 +94,7 @@ def judge(
     device = next(student.parameters()).device
     columns = vocab_size or min(len(find_head(m).linear.weight) for m in (student, teacher))  # type: ignore[arg-type]
     collator = Collator(0)
-    sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))
+    parts: list[tuple[np.ndarray, np.ndarray]] = []  # sums and tokens of documents
     bins = torch.zeros(2, 3, BINS, dtype=torch.float64, device=device)
     try:
         for first in range(0, len(rows), batch_size):
@@ -101,14 +102,15 @@ def judge(
             batch = {name: tensor.to(device) for name, tensor in collator(chosen).items()}
             keep = batch["valid_rows"]
             labels = batch["labels"].flatten()[keep + 1]
-            owner = keep // batch["labels"].shape[1]
+            document = (batch["position_ids"] == 0).flatten().cumsum(0)[keep]  # padding is one of its own
+            documents, owner = document.unique(return_inverse=True)
             body = {name: batch[name] for name in ("input_ids", "position_ids")}
             with as_trained(device, autocast):
                 hidden = [
                     decoder_of(model)(**body, use_cache=False).last_hidden_state.flatten(0, 1)[keep]
                     for model in (student, teacher)
                 ]
-            found = torch.zeros(len(chosen), len(FIGURES), dtype=torch.float64, device=device)
+            found = torch.zeros(len(documents), len(FIGURES), dtype=torch.float64, device=device)
             for start in range(0, len(labels), CHUNK):
                 part = slice(start, start + CHUNK)
                 logs = [
@@ -118,17 +120,16 @@ def judge(
                 found.index_add_(0, owner[part], _figures(logs[0], logs[1], labels[part]).T)
                 for which, log in enumerate(logs):
                     _count(bins[which], log, labels[part])
-            there = slice(first, first + len(chosen))
-            sums[there] = found.cpu().numpy()
-            counts[there] = torch.bincount(owner, minlength=len(chosen)).cpu().numpy()
+            parts.append((found.cpu().numpy(), owner.bincount(minlength=len(documents)).double().cpu().numpy()))
             if advance is not None:
                 advance(len(chosen))
     finally:
         for model, training in modes:
             model.train(training)
-    if not counts.sum():
+    if not any(tokens.size for _, tokens in parts):
         raise ValueError("data: no trained tokens in the held-out rows (every label is masked)")
-    figures = {name: interval(sums[:, i], counts, seed=seed) for i, name in enumerate(FIGURES)}
+    sums, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
+    figures = dict(zip(FIGURES, intervals(sums, counts, seed=seed), strict=True))
     errors = _calibration_error(bins[0]), _calibration_error(bins[1])
     return Judgement(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
 

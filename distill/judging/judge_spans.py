@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
-from distill.judging.bootstrap import interval
+from distill.judging.bootstrap import intervals
 from distill.judging.evaluate import as_trained, figures_of
 from distill.judging.judge import FIGURES, Judgement
 from distill.teachers.cross.alignment import Shared
@@ -71,5 +71,5 @@ def judge_spans(
             model.train(training)
     if not counts.sum():
         raise ValueError("data: no aligned spans in the held-out rows")
-    figures = {name: interval(sums[:, i], counts, seed=seed) for i, name in enumerate(FIGURES)}
+    figures = dict(zip(FIGURES, intervals(sums, counts, seed=seed), strict=True))
     return Judgement(int(counts.sum()), len(rows), figures, math.nan, math.nan, sums, counts)
