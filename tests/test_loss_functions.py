@@ -66,6 +66,25 @@ def test_a_heads_adapter_is_not_left_out():
     torch.testing.assert_close(distill_kernels.head_loss(head, loss, hidden, labels=labels), expected)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_head_loss_in_a_compiled_model(hooked):
+    hidden, *_ = realistic_heads(6, 97, 16, 24)
+    labels, head, loss_fn = torch.randint(0, 97, (6,)), torch.nn.Linear(16, 97), distill_kernels.FusedCrossEntropyLoss()
+    if hooked:  # as FSDP2 does
+        head.register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+
+    def student(x):
+        return distill_kernels.head_loss(head, loss_fn, x * 1.0, labels=labels)
+
+    compiled = torch.compile(student, backend="aot_eager")
+    gradients = []
+    for call in (compiled, student):
+        loss = call(hidden)
+        gradients.append((loss.detach(), *torch.autograd.grad(loss, head.weight)))
+    torch.testing.assert_close(*gradients)
+    assert "forward" not in vars(head)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_tokens_at_all(device, dtype):
     hidden, weight, teacher_hidden, teacher_weight = realistic_heads(4, 97, 16, 24, dtype=dtype, device=device)

@@ -16,6 +16,7 @@ from torch import nn
 Result = TypeVar("Result")
 
 
+@torch.compiler.disable
 def call_inside(
     module: nn.Module,
     compute: Callable[[torch.Tensor], Result],
@@ -30,6 +31,8 @@ def call_inside(
         compute: called with the hidden states as the hooks pass them on; parameters are whole inside.
         hidden: [..., H]; goes through the hooks (FSDP2's mixed precision may cast it).
         owner: the module whose forward is replaced, where `module` only leads to it (a LoRA layer); None: `module`.
+
+    torch.compile breaks its graph here: traced, a forward that is put back is lost, and hooks may be left out.
     """
     owner = module if owner is None else owner
     replaced = owner.__dict__.get("forward")
