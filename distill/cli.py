@@ -26,7 +26,7 @@ from distill.commands.arguments import (
     plugin_override,
     say_json,
 )
-from distill.faults import RunError
+from distill.faults import DISK, RunError
 from distill.folders import run_folder
 from distill.recipe import Recipe, dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
@@ -211,7 +211,8 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
     """Run `distill` with these arguments (`sys.argv` otherwise) and return its exit code.
 
     A `ValueError` is the user's input: its message is printed, one line a fault, and the code is 2. With
-    DISTILL_TRACEBACK=1 in the environment it is raised instead. Any other exception passes through.
+    DISTILL_TRACEBACK=1 in the environment it is raised instead. So it is for a file that a full or read-only disk, or
+    its owner, does not let be written, with code 1. Any other exception passes through.
     """
     try:
         code = app(args=arguments, prog_name="distill", standalone_mode=False)
@@ -230,6 +231,11 @@ def run_command(arguments: Sequence[str] | None = None) -> int:
             raise
         console.complain(str(error))
         return 2
+    except OSError as error:  # a run says more: see training.failures
+        if error.errno not in DISK or error.filename is None or os.environ.get("DISTILL_TRACEBACK") == "1":
+            raise
+        console.complain(f"{error.filename}: {DISK[error.errno]}")
+        return 1
 
 
 def main() -> None:

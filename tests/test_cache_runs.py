@@ -149,6 +149,8 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
     assert "4 steps see 10% of these 5,120 tokens: data.max_rows=111" in fewer_rows(recipe(), report)
     assert fewer_rows(recipe("train.steps=40"), report) is None
     assert sorted(here.iterdir()) == before, "--report writes nothing"
+    assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "tiny.yaml"]) == 2
+    assert "--out: expected a folder, came the file tiny.yaml" in capsys.readouterr().err
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "sized", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cache"]["tail"] == "sampled", "the default where the loss is the forward KL"

@@ -1,5 +1,6 @@
 """Every command alike: help with examples, JSON, exit codes, completion, plain text in a pipe, a quiet Ctrl-C."""
 
+import errno
 import os
 import pty
 import re
@@ -95,6 +96,18 @@ def test_a_users_mistake_is_2_and_a_bug_keeps_its_trace(name, error, code, capsy
     else:
         assert run_command([name, "x"]) == code
         assert capsys.readouterr().err == "distill: data.source: gone\n"
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys, monkeypatch):
+    def fails(*args, **kwargs):
+        raise OSError(errno.EROFS, "Read-only file system", "runs/x/report.html.unfinished")
+
+    monkeypatch.setattr("distill.reports.report.find_run", fails)
+    assert run_command(["report", "x"]) == 1
+    assert capsys.readouterr().err == "distill: runs/x/report.html.unfinished: the disk is read-only\n"
+    monkeypatch.setenv("DISTILL_TRACEBACK", "1")
+    with pytest.raises(OSError, match="Read-only"):
+        run_command(["report", "x"])
 
 
 def test_a_failed_check_is_1(capsys):

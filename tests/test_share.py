@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 from two_tokenizers import TOKENIZERS
 
 from distill.cli import run_command
@@ -53,6 +54,24 @@ def test_a_student_answers_beside_its_teacher(folder, capsys):
     assert run_command(["generate", "teacher", "-p", "What?", "-p", "Why?", "--max-new-tokens", "3", "--json"]) == 0
     answers = json.loads(capsys.readouterr().out)
     assert [set(answer) for answer in answers] == [{"prompt", "student"}] * 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "mine", "-p", "What?", "--max-new-tokens", "2"],
+        ["export", "mine", "-o", "out"],
+        ["eval", "mine", "--json"],
+        ["inspect", "mine.yaml", "--rows", "1", "--shade", "entropy"],
+    ],
+)
+def test_a_pipe_gets_no_bars_of_libraries(arguments, folder, capfd):
+    logging.enable_progress_bar()
+    try:
+        assert run_command(arguments) == 0
+    finally:
+        logging.enable_progress_bar()
+    assert "%|" not in capfd.readouterr().err
 
 
 def test_a_stream_waits_for_whole_characters():

@@ -68,6 +68,13 @@ def plugin_override(plugin: Path | None) -> list[str]:
     return [f"loss.plugin={{file: {json.dumps(str(plugin))}, sha256: '{hashlib.sha256(code).hexdigest()}'}}"]
 
 
+def without_bars() -> None:
+    """Keep transformers from drawing bars of its own, into pipes and logs too; ours say what takes a while."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+
+
 def say_json(value: Any) -> None:
     """Print `value` as JSON; what is not finite becomes null, since JSON has no word for it."""
     console.say(json.dumps(console.plain(value), indent=2, ensure_ascii=False))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distill import console
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
 
 if TYPE_CHECKING:
     from distill.planning.preflight import Preflight
@@ -45,6 +45,7 @@ def check(
     from distill.planning.devices import find_device
     from distill.planning.preflight import check as look
 
+    without_bars()
     device = find_device(gpu)
     with console.working("looking at models and data"):
         report = look(resolved, device, gpus=gpus, look_at_data=data)
@@ -176,6 +177,7 @@ def inspect(
     from distill.loading import load_models, read_data, read_tokenizer
     from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
 
+    without_bars()
     with console.working("reading data"):
         from distill.training.arguments import resolve_device, resolve_precision
 
@@ -236,6 +238,7 @@ def bench(
         teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)
         return teacher, load_student(resolved.student, teacher=teacher, device="cuda", dtype=torch.bfloat16)
 
+    without_bars()
     with console.working("timing"):
         found = bench_step(
             models, resolved.train.batch_size, resolved.data.max_length, resolved.loss, variants=chosen, steps=steps

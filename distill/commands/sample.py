@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from distill import console
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
 from distill.training import launch
 
 
@@ -75,11 +75,9 @@ def sample(
             ):  # fmt: skip
                 again += [name, str(value)]
             raise typer.Exit(launch.start(processes, again))
-    import transformers
-
     from distill.generation.sample import sample as run
 
-    transformers.utils.logging.disable_progress_bar()
+    without_bars()
     first = launch.is_first()
     with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
         result = run(

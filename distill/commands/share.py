@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from distill import console
-from distill.commands.arguments import AsJson, complete_run, say_json
+from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
 
 
 def register(app: typer.Typer) -> None:
@@ -42,6 +42,7 @@ def generate(
     from distill.judging.generate import stream
     from distill.judging.targets import find_target, load_its_teacher, load_target
 
+    without_bars()
     found = find_target(target)
     with console.working("loading"):
         student, tokenizer = load_target(found)
@@ -102,6 +103,7 @@ def export(
         check_type(gguf)
     if push is not None:
         check_repository(push)
+    without_bars()
     with console.working("exporting"):
         written = write(find_run(run), output, dtype=dtype, shard_size=shard_size)
         if gguf is not None:
