@@ -2,7 +2,8 @@
 
     from distill import DistillationTrainer, FusedKLLoss
 
-The names of `distill_kernels` and the trainer are imported when they are first used, since they bring in torch.
+These, the other names of `distill_kernels`, `AutoFusedModelForCausalLM` and `Recipe` are imported when they are first
+used, since most bring in torch.
 """
 
 from importlib import import_module
@@ -11,7 +12,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HERE = {"DistillationTrainer": "distill.training.trainer", "Recipe": "distill.recipe"}
+_HERE = {
+    "AutoFusedModelForCausalLM": "distill.models.patching",
+    "DistillationTrainer": "distill.training.trainer",
+    "Recipe": "distill.recipe",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,9 +10,10 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from distill import AutoFusedModelForCausalLM
 from distill.loading import check_packing
 from distill.models.packed import keeps_apart
-from distill.models.patching import AutoFusedModelForCausalLM, patch, unpatch
+from distill.models.patching import patch, unpatch
 from distill.recipe import dump, parse
 
 # model type -> what must be swapped in two layers, and settings that make the tiny model exercise its particulars

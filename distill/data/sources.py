@@ -89,7 +89,7 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
     if path.is_dir():
         saved = {"dataset_dict.json"}, {"state.json", "dataset_info.json"}  # by save_to_disk
         if any(all((path / name).is_file() for name in names) for names in saved):
-            return _hub_layout(source, split, field, lambda: _load_saved(path, field))
+            return _hub_layout(source, split, lambda: _load_saved(path, field))
         return _of_files(source, _files_of_folder(path, split, field), field)
     looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
     if looks_local:
@@ -97,7 +97,7 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
             f"{field}: expected a local file or folder, {STDLIB} or a hub id; {source!r} does not exist "
             f"(looked in {Path.cwd()})"
         )
-    return _hub_layout(source, split, field, lambda: _load_hub(source, subset, split, field))
+    return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
 
 
 def _stdlib() -> Source:
@@ -183,7 +183,7 @@ def _of_files(name: str, files: list[Path], field: str) -> Source:
         tables = [path for path in files if _kind(path) in (".parquet", ".arrow")]
         if len(tables) < len(files) or len({_kind(path) for path in files}) > 1:
             raise ValueError(f"{field}: {name} mixes parquet or arrow files with others; keep one kind in the folder")
-        return _hub_layout(name, "train", field, lambda: _load_tables(tables, field), digest.hexdigest())
+        return _hub_layout(name, "train", lambda: _load_tables(tables, field), digest.hexdigest())
 
     def rows() -> Iterator[Row | RowFault]:
         for path in files:
@@ -292,7 +292,7 @@ READERS = {
 # through the datasets library
 
 
-def _hub_layout(name: str, split: str, field: str, load: Callable[[], Any], digest: str | None = None) -> Source:
+def _hub_layout(name: str, split: str, load: Callable[[], Any], digest: str | None = None) -> Source:
     dataset = load()
     if hasattr(dataset, "keys"):  # a DatasetDict
         if split not in dataset:

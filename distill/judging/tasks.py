@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-INSTALL = 'pip install "distill-toolkit[eval]"'
+INSTALL = 'pip install "lm-eval>=0.4.9"'
 
 
 class Score(NamedTuple):

@@ -8,7 +8,6 @@ enqueue one call, measured on small shapes.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -252,19 +251,6 @@ def _candidates(layer: Layer) -> dict[str, Function]:
     if layer.liger is not None:
         candidates["liger"] = layer.liger
     return candidates
-
-
-def compile_all(only: str = "", quick: bool = False) -> None:
-    """Compile every candidate once, so that a later process finds the kernels in the caches. No timing."""
-    for name, layer in layers().items():
-        if only not in name:
-            continue
-        for shape in layer.shapes + ([] if quick else layer.more_shapes):
-            sets, _ = _make_sets(layer, shape, most=1)
-            for function in _candidates(layer).values():
-                for backward in (False, True):
-                    with contextlib.suppress(RuntimeError):  # measure() says what a candidate refuses
-                        _step(function, backward, _copies(sets), layer.differentiate)()
 
 
 def measure(name: str, layer: Layer, shape: tuple[int, ...], bandwidth: float) -> list[Row]:

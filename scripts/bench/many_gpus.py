@@ -3,7 +3,7 @@
     flagship    Llama-3.1-8B to 3.2-1B shapes, everything copied (DDP), on 1, 2, 4, 8 GPUs: tokens a second beside one
     large       Llama-3.1-70B to 8B shapes, teacher and student in shards (FSDP2), on the most GPUs there are
 
-Figures are those of `metrics.jsonl`: medians over the logging steps after the first, in which everything compiles.
+Figures are those of `metrics.jsonl`: medians over the logging steps behind the first two, in which everything compiles.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ are `z_t`. Statistics are those of the mixture at T = 1, `sum_k w_k softmax(z_k)
 does not tell; they take a second row of logits. Where the vocabulary is cut over ranks (shards.py), a teacher's
 probabilities are those over all ranks' columns.
 
-This is the arithmetic mixture: the teachers' opinions are averaged (Hinton et al., 2015, section 5). The student's
+This is the arithmetic mixture: the teachers' opinions are averaged (Hinton et al., 2015, section 1). The student's
 hidden size may differ from every teacher's, and theirs from each other's.
 """
 
