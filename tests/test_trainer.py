@@ -278,3 +278,43 @@ def test_progress_bar_on_a_terminal(tmp_path):
         trainer(tmp_path, callbacks=[ProgressReport(console)], max_steps=2).train()
     text = Path(tmp_path / "out.txt").read_text()
     assert "2/2" in text and "agreement" in text
+
+
+def test_rows_that_are_only_iterated_are_learned_whole(tmp_path):
+    """accelerate would cut every tensor of such a batch to as many entries as it has rows, `valid_rows` too."""
+
+    class InOrder(DistillationTrainer):
+        def _get_train_sampler(self, *args, **kwargs):
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def made(data):
+        return InOrder(tiny_model(), tiny_model(seed=1), arguments(tmp_path), train_dataset=data)
+
+    plain, streamed = made(rows()), made(rows().to_iterable_dataset())
+    plain.train(), streamed.train()
+    assert history(streamed, "loss") == history(plain, "loss")
+    assert history(streamed, "trained_tokens") == history(plain, "trained_tokens")
+
+
+def test_several_sets_are_evaluated_under_their_names(tmp_path):
+    made = trainer(tmp_path, eval_strategy="steps", eval_steps=4)
+    sets = {"long": rows(8, seed=5), "short": rows(3, seed=6)}
+    made.eval_dataset = sets
+    made.train()
+    found = made.evaluate()
+    for name, data in sets.items():
+        assert found[f"eval_{name}_kl"] == made.evaluate(data)["eval_kl"]
+        assert [entry for entry in made.state.log_history if f"eval_{name}_kl" in entry]
+
+
+@pytest.mark.parametrize("limit", [1, 2, None])
+def test_the_best_checkpoint_is_kept_and_loaded(tmp_path, limit):
+    settings = {"load_best_model_at_end": True, "metric_for_best_model": "kl", "greater_is_better": False}
+    each_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    made = trainer(tmp_path, max_steps=2, learning_rate=0.3, save_total_limit=limit, **settings, **each_step)
+    made.train()
+    seen = [entry["eval_kl"] for entry in made.state.log_history if "eval_kl" in entry]
+    best = tmp_path / f"checkpoint-{1 + seen.index(min(seen))}"
+    assert min(seen) < seen[-1] and made.state.best_model_checkpoint == str(best) and best.is_dir()
+    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+    assert made.evaluate()["eval_kl"] == pytest.approx(min(seen))

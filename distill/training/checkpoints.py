@@ -23,10 +23,11 @@ def half_written(folder: Path) -> list[Path]:
     return found + sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
 
 
-def drop_old(folder: Path, limit: int | None) -> None:
-    """Keep the newest `limit` checkpoints; an old one loses its name before it is deleted."""
+def drop_old(folder: Path, limit: int | None, best: str | None = None) -> None:
+    """Keep the newest `limit` checkpoints, and `best`; an old one loses its name before it is deleted."""
     for old in checkpoints(folder)[: -limit if limit else 0]:
-        os.replace(old, folder / UNFINISHED / f"old-{old.name}")
+        if best is None or old.name != Path(best).name:
+            os.replace(old, folder / UNFINISHED / f"old-{old.name}")
 
 
 def make_lasting(folder: Path) -> None:
