@@ -23,15 +23,20 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
         runs: the folder of all runs.
 
     Raises:
-        RecipeError: a bad name, `--name` of a run that exists (without `resume`), or nothing to resume.
+        RecipeError: a bad name, `--name` of a run that exists (without `resume`), nothing to resume, or a link or file
+            where a folder is needed.
     """
     if name is not None and not _NAME.fullmatch(name):
         raise RecipeError(
             [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), came {show(name)}"]
         )
+    if runs.is_file():
+        raise RecipeError([f"{runs}: expected a folder, which holds the runs, came a file"])
+    _refuse_dead_link(runs)
     if resume:
         return _latest(recipe_name, name, runs)
     if name is not None:
+        _refuse_dead_link(runs / name)
         if _taken(runs / name):
             raise RecipeError(
                 [f"--name {name}: {runs / name} holds a run already; --resume continues it, another name starts anew"]
@@ -59,4 +64,12 @@ def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
 
 def _taken(folder: Path) -> bool:
     """An empty folder counts as free: whoever made it has put no run there."""
-    return folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+    return (
+        folder.is_file() or (folder.is_symlink() and not folder.exists()) or (folder.is_dir() and any(folder.iterdir()))
+    )
+
+
+def _refuse_dead_link(path: Path) -> None:
+    """Refuse a link to what is not there (a disk that is not mounted), which no folder can be made of."""
+    if path.is_symlink() and not path.exists():
+        raise RecipeError([f"{path}: is a link to {path.readlink()}, which does not exist"])

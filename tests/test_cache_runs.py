@@ -148,6 +148,7 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
     report = DataReport("x", rows_read=1000, tokens=5120)
     assert "4 steps see 10% of these 5,120 tokens: data.max_rows=111" in fewer_rows(recipe(), report)
     assert fewer_rows(recipe("train.steps=40"), report) is None
+    assert fewer_rows(recipe(), DataReport("one.txt", rows_read=1, tokens=5120)) is None, "there is no fewer"
     assert sorted(here.iterdir()) == before, "--report writes nothing"
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "tiny.yaml"]) == 2
     assert "--out: expected a folder, came the file tiny.yaml" in capsys.readouterr().err

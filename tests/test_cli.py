@@ -33,8 +33,8 @@ def fake_run(monkeypatch):
     module = types.ModuleType("distill.run")
     module.calls, module.error = [], None
 
-    def run(recipe, *, recipe_path, name, resume, lock, plugin):
-        module.calls.append((recipe, recipe_path, name, resume))
+    def run(recipe, *, name, resume, lock, plugin):
+        module.calls.append((recipe, name, resume))
         module.lock, module.plugin = lock, plugin
         if module.error is not None:
             raise module.error
@@ -180,8 +180,8 @@ def test_a_user_error_within_a_run_is_one_line_and_a_bug_is_not(folder, fake_run
 
 def test_run_hands_over_the_resolved_recipe(folder, fake_run):
     assert run_command(["run", "mine.yaml", "train.steps=3", "--name", "trial"]) == 0
-    (recipe, path, name, resume) = fake_run.calls[0]
-    assert recipe == load("mine.yaml", ["train.steps=3"]) and path == Path("mine.yaml")
+    (recipe, name, resume) = fake_run.calls[0]
+    assert recipe == load("mine.yaml", ["train.steps=3"])
     assert (name, resume) == ("trial", False) and fake_run.lock is None
 
 
@@ -236,6 +236,22 @@ def test_a_name_that_holds_a_run_is_refused_saying_how_to_resume(tmp_path):
     for bad in ("", "..", "a/b", "-x", "a\n", "x" * 101):
         with pytest.raises(RecipeError, match="--name: expected"):
             run_folder("mine", name=bad, runs=runs)
+
+
+def test_links_to_what_is_not_there_are_named(tmp_path):
+    runs, absent = tmp_path / "runs", tmp_path / "scratch"
+    runs.symlink_to(absent)
+    with pytest.raises(RecipeError, match=r"runs: is a link to .*scratch, which does not exist"):
+        run_folder("mine", runs=runs)
+    absent.mkdir()
+    assert run_folder("mine", runs=runs) == runs / "mine"
+    (runs / "mine").symlink_to(tmp_path / "gone")
+    with pytest.raises(RecipeError, match=r"mine: is a link to .*gone, which does not exist"):
+        run_folder("mine", name="mine", runs=runs)
+    assert run_folder("mine", runs=runs) == runs / "mine-2", "a free name is one that a folder can be made of"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match="file: expected a folder"):
+        run_folder("mine", runs=tmp_path / "file")
 
 
 def test_resume_takes_the_latest_run_of_the_recipe(tmp_path):

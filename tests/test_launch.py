@@ -76,6 +76,16 @@ def test_the_command_starts_itself(workplace, monkeypatch):
     assert len(started) == 1
 
 
+def test_json_is_all_that_standard_output_gets(monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("torch.distributed.run.main", lambda arguments: print("{}"))
+    assert launch.start(2, ["cache", "tiny.yaml", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {} and captured.err.startswith("processes   2, one a GPU")
+    assert launch.start(2, ["run", "tiny.yaml"]) == 0
+    assert capsys.readouterr().out.startswith("processes   2, one a GPU")
+
+
 def popen(workplace, code, *arguments, **more):
     environment = {name: value for name, value in os.environ.items() if name not in launch.LAUNCHED}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",

@@ -78,8 +78,8 @@ class Recipe(Section):
         if isinstance(given, list):
             with contextlib.suppress(ValidationError):
                 first = WeightedTeacher.model_validate(given[0]).alone()
-        if "teacher" in tree and tree["teacher"] not in (first, first.model_dump(mode="json")):
-            raise ValueError("teachers: give either teacher or teachers; came both")
+        if tree.get("teacher") not in (None, first, first.model_dump(mode="json")):
+            raise ValueError("teachers: give either teacher or teachers; came both (teacher= takes the one back)")
         return {**tree, "teacher": first}
 
     @model_validator(mode="after")

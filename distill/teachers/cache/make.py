@@ -280,6 +280,8 @@ def fewer_rows(recipe: Recipe, report: DataReport) -> str | None:
     if share > 0.8:
         return None
     rows = max(int(report.rows_read * share * 1.1) + 1, 2)
+    if rows >= report.rows_read:  # few rows of many tokens, such as text files
+        return None
     return (
         f"{train.steps:,} steps see {share:.0%} of these {report.tokens:,} tokens: data.max_rows={rows}, here and "
         "in the run, would cache about that part alone"
