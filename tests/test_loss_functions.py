@@ -120,6 +120,20 @@ def test_settings_that_are_tensors_are_read_at_each_call():
         torch.testing.assert_close(distill_kernels.distillation_loss(*logits, terms=[term], **named), expected)
 
 
+def test_functions_compile():
+    heads = [tensor.requires_grad_() for tensor in realistic_heads(4, 31, 8, 8)]
+    labels = torch.arange(4)
+
+    def step(*heads):
+        return distill_kernels.fused_kl_loss(*heads, labels, temperature=2.0, ce_weight=0.5)
+
+    results = []
+    for call in (torch.compile(step, fullgraph=True, backend="aot_eager"), step):
+        loss = call(*heads)
+        results.append((loss.detach(), *torch.autograd.grad(loss, heads[:2])))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 def test_terms_as_lists():
     heads = realistic_heads(4, 31, 8, 8)
     loss = distill_kernels.fused_distillation_loss(*heads, terms=[["forward_kl", 1.0]])

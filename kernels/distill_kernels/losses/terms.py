@@ -64,6 +64,11 @@ class TokenStats(NamedTuple):
     teacher_label_logprob: torch.Tensor
 
 
+@torch.compiler.assume_constant_result  # of numbers known while tracing; json itself cannot be traced
+def _as_text(values: tuple[Any, ...]) -> str:
+    return json.dumps(values)
+
+
 class Objective(NamedTuple):
     """A loss in the form that row kernels take: static, hashable, checked.
 
@@ -91,7 +96,7 @@ class Objective(NamedTuple):
 
     def encode(self) -> str:
         """As text, for operators whose arguments must be plain."""
-        return json.dumps(tuple(self))
+        return _as_text(tuple(self))
 
     @staticmethod
     def decode(text: str) -> Objective:
