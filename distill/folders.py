@@ -6,7 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
-from distill.faults import RecipeError, show
+from distill.faults import RecipeError, RunError, show
 
 RUNS = Path("runs")
 RECIPE_FILE = "recipe.yaml"
@@ -44,6 +44,22 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
         return runs / name
     candidates = itertools.chain([recipe_name], (f"{recipe_name}-{number}" for number in itertools.count(2)))
     return next(runs / candidate for candidate in candidates if not _taken(runs / candidate))
+
+
+def claim(folder: Path, name: str) -> None:
+    """Make the folder of a new run, and the file `name` in it, which only one of several runs can be the first to make.
+
+    Raises:
+        RunError: another run has begun there since `run_folder` found the folder free, while models were loaded.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        raise RunError(
+            f"{folder}: another run began there while this one was loading; nothing of it was touched: start this one "
+            "again, with a --name of its own"
+        ) from None
 
 
 def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:

@@ -33,7 +33,7 @@ from accelerate.utils import broadcast_object_list
 from distill import console
 from distill.data.load import Splits
 from distill.environment import environment
-from distill.folders import RECIPE_FILE, run_folder
+from distill.folders import RECIPE_FILE, claim, run_folder
 from distill.generation.on_policy import on_policy_of
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
@@ -209,7 +209,8 @@ def _run(
 
     # --- from here on the run exists
     if locked is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            claim(folder, LOCK_FILE)
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
         if not (resume and (folder / LOCK_FILE).exists()):
             _write(folder / LOCK_FILE, lock_text(locked))
