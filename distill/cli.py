@@ -116,12 +116,12 @@ def run(
     torchrun --nproc-per-node 8 -m distill run chat-8b-to-1b.yaml
     accelerate launch --num_processes 8 -m distill run chat-8b-to-1b.yaml
 
-    Without a hub, any shipped recipe runs on random weights and random tokens:
+    Without a hub, a shipped recipe runs on random weights and random tokens, unless its header says that it cannot:
 
     \b
     distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
     """
-    path, resolved = load_recipe(recipe, [*(overrides or ()), *plugin_override(plugin)])
+    _, resolved = load_recipe(recipe, [*(overrides or ()), *plugin_override(plugin)])
     first = os.environ.get("RANK", "0") == "0"  # of several processes, one may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume) if first else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
@@ -130,7 +130,7 @@ def run(
     from distill.run import run as run_recipe
 
     try:
-        run_recipe(resolved, recipe_path=path, name=name, resume=resume, lock=lock, plugin=plugin)
+        run_recipe(resolved, name=name, resume=resume, lock=lock, plugin=plugin)
     except KeyboardInterrupt:
         if folder is not None:
             _say_how_to_resume(folder, recipe, overrides or [])

@@ -1,6 +1,6 @@
 """One run, top to bottom: load, compare, train, compare again, save.
 
-    result = run(recipe, recipe_path=Path("recipes/quickstart.yaml"))
+    result = run(load("recipes/quickstart.yaml"))
 
 Everything that a person may have got wrong is found before the run's folder exists. Then `runs/<name>/` gets:
 
@@ -34,7 +34,7 @@ from distill import console
 from distill.data.load import Splits
 from distill.environment import environment
 from distill.folders import RECIPE_FILE, claim, run_folder
-from distill.generation.on_policy import on_policy_of
+from distill.generation.on_policy import on_policy_of, require_prompts
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
 from distill.loading import Models, compile_models, load_models, patch_models, read_data, read_tokenizer, with_plugin
@@ -92,7 +92,6 @@ class RunResult(NamedTuple):
 def run(
     recipe: Recipe,
     *,
-    recipe_path: Path | None = None,
     name: str | None = None,
     resume: bool = False,
     lock: Path | None = None,
@@ -102,7 +101,6 @@ def run(
 
     Args:
         recipe: what to do.
-        recipe_path: the file it came from, for messages.
         name: the run's folder under `runs/`; None for the recipe's name or the next free one.
         resume: continue the run in that folder from its last complete checkpoint.
         lock: a lock.yaml; where anything differs from it, nothing is run.
@@ -149,6 +147,7 @@ def _run(
     # --- data and models, nothing written yet
     tokenizer = read_tokenizer(recipe)
     splits = read_data(recipe, tokenizer)
+    require_prompts(recipe, tokenizer, splits.report.format)
     models = load_models(recipe, tokenizer, device, precision, sharing, attention)
     if models.cache is not None:
         models.cache.require_data(recipe, splits)

@@ -269,6 +269,15 @@ def test_a_run_with_the_recipes_section(workplace):
     assert (folder / "student" / "config.json").exists()
 
 
+def test_data_without_prompts_are_refused_before_weights_are_read(workplace, monkeypatch):
+    import distill.run
+
+    Path("plain.txt").write_text("Running text, line by line.\n" * 60)
+    monkeypatch.setattr(distill.run, "load_models", lambda *args, **kwargs: pytest.fail("the models are read"))
+    with pytest.raises(ValueError, match=r"data\.on_policy: needs prompts"):
+        distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
+
+
 def test_memory_is_counted():
     from distill.planning.memory import shape_of, step_memory
     from distill.training.arguments import resolve_precision

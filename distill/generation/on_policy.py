@@ -175,6 +175,20 @@ class _Plan:
         return [as_row([documents[number] for number in group]) for group in groups]
 
 
+def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
+    """Hold, before any model is read, that the data have prompts where `data.on_policy` is to answer them.
+
+    Raises:
+        ValueError: they are random tokens or running text.
+    """
+    section = recipe.data.on_policy
+    if section is not None and section.fraction > 0 and (tokenizer is None or format.startswith("text")):
+        raise ValueError(
+            f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
+            "prompts with completions (whose completions are not used where fraction is 1)"
+        )
+
+
 def on_policy_of(
     recipe: Recipe,
     student: Any,
@@ -202,11 +216,7 @@ def on_policy_of(
     section = recipe.data.on_policy
     if section is None or section.fraction == 0:
         return None
-    if tokenizer is None or format.startswith("text"):
-        raise ValueError(
-            f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
-            "prompts with completions (whose completions are not used where fraction is 1)"
-        )
+    require_prompts(recipe, tokenizer, format)
     if recipe.teacher.path is not None:
         raise ValueError("data.on_policy: a cached teacher has not read what the student will say; give teacher.model")
     if recipe.student.vocabulary == "cross":

@@ -87,7 +87,7 @@ def run(quick: bool, only: str) -> list[Row]:
             os.chdir(folder)
             distill.run.DistillationTrainer = Traced  # type: ignore[misc]
             try:
-                distill.run.run(recipe, recipe_path=ROOT / path)
+                distill.run.run(recipe)
             finally:
                 distill.run.DistillationTrainer = DistillationTrainer  # type: ignore[misc]
                 os.chdir(here)
