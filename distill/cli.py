@@ -6,6 +6,7 @@ Ctrl-C. Nothing heavy is imported before a run starts.
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import sys
@@ -242,6 +243,9 @@ def main() -> None:
     """The console script."""
     # threads that wait for others sleep: as fast on an idle machine, half as fast again on a busy one
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):  # a model says what a terminal may have no letters for
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     code = run_command()
     if launch.is_one_of_several():
         launch.leave(code)

@@ -166,6 +166,13 @@ def in_terminal(code: str) -> str:
     return written.decode()
 
 
+def test_letters_that_the_output_has_not_end_no_command():
+    asked = ("validate", "quickstart", "generate.prompts=[caf\u00e9]")
+    told = distill(*asked, PYTHONIOENCODING="ascii")
+    assert told.returncode == 0 and "- caf?\n" in told.stdout and told.stderr == ""
+    assert "- caf\u00e9\n" in distill(*asked, PYTHONIOENCODING="utf-8").stdout
+
+
 PROGRESS = (
     "import time; from distill import console\n"
     "with console.progress('comparing', 4) as advance:\n"
