@@ -83,7 +83,7 @@ def test_kernels_are_a_package_of_their_own(tmp_path):
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
         archive.extractall(tmp_path / "site")
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert tops == {"distill_kernels"}
+    assert tops == {"distill_kernels"} and "distill_kernels/py.typed" in names
     needed = [line.split(":", 1)[1].strip() for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     assert sorted(line.split(">")[0] for line in needed) == ["torch", "triton"]
     shipped = {name for name in names if name.endswith(".py")}

@@ -163,6 +163,7 @@ def test_wheels_carry_recipes_and_architectures(wheel, tmp_path):
     for path in [*RECIPES, *(ROOT / "recipes").glob("architectures/*/config.json")]:
         assert f"distill_recipes/{path.relative_to(ROOT / 'recipes').as_posix()}" in names
     assert not [name for name in names if name.startswith(("kernels/", "recipes/", "tests/"))]
+    assert {"distill/py.typed", "distill_kernels/py.typed"} <= names, "type checkers read an installed package by it"
     # the installed package finds them, far from any clone
     code = (
         f"import json, sys; sys.path.insert(0, {str(tmp_path)!r}); from distill.recipe.shipped import *;"
