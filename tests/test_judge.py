@@ -1,13 +1,19 @@
 """`distill eval`: figures equal those of training's evaluation, intervals cover, calibration is what it says."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
+from distill.cli import app
 from distill.judging.bootstrap import interval, share_interval
 from distill.judging.evaluate import evaluate
 from distill.judging.judge import FIGURES, _calibration_error, _count, _product, judge
+from distill.judging.targets import Target, held_out_rows
+from distill.recipe import Student
 
 KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
 
@@ -109,3 +115,19 @@ def test_calibration_error_is_the_gap_between_sure_and_right():
     certain = torch.zeros(3, 15, dtype=torch.float64)
     _count(certain, torch.tensor([[0.0, -torch.inf]]), torch.tensor([0]))
     assert _calibration_error(certain) == 0
+
+
+def test_models_that_cannot_keep_documents_apart_get_one_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    for name, seed in (("teacher", 1), ("student", 2)):
+        model = tiny_model(tokenizer, kind="lfm2", seed=seed, layer_types=["conv", "full_attention"])
+        save_tiny(tmp_path / name, model, tokenizer)
+    lines = [json.dumps({"text": f"The teacher explains line {number}."}) for number in range(12)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    app(args=["eval", "student", "--teacher", "teacher", "--data", "data.jsonl", "--json"], standalone_mode=False)
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"] > 1  # together they would fill less than one
+    rows = held_out_rows(Target(Student(model="student")), "data.jsonl", tokenizer, 512, 1024, packing=False)
+    models = [AutoModelForCausalLM.from_pretrained(name).eval() for name in ("student", "teacher")]
+    assert told["figures"]["forward_kl"]["value"] == pytest.approx(evaluate(*models, rows).forward_kl, rel=1e-5)

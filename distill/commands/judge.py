@@ -79,6 +79,7 @@ def evaluate(
         takes_shards,
     )
     from distill.models.load import load_tokenizer
+    from distill.models.packed import keeps_apart
     from distill.recipe import Student, Teacher
     from distill.training.arguments import world_size
 
@@ -105,13 +106,15 @@ def evaluate(
         section = Teacher(model=teacher) if teacher is not None or found.recipe is None else found.recipe.teacher
         tokenizer = load_tokenizer(section)
         student, own = load_target(found)
+        held = (student, *getattr(large, "members", [large]))
+        packing = data is None or all(keeps_apart(model) for model in held)
         if across:
             look = _across(found, own, tokenizer)
-            rows = held_out_rows(found, data, own, max_rows, max_length, tokenizer)
+            rows = held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
         else:
             columns = shared_vocabulary(student, large, own, tokenizer)
             look = functools.partial(judge, vocab_size=columns, batch_size=batch_size)
-            rows = held_out_rows(found, data, tokenizer, max_rows, max_length)
+            rows = held_out_rows(found, data, tokenizer, max_rows, max_length, packing=packing)
     passes = len(rows) * (1 if before is None else 2)
     with console.progress("comparing", passes) if first else contextlib.nullcontext() as advance:
         after = look(student, large, rows, advance=advance)

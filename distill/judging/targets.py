@@ -119,11 +119,12 @@ def knows_one_teacher(target: Target) -> bool:
 
 
 def held_out_rows(
-    target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int, teacher_tokenizer: Any = None
-) -> Sequence[Any]:
+    target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int, teacher_tokenizer: Any = None,
+    *, packing: bool = True,
+) -> Sequence[Any]:  # fmt: skip
     """The rows that the run held out, or of `data` up to `max_rows` texts or chats, read as the run reads its own.
 
-    With a tokenizer of the teacher's own they hold both readings.
+    With a tokenizer of the teacher's own they hold both readings. Of `data` several texts share a row with `packing`.
 
     Raises:
         ValueError: neither a run nor data.
@@ -139,7 +140,9 @@ def held_out_rows(
     if data is not None:
         held_out = Validation(fraction=0.999, max_rows=max_rows)
         own = {} if target.recipe is None else _as_read_by(target.recipe.data, data)
-        return read(Data(source=data, max_length=max_length, cache=False, validation=held_out, **own), 0)
+        return read(
+            Data(source=data, max_length=max_length, cache=False, validation=held_out, packing=packing, **own), 0
+        )
     if target.recipe is None:
         raise ValueError("--data: needed with a model; a run knows what it held out")
     return read(target.recipe.data, target.recipe.train.seed)
