@@ -109,6 +109,38 @@ def test_tool_calls_are_learned_and_tool_results_are_not(tokenizer):
     assert learned(TOOLS, tokenizer, chat, [schema]) == ['[add({"a": 1})]<|end|>', "Two.<|end|>"]
 
 
+CALLS = (
+    "{% for m in messages %}<|start|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}WRITES{% endfor %}<|end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "writes, said",
+    [
+        ("{{ call.function.arguments | tojson }}", '{"a": 1}'),
+        ("{{ '(' + call.function.arguments + ')' }}", '({"a": 1})'),  # as DeepSeek's
+        ("{{ call.function.arguments }}", '{"a": 1}'),
+        ("{% for name, value in call.function.arguments | items %}{{ name }}={{ value }}{% endfor %}", "a=1"),
+        ("{% if call.function.arguments is string %}{{ call.function.arguments }}{% else %}"
+         "{{ call.function.arguments | tojson }}{% endif %}", '{"a": 1}'),
+        ("{{ call.function.name }}", "add"),
+    ],
+    ids=["as JSON", "as text", "printed", "item by item", "as it is", "not at all"],
+)  # fmt: skip
+def test_arguments_of_tool_calls_are_given_as_the_template_reads_them(writes, said, tokenizer):
+    """Objects (transformers) and JSON text (OpenAI) end as the same words, neither quoted twice nor as Python."""
+    for arguments in ({"a": 1}, '{"a": 1}'):
+        call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+        chat = [
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        template = ChatTemplate(CALLS.replace("WRITES", writes), tokenizer)
+        assert template.render(chat).text == f"<|start|>1 + 1?<|end|><|start|>{said}<|end|>"
+        assert call["function"]["arguments"] is arguments, "the caller's row is not touched"
+
+
 def test_messages_before_first_trained_are_prompt(tokenizer):
     for source in (CHAT_TEMPLATE, MARKED):
         assert learned(source, tokenizer, CHAT, first_trained=3) == BOTH[1:]

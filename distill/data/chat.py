@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -91,6 +92,13 @@ class ChatTemplate:
         Raises:
             RowFault: the template refuses these messages.
         """
+        if any(message.get("tool_calls") for message in messages):
+            messages = [_with_arguments(message, self._arguments) for message in messages]
+        return self._rendered(messages, tools, prompt, mark)
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False, mark: bool = False
+    ) -> RenderedChat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -213,6 +221,24 @@ class ChatTemplate:
         return run
 
     @functools.cached_property
+    def _arguments(self) -> type | None:
+        """How the template reads the arguments of a tool call: as an object, or as JSON text (str, as DeepSeek's).
+
+        Data hold either, and the wrong one is quoted twice, or printed as Python. None where the template takes none.
+        """
+        asked = {"role": "user", "content": "a"}
+        for arguments in ({"a": True}, '{"a": true}'):
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "abcdefghi", "type": "function", "function": function}  # Mistral's ids have nine letters
+            try:
+                text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": [call]}]).text
+            except RowFault:
+                continue
+            if "{'a'" not in text:
+                return type(arguments)
+        return None
+
+    @functools.cached_property
     def _closing(self) -> str | None:
         """The special token that stands directly behind an assistant's plain words."""
         try:
@@ -286,6 +312,32 @@ def freeze_date(template: str, day: datetime.date = FROZEN_DAY) -> tuple[str, da
             "give a .jinja file that writes the date itself"
         )
     return frozen, day if count else None
+
+
+def _with_arguments(message: Message, kind: type | None) -> Message:
+    """The message with the arguments of its tool calls as `kind`, where they can be."""
+    calls = message.get("tool_calls")
+    if kind is None or not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call(call, kind) for call in calls]}
+
+
+def _call(call: Any, kind: type) -> Any:
+    function = call.get("function", call) if isinstance(call, Mapping) else None  # some data leave "function" out
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if kind is dict and isinstance(arguments, str):
+        try:
+            made = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+    elif kind is str and isinstance(arguments, Mapping):
+        made = json.dumps(arguments, ensure_ascii=False)
+    else:
+        return call
+    if not isinstance(made, kind):
+        return call
+    changed = {**function, "arguments": made}  # type: ignore[dict-item]
+    return {**call, "function": changed} if "function" in call else changed
 
 
 def load_template(choice: str, tokenizer: Any) -> ChatTemplate | None:
