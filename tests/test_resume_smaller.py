@@ -5,6 +5,7 @@ import logging
 import re
 import shlex
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -288,8 +289,8 @@ def test_a_batch_size_that_has_to_stay(stopped, capsys, more, expected):
 
 def notes(sizes, student, *, rows=18, processes=1, drop=False):
     """What is said of a run whose micro-batches go from the first of `sizes` to the second."""
-    told = Told(None, None, (("train.batch_size", *sizes),), (), processes)
-    return told.notes(SimpleNamespace(world_size=processes, dataloader_drop_last=drop), student, rows=rows)
+    told = Told(None, Path("absent/recipe.yaml"), (("train.batch_size", *sizes),), (), processes)
+    return told.notes(SimpleNamespace(fsdp=False, world_size=processes, dataloader_drop_last=drop), student, rows=rows)
 
 
 def test_dropout_is_said_to_draw_other_numbers():
@@ -344,6 +345,22 @@ def test_other_processes_do_not_make_steps_of_another_size(stopped, processes, e
     with pytest.raises(ValueError, match=expected):
         told_anew(now, run, processes=processes)
     told_anew(load("r.yaml", ["train.tokens_per_step=256"]), run, processes=1)
+
+
+def test_shards_are_not_read_by_one_process_nor_a_whole_student_into_shards(stopped, capsys):
+    """As parallel.strategy: fsdp makes them where a run goes from several processes to one, and back."""
+    run, now = stopped / "runs/whole", load("r.yaml")
+    arguments = SimpleNamespace(fsdp=True, world_size=2, dataloader_drop_last=False)
+    told = told_anew(now, run, processes=1)
+    with pytest.raises(ValueError, match=r"checkpoint-3 holds the student whole, .*; continue on one process"):
+        told.notes(arguments, None, rows=9)
+    (run / "checkpoint-3/pytorch_model_fsdp.bin").write_bytes(b"")
+    assert told.notes(arguments, None, rows=9) == []
+    before = (run / "recipe.yaml").read_text()
+    assert resume("train.log_every=2") == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "holds the student in shards (parallel.strategy: fsdp" in said[0], said
+    assert (run / "recipe.yaml").read_text() == before
 
 
 def test_on_two_processes(stopped, capsys):

@@ -27,7 +27,9 @@ from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
 from distill.recipe.same_step import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
-from distill.training.checkpoints import CHECKPOINT
+from distill.training.checkpoints import CHECKPOINT, checkpoints
+
+SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights under FSDP: a file, or a folder of shards
 
 
 class Told(NamedTuple):
@@ -63,8 +65,10 @@ class Told(NamedTuple):
             rows: of the training data.
 
         Raises:
-            ValueError: `dataloader_drop_last` would cut off other rows than before.
+            ValueError: `dataloader_drop_last` would cut off other rows than before, or the last checkpoint holds the
+                student in shards and it is whole now, or the other way round.
         """
+        _require_same_layout(checkpoints(self.path.parent)[-1:], sharded=bool(arguments.fsdp))
         sizes = next(((was, now) for name, was, now in self.changed if name == "train.batch_size"), None)
         if sizes is None:
             return []
@@ -188,6 +192,22 @@ def _require_same_rows(old: Recipe, told: Told, processes: int) -> None:
             f"--resume: train.tokens_per_step: a step of this run takes {rows} rows x data.max_length {length}, so "
             f"expected {rows * length}; came {show(train.tokens_per_step)}"
         )
+
+
+def _require_same_layout(last: list[Path], *, sharded: bool) -> None:
+    """One process holds a student whole that several cut into shards; weights and optimizer are read as they lie."""
+    for checkpoint in last:
+        shards = any(checkpoint.glob(SHARDS))
+        if shards and not sharded:
+            raise ValueError(
+                f"--resume: {checkpoint} holds the student in shards (parallel.strategy: fsdp on several processes), "
+                "which one process cannot read; continue on several"
+            )
+        if sharded and not shards:
+            raise ValueError(
+                f"--resume: {checkpoint} holds the student whole, as one process writes it, and several would read "
+                "shards (parallel.strategy: fsdp); continue on one process"
+            )
 
 
 def _require_same_epochs(sizes: tuple[int, int], arguments: TrainingArguments, rows: int) -> None:
