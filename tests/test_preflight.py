@@ -164,6 +164,12 @@ def test_devices_share_what_the_strategy_lets_them():
 # ---------------------------------------------------------------- advice and verdicts
 
 
+def test_what_a_run_would_refuse_of_its_arguments_is_refused():
+    for argument, message in (("nope=1", "no such argument"), ("logging_first_step=3", "expected true or false")):
+        with pytest.raises(ValueError, match=message):
+            of(f"train.arguments.{argument}")
+
+
 def test_what_does_not_fit_is_said_with_what_helps():
     report = of(gpu="24GB")
     assert not report.fits and not report.ok and "memory: the peak of" in report.problems[0]

@@ -34,7 +34,9 @@ from distill.teachers.cache.format import MANIFEST, bytes_a_token
 from distill.teachers.cache.identity import on_disk
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
-from distill.training.arguments import FUSED, Precision, accumulation_steps, resolve_precision, total_steps
+from distill.training.arguments import (
+    FUSED, Precision, accumulation_steps, require_arguments, resolve_precision, total_steps,
+)  # fmt: skip
 from distill.training.metrics import NO_WORK, Work, work_of
 from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
@@ -156,6 +158,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     Raises:
         ValueError: a setting that no run can have.
     """
+    require_arguments(recipe.train.arguments)
     teacher, student = meta_models(recipe)
     others = [_meta(_config(section, "teachers"), "teachers") for section in recipe.teachers[1:]]
     shapes = _together([shape_of(model) for model in (teacher, *others)]), shape_of(student)

@@ -223,10 +223,7 @@ def training_arguments(
         values |= {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
         raise ValueError(f"train.arguments.{clash[0]}: a field of the recipe sets it; leave it out")
-    unknown = sorted(set(train.arguments) - set(TrainingArguments.__dataclass_fields__))
-    if unknown:
-        raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")
-    _require_kinds(train.arguments)
+    require_arguments(train.arguments)
     values |= train.arguments
     if device.type == "cuda":  # batches are copied while the GPU computes; otherwise every copy would wait for it
         asked = values.get("accelerator_config")
@@ -246,8 +243,15 @@ def training_arguments(
     return made
 
 
-def _require_kinds(given: Mapping[str, Any]) -> None:
-    """Numbers and switches among `train.arguments` must be such: transformers looks at few of them."""
+def require_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse `train.arguments` that do not exist, and numbers and switches that are none: transformers looks at few.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    unknown = sorted(set(given) - set(TrainingArguments.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")
     if given.get("use_liger_kernel"):
         raise ValueError(
             "train.arguments.use_liger_kernel: it would take the place of the forward that computes this loss; leave "
