@@ -35,8 +35,13 @@ from distill.teachers.cache.identity import on_disk
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.training.arguments import (
-    FUSED, Precision, accumulation_steps, require_arguments, resolve_precision, total_steps,
-)  # fmt: skip
+    FUSED,
+    Precision,
+    accumulation_steps,
+    require_arguments,
+    resolve_precision,
+    total_steps,
+)
 from distill.training.metrics import NO_WORK, Work, work_of
 from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
