@@ -1,7 +1,8 @@
 """The command `distill`: run and validate recipes, list and copy those that ship; the rest is in `commands`.
 
-Exit codes: 0 done; 1 something broke (with its traceback); 2 the user's input (one line a fault, no traceback); 130 for
-Ctrl-C. Nothing heavy is imported before a run starts.
+Exit codes: 0 done; 1 a check failed, or the machine or the numbers did (one line), or something broke (with its
+traceback); 2 the user's input (one line a fault, no traceback); 130 for Ctrl-C. Nothing heavy is imported before a run
+starts.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def run(
         run_recipe(resolved, name=name, resume=resume, lock=lock, plugin=plugin)
     except KeyboardInterrupt:
         if folder is not None:
-            _say_how_to_resume(folder, recipe, overrides or [])
+            _say_how_to_resume(folder, recipe, overrides or [], plugin)
         raise typer.Exit(130) from None
 
 
@@ -200,9 +201,10 @@ def copy(
     console.say(f"wrote {target}; run it with: distill run {shlex.quote(str(target))}")
 
 
-def _say_how_to_resume(folder: Path, recipe: str, overrides: Sequence[str]) -> None:
+def _say_how_to_resume(folder: Path, recipe: str, overrides: Sequence[str], plugin: Path | None) -> None:
     if any(folder.rglob("checkpoint-*")):
-        command = shlex.join(["distill", "run", recipe, *overrides, "--name", folder.name, "--resume"])
+        own = ["--plugin", str(plugin)] if plugin else []
+        command = shlex.join(["distill", "run", recipe, *overrides, *own, "--name", folder.name, "--resume"])
         console.complain(f"interrupted; continue with: {command}")
     else:
         console.complain("interrupted before the first checkpoint (train.save_every), so there is nothing to resume")

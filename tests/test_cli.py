@@ -198,8 +198,8 @@ def test_ctrl_c_says_how_to_resume(folder, fake_run, capsys):
     assert run_command(["run", "mine.yaml", "data.source=my chats.jsonl"]) == 130
     assert "interrupted before the first checkpoint" in capsys.readouterr().err
 
-    def run(recipe, **_):
-        Path("runs/mine/checkpoint-5").mkdir(parents=True)
+    def run(recipe, *, name, **_):
+        Path("runs", name or "mine", "checkpoint-5").mkdir(parents=True)
         raise KeyboardInterrupt
 
     fake_run.run = run
@@ -207,6 +207,9 @@ def test_ctrl_c_says_how_to_resume(folder, fake_run, capsys):
     assert capsys.readouterr().err == (
         "distill: interrupted; continue with: distill run mine.yaml 'data.source=my chats.jsonl' --name mine --resume\n"
     )
+    Path("own.py").write_text("TERMS = {}")
+    assert run_command(["run", "mine.yaml", "--plugin", "own.py", "--name", "other"]) == 130
+    assert "distill run mine.yaml --plugin own.py --name other --resume" in capsys.readouterr().err
 
 
 def make_run(folder: Path) -> None:
