@@ -139,6 +139,10 @@ def test_an_export_is_whole_and_in_the_dtype_asked_for(folder, capsys):
     [
         (["mine", "-o", "teacher"], "--output: teacher exists"),
         (["mine", "-o", "out", "--dtype", "int8"], "--dtype: expected one of float32"),
+        (
+            ["mine", "-o", "out", "--shard-size", "5GiB"],
+            "--shard-size: expected a size such as 5GB or 500MB, came '5GiB'",
+        ),
         (["gone", "-o", "out"], "no such run"),
     ],
 )

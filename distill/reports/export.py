@@ -41,6 +41,8 @@ def export(folder: Path, destination: Path, *, dtype: str | None = None, shard_s
         raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it"])
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; came {dtype!r}"])
+    if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):
+        raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, came {shard_size!r}"])
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
