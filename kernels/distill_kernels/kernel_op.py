@@ -15,6 +15,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from distill_kernels.launch import runs_on_triton
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,10 +83,10 @@ def _eager_function(
 
 
 def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what the kernels do not compute in: anything but fp32, bf16 and fp16.
+    """Refuse what is not computed in: anything but fp32, bf16 and fp16, and fp64 outside of the kernels.
 
     Raises:
         ValueError: If `tensor` has another dtype.
     """
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in _DTYPES and (tensor.dtype != torch.float64 or runs_on_triton(tensor)):
         raise ValueError(f"{name}: expected dtype float32, bfloat16 or float16, got {tensor.dtype}")

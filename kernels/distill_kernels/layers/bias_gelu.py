@@ -204,9 +204,9 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", 
         raise ValueError(
             f"bias: expected the shape of x's last dimension, got {tuple(bias.shape)} for {tuple(x.shape)}"
         )
+    check_dtype("x", x)
     if not runs_on_triton(x):
         return reference_bias_gelu(x, bias, approximate)
-    check_dtype("x", x)
     return _forward_op(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 

@@ -161,9 +161,9 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activati
         raise ValueError(f"gate: packed gate and up need an even last dimension, got shape {tuple(gate.shape)}")
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"up: expected gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
+    check_dtype("gate", gate)
     if not runs_on_triton(gate):
         return reference_glu(gate, up, activation)
-    check_dtype("gate", gate)
     return _forward_op(gate, up, activation)
 
 

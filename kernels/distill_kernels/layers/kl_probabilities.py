@@ -202,8 +202,8 @@ def kl_probabilities(
         raise ValueError(f"target: expected input's shape {tuple(input.shape)}, got {tuple(target.shape)}")
     if reduction == "batchmean" and input.dim() == 0:
         raise ValueError("reduction: expected another than 'batchmean' for a scalar input")
-    if not runs_on_triton(input):
-        return reference_kl_probabilities(input, target, reduction, log_target)
     check_dtype("input", input)
     check_dtype("target", target)
+    if not runs_on_triton(input):
+        return reference_kl_probabilities(input, target, reduction, log_target)
     return _forward_op(input, target, reduction, log_target)

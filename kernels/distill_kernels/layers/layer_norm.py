@@ -334,9 +334,9 @@ def layer_norm(
             raise ValueError(
                 f"{name}: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(tensor.shape)}"
             )
+    check_dtype("x", x)
     if not runs_on_triton(x):
         return reference_layer_norm(x, weight, bias, eps)
-    check_dtype("x", x)
     stats = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     return _forward_op(x, weight, bias, eps, stats)[0]
 

@@ -280,9 +280,9 @@ def rms_norm(
         ValueError: On an unknown form, a shape that does not fit, or a dtype that the kernels do not compute in.
     """
     _check(x, None, weight, form)
+    check_dtype("x", x)
     if not runs_on_triton(x):
         return reference_rms_norm(x, weight, eps, form)
-    check_dtype("x", x)
     return _forward_op(x, None, weight, eps, form)[0]
 
 
@@ -309,9 +309,9 @@ def add_rms_norm(
         ValueError: As `rms_norm`; also if the shapes of x and residual differ.
     """
     _check(x, residual, weight, form)
+    check_dtype("x", x)
     if not runs_on_triton(x):
         return reference_add_rms_norm(x, residual, weight, eps, form)
-    check_dtype("x", x)
     normed, total, _ = _forward_op(x, residual, weight, eps, form)
     return normed, total
 

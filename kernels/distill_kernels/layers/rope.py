@@ -218,11 +218,11 @@ def rope(
     _check(q, k, cos, sin)
     if in_place and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         raise ValueError("in_place: expected False where q or k needs a gradient, got True")
+    check_dtype("q", q)
+    check_dtype("k", k)
     if not runs_on_triton(q):
         q_out, k_out = reference_rope(q, k, cos, sin)
         return (q.copy_(q_out), k.copy_(k_out)) if in_place else (q_out, k_out)
-    check_dtype("q", q)
-    check_dtype("k", k)
     if not in_place:
         return _op(q, k, cos, sin, False)
     if q.stride(-1) != 1 or k.stride(-1) != 1:

@@ -299,7 +299,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     """
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got a scalar")
+    check_dtype("x", x)
     if not runs_on_triton(x):
         return reference_softmax(x)
-    check_dtype("x", x)
     return _forward_op(x)

@@ -1,0 +1,35 @@
+"""What the layers say of dtypes, with kernels and without."""
+
+import pytest
+import torch
+from distill_kernels import (
+    add_rms_norm,
+    bias_gelu,
+    geglu,
+    kl_probabilities,
+    layer_norm,
+    rms_norm,
+    rope,
+    softmax,
+    swiglu,
+)
+
+CALLS = {
+    "softmax": softmax, "rms_norm": rms_norm, "layer_norm": layer_norm, "swiglu": swiglu, "geglu": geglu,
+    "add_rms_norm": lambda x: add_rms_norm(x, x), "bias_gelu": lambda x: bias_gelu(x, x[0]),
+    "kl_probabilities": lambda x: kl_probabilities(x, x),
+    "rope": lambda x: rope(x[None, None], x[None, None], x[None], x[None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_whole_numbers_are_refused_without_a_kernel_too(name, device):
+    """They were computed with in fp32 and cut back to integers: a softmax of zeros."""
+    with pytest.raises(ValueError, match=r"expected dtype .* got torch\.int64"):
+        CALLS[name](torch.ones(2, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_double_precision_is_for_the_reference_alone(name, device):
+    out = CALLS[name](torch.rand(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    assert (out[0] if isinstance(out, tuple) else out).dtype == torch.float64
