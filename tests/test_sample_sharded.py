@@ -171,9 +171,12 @@ def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkey
     starts = []
     monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
     monkeypatch.setattr(launch, "start", lambda *given: starts.append(given) or 0)
-    assert run_command(["eval", "mine", "--before", "student", "--max-length", "16"]) == 0
-    assert starts == [(4, ["eval", "mine", "--max-rows", "512", "--max-length", "16", "--batch-size", "1", "--before",
-                           "student"])]  # fmt: skip
+    assert run_command(["eval", "mine", "--before", "student"]) == 0
+    assert run_command(["eval", "mine", "--data", "text.txt", "--max-length", "16"]) == 0
+    assert starts == [
+        (4, ["eval", "mine", "--batch-size", "1", "--before", "student"]),
+        (4, ["eval", "mine", "--batch-size", "1", "--max-rows", "512", "--max-length", "16", "--data", "text.txt"]),
+    ]
     assert run_command(["eval", "mine", "--tasks", "hellaswag"]) == 2
     assert "parallel.teacher: tasks are answered by whole models" in capsys.readouterr().err
     target = find_target("mine")

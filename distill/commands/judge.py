@@ -36,8 +36,12 @@ def evaluate(
     teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; a run knows its own.")] = None,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Text to judge on, not what was held out.")] = None,
     before: Annotated[str | None, typer.Option(metavar="MODEL", help="For the share of the gap closed.")] = None,
-    max_rows: Annotated[int, typer.Option(metavar="N", min=2, help="Texts or chats of --data at most.")] = 512,
-    max_length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a row of --data.")] = 1024,
+    max_rows: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Texts or chats of --data at most.", show_default="512")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Tokens in a row of --data.", show_default="1024")
+    ] = None,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows at a time.")] = 1,
     tasks: Annotated[
         str | None, typer.Option(metavar="LIST", help="Tasks of lm-evaluation-harness instead, where installed.")
@@ -59,6 +63,11 @@ def evaluate(
     """
     if tasks is None and (limit is not None or chat or task_folder is not None):
         raise ValueError("--limit, --chat and --task-folder belong to --tasks, which was not given")
+    if data is None and (max_rows is not None or max_length is not None):
+        raise ValueError("--max-rows and --max-length belong to --data, which was not given")
+    if tasks is not None and data is not None:
+        raise ValueError("--data: expected none beside --tasks, which bring their own; call eval once for each")
+    max_rows, max_length = max_rows or 512, max_length or 1024
     without_bars()
     if tasks is not None:
         _run_tasks(target, teacher, before, tasks, limit, batch_size, chat, task_folder, as_json)
@@ -86,8 +95,8 @@ def evaluate(
     found = find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
     if processes > 1 and takes_shards(found, teacher, processes, batch_size):
-        again = ["eval", target, "--max-rows", str(max_rows), "--max-length", str(max_length)]
-        again += ["--batch-size", str(batch_size)] + ["--json"] * as_json
+        again = ["eval", target, "--batch-size", str(batch_size)] + ["--json"] * as_json
+        again += [] if data is None else ["--max-rows", str(max_rows), "--max-length", str(max_length)]
         for name, value in (("--teacher", teacher), ("--data", data), ("--before", before)):
             again += [] if value is None else [name, value]
         raise typer.Exit(launch.start(processes, again))

@@ -66,7 +66,9 @@ def its_teacher(target: Target, teacher: str | None) -> Teacher:
     if teacher is not None:
         return Teacher(model=teacher)
     if target.recipe is None:
-        raise ValueError("--teacher: needed with a model; a run knows its own")
+        raise ValueError(
+            f"--teacher: needed with a model; a run knows its own, and there is none in {RUNS}/{target.student.model}"
+        )
     if target.recipe.teachers:
         names = ", ".join(str(one.model) for one in target.recipe.teachers)
         raise ValueError(f"--teacher: this run had several teachers; name the one to compare with ({names})")
