@@ -186,7 +186,7 @@ def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     student = _adapted(copy.deepcopy(student) if small else student, recipe)
     subject = kind(
         student, teacher, some_rows(splits.train, kind=kind), recipe.loss, vocab_size=models.vocab_size,
-        tokenizers=_tokenizers(recipe, models), small=copies, **more,
+        tokenizers=_tokenizers(recipe, models), small=copies, packs=recipe.data.packing, **more,
     )  # fmt: skip
     return _with_own_words(subject, recipe, models, splits.report.format)
 

@@ -112,6 +112,8 @@ def accumulation_changes_nothing(subject: Subject) -> Finding:
 
 def packing_changes_nothing(subject: Subject) -> Finding:
     """A document's per-token losses are the same alone and behind another one in a packed row."""
+    if not subject.apart:
+        return Finding("packing", None, "documents of one row would see each other, and data.packing is false")
     alone = [document for row in subject.rows for document in subject.documents(row)]
     alone = [document for document in alone if len(document["input_ids"]) > 1]
     alone = (alone if len(alone) > 1 else alone * 2)[: 2 * len(subject.rows)]
@@ -125,11 +127,13 @@ def packing_changes_nothing(subject: Subject) -> Finding:
 
 
 def padding_changes_nothing(subject: Subject) -> Finding:
-    """Padding on either side, more padding, other ids in it, and a masked last token leave every loss as it was."""
+    """Padding on either side, more padding, other ids in it, and a masked last token leave every loss as it was.
+
+    Training pads on the right; on the left padding is a document before, which has to stay apart.
+    """
     (wanted,) = subject.token_losses()
     length = max(len(row["input_ids"]) for row in subject.rows)
     found = {
-        "left": subject.token_losses(padding_side="left"),
         "more": subject.token_losses(pad_to_multiple_of=length + 7),
         "ids": subject.token_losses(pad_to_multiple_of=length + 7, pad_token_id=5),
     }
@@ -137,9 +141,12 @@ def padding_changes_nothing(subject: Subject) -> Finding:
         longer = [subject.with_masked_end(row, number) for row in subject.rows]
         if None not in longer:
             found[f"masked {number}"] = subject.token_losses(longer)  # type: ignore[arg-type]
+    if subject.apart:
+        found["left"] = subject.token_losses(padding_side="left")
+    sides = "left, right" if subject.apart else "right"
     masked = ", and behind a masked token" if "masked 1" in found else ""
     return _judge(
-        "padding", f"losses under padding left, right, more, of other ids{masked}", subject,
+        "padding", f"losses under padding {sides}, more, of other ids{masked}", subject,
         [difference({name: value}, {name: wanted}) for name, (value,) in found.items()],
     )  # fmt: skip
 
@@ -280,7 +287,7 @@ def _fused(subject: Subject, *, workspace: int | None = None) -> tuple[torch.Ten
 def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
     """Gradients that `DistillationTrainer` accumulates over all rows in micro-batches of `batch_size`."""
     count = -(-len(subject.rows) // batch_size)
-    with tempfile.TemporaryDirectory() as folder, subject.quiet(), _without_training_mode(subject.student):
+    with tempfile.TemporaryDirectory() as folder, subject.quiet(), without_training_mode(subject.student):
         arguments = TrainingArguments(
             folder, max_steps=1, per_device_train_batch_size=batch_size, gradient_accumulation_steps=count,
             report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", save_strategy="no",
@@ -301,8 +308,8 @@ def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
 
 
 @contextlib.contextmanager
-def _without_training_mode(model: nn.Module) -> Iterator[None]:
-    """`Trainer.training_step` turns training mode on, and dropout with it: keep the model in eval mode."""
+def without_training_mode(model: nn.Module) -> Iterator[None]:
+    """`Trainer` turns training mode on, and dropout with it: keep the model in eval mode."""
     model.train = lambda mode=True: model  # type: ignore[method-assign]
     try:
         yield

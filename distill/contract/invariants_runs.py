@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
-from distill.contract.invariants import Finding, difference
+from distill.contract.invariants import Finding, difference, without_training_mode
 from distill.contract.own_words import OwnWords
 from distill.contract.subject import Subject
 from distill.contract.subject_cached import CachedTeacher
@@ -263,13 +263,17 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
 
 
 def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
-    """Weights after one SGD step over the rows in `folder`, each of the processes with as many of them."""
+    """Weights after one SGD step over the rows in `folder`, each of the processes with as many of them.
+
+    Without dropout, of which every process draws its own.
+    """
     subject = _read_subject(folder)
     trainer = _trainer(
         subject, folder / "run", max_steps=1, batch_size=len(subject.rows) // processes, optim="sgd",
         learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", use_cpu=cpu,
     )  # fmt: skip
-    trainer.train()
+    with without_training_mode(subject.student):
+        trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
 

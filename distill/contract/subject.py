@@ -21,6 +21,7 @@ from distill.contract.own_words import OwnWords
 from distill.contract.reference_loss import reference_loss, shifted
 from distill.data.collator import Collator
 from distill.models.head import bare, decoder_of, find_head, read_head
+from distill.models.packed import keeps_apart
 from distill.models.vocabulary import compare
 from distill.recipe.loss import Loss
 from distill.training.objective import IGNORE, DistillationObjective, build_loss, last_hidden
@@ -53,6 +54,7 @@ class Subject:
         small: makes shrunken copies (student, teacher), for whole training runs; None copies the models.
         own_words: how the student answers while it trains, where the recipe has it; then `rows` are its answers.
         prompts: what it was asked then, in the order of the rows' documents.
+        packs: whether the recipe puts several documents into a row (`data.packing`).
     """
 
     student: nn.Module
@@ -64,6 +66,7 @@ class Subject:
     small: Callable[[], tuple[nn.Module, Any]] | None = None
     own_words: OwnWords | None = None
     prompts: list[list[int]] | None = None
+    packs: bool = True
 
     divergences: ClassVar[tuple[LossTerm, ...]] = DIVERGENCES
 
@@ -88,6 +91,12 @@ class Subject:
     def models(self) -> list[nn.Module]:
         """Every model, the student last."""
         return [*self.teachers, self.student]
+
+    @property
+    def apart(self) -> bool:
+        """Whether documents of one row have to stay apart: always, but for a recipe of one document a row with a model
+        that lets them see each other (its attention takes no positions), which is trained rightly all the same."""
+        return self.packs or all(map(keeps_apart, self.models))
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -137,8 +146,8 @@ class Subject:
         return {name: [item for part in parts for item in part[name]] for name in parts[0]}
 
     def packed_rows(self) -> list[Row]:
-        """The rows where one holds several documents, else two of them behind each other at a time."""
-        if any(len(self.documents(row)) > 1 for row in self.rows):
+        """The rows where one holds several documents, else two of them behind each other at a time, if they may be."""
+        if not self.apart or any(len(self.documents(row)) > 1 for row in self.rows):
             return list(self.rows)
         return [self.joined(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
 
