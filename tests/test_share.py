@@ -86,6 +86,19 @@ def test_a_stream_waits_for_whole_characters():
     assert not any("\ufffd" in piece for piece in written)
 
 
+def test_a_stream_decodes_each_token_a_few_times(monkeypatch):
+    tokenizer, written, decoded = tiny_tokenizer(), [], []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **named: decoded.append(len(ids)) or decode(ids, **named))
+    stream = Stream(tokenizer, written.append)
+    stream.put(torch.tensor([[1]]))
+    ids = tokenizer("two words, " * 40).input_ids
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(written) == "two words, " * 40 and sum(decoded) < 6 * len(ids)
+
+
 def test_a_run_without_student_and_a_model_without_teacher(folder, capsys):
     Path("runs/half").mkdir()
     Path("runs/half/recipe.yaml").write_text(RECIPE)
@@ -189,6 +202,8 @@ def test_push_makes_a_private_repository_and_uploads_what_was_checked(folder, hu
     assert create == ("create", "me/mine", {"private": True, "exist_ok": True})
     assert upload == ("upload", "me/mine", sorted(path.name for path in Path("out").iterdir()))
     hub.calls.clear()
+    assert run_command(["export", "mine", "-o", "out2", "--public"]) == 2
+    assert "--public: belongs to --push" in capsys.readouterr().err and not Path("out2").exists()
     assert run_command(["export", "mine", "-o", "out2", "--push", "me/mine", "--public", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["address"] == "https://hub.example/me/mine"
     assert hub.calls[0][2]["private"] is False

@@ -101,6 +101,8 @@ def export(
 
     if gguf is not None:
         check_type(gguf)
+    if public and push is None:
+        raise ValueError("--public: belongs to --push, which was not given")
     if push is not None:
         check_repository(push)
     without_bars()

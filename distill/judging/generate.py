@@ -25,6 +25,7 @@ class Stream(BaseStreamer):
         self.ids: list[int] = []
         self.written = ""
         self._prompt = True
+        self._context = self._read = 0  # tokens are decoded behind those written last: all of them would take n^2
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, which is not shown, or new tokens."""
@@ -32,10 +33,14 @@ class Stream(BaseStreamer):
             self._prompt = False
             return
         self.ids += value.flatten().tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd") and text.startswith(self.written):
-            self.write(text[len(self.written) :])
-            self.written = text
+        before, text = (
+            self.tokenizer.decode(self.ids[self._context : stop], skip_special_tokens=True)
+            for stop in (self._read, len(self.ids))
+        )
+        if len(text) > len(before) and not text.endswith("\ufffd") and text.startswith(before):
+            self.write(text[len(before) :])
+            self.written += text[len(before) :]
+            self._context, self._read = self._read, len(self.ids)
 
     def end(self) -> None:
         """Write what was held back."""
