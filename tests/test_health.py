@@ -22,6 +22,7 @@ from distill.recipe import dump, parse
 from distill.teachers.cache.read import TeacherCache
 from distill.training import failures
 from distill.training.checkpoints import checkpoints
+from distill.training.health import Health
 from distill.training.objective import DistillationObjective
 from distill.training.trainer import DistillationTrainer
 
@@ -82,6 +83,18 @@ def test_too_many_in_a_row_stop_the_run_and_save_the_batch(tmp_path):
     saved = load_file(tmp_path / "not-finite-step-6.safetensors")
     assert saved["input_ids.0"].shape == saved["labels.0"].shape and "input_ids.1" in saved
     assert made.health.skipped == 4
+
+
+def test_each_of_several_processes_saves_its_own_batch(tmp_path, monkeypatch):
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        health = Health(lambda values: 2 * values, 2, tmp_path, limit=1)
+        health.see_batch({"input_ids": torch.full((1, 3 + rank), rank)}, torch.tensor(math.nan))
+        with pytest.raises(RunError, match=rf"the last batch is in .*not-finite-step-7-rank-{rank}\.safetensors;"):
+            health.before_step(torch.nn.Linear(1, 1), None, 7)
+    for rank in (0, 1):
+        saved = load_file(tmp_path / f"not-finite-step-7-rank-{rank}.safetensors")["input_ids.0"]
+        assert saved.tolist() == [[rank] * (3 + rank)]
 
 
 # ------------------------------------------------------------------ whose fault

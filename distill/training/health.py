@@ -13,6 +13,7 @@ once.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -137,7 +138,8 @@ class Health:
         )
 
     def _save(self, batches: list[dict[str, Any]], step: int) -> Path:
-        path = self.folder / f"not-finite-step-{step}.safetensors"
+        whose = f"-rank-{os.environ.get('RANK', '0')}" if self.ranks > 1 else ""  # each process has rows of its own
+        path = self.folder / f"not-finite-step-{step}{whose}.safetensors"
         tensors = {
             f"{name}.{number}": value.detach().cpu().contiguous()
             for number, batch in enumerate(batches)
