@@ -117,6 +117,17 @@ def test_hidden_states_take_every_divergence(here, capsys):
     assert kept["measure"]["name"] == "KL", "hidden states lose no outcome"
 
 
+def test_hidden_states_of_a_teacher_whose_head_is_padded_further(here):
+    """The larger models of some families have more rows behind their vocabulary than the smaller ones."""
+    save_tiny(here / "wide", tiny_model(layers=4, seed=1, vocab_size=288), tiny_tokenizer())
+    both = ("student={model: student}", "teacher.model=wide")
+    assert run_command(["cache", "tiny.yaml", *both, "--hidden", "--dtype", "float32", "--out", "wide-states"]) == 0
+    online, ours = run(recipe(*both), name="wide-online"), run(cached("wide-states", both[0]), name="wide-cached")
+    for a, b in zip(figures(ours), figures(online), strict=True):
+        assert a == pytest.approx(b, rel=2e-4, abs=1e-5)
+    assert list(ours.after) == pytest.approx(list(online.after), rel=2e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("tail, loss", [("sampled", "forward_kl"), ("renormalize", "reverse_kl")])
 def test_few_tokens_teach_another_student_with_lora(here, tail, loss):
     assert run_command(["cache", "tiny.yaml", "--top-k", "12", "--tail", tail, "--out", tail]) == 0

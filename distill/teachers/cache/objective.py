@@ -56,8 +56,9 @@ class CachedObjective(DistillationObjective):
         columns = vocab_size or self._columns(rows)
         scale, softcap = self.cache.manifest["scale"], self.cache.manifest["softcap"]
         return Reading(
-            probe_logits(student, "student"), LogitShape(scale, softcap), None if columns == rows else columns
-        )
+            probe_logits(student, "student"), LogitShape(scale, softcap),
+            None if columns == max(rows, self.cache.columns) else columns,
+        )  # fmt: skip
 
     def _columns(self, rows: int) -> int:
         return min(rows, self.cache.columns)
@@ -100,7 +101,8 @@ class TopKObjective(CachedObjective):
         return {
             "bucket": f"over the stored tokens and all others as one, {at}: at most the full divergence",
             "renormalize": f"over the stored tokens alone, {at}: blind to what the student does elsewhere",
-            "sampled": f"estimates of the full forward KL from sampled tokens, {at}, unbiased; no reverse KL",
+            "sampled": f"estimates of the full forward KL from sampled tokens, {at}, unbiased; no reverse KL; "
+            "agreement is with a drawn token of most weight, where probabilities are flat not always the likeliest",
         }[self.cache.manifest["tail"]]
 
     @property
