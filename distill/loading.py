@@ -13,7 +13,7 @@ from distill.data.chat import with_template
 from distill.data.load import Splits, load_data
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
-from distill.models.head import bare, find_head
+from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import kept_layers, load_config, load_student, load_teacher, load_tokenizer
 from distill.models.packed import keeps_apart
 from distill.models.patching import Role
@@ -217,12 +217,37 @@ def check_length(recipe: Recipe, model: Any, field: str) -> None:
 
 def check_packing(recipe: Recipe, model: Any, field: str) -> None:
     """Refuse packed rows for a model in which documents of one row see each other."""
-    if recipe.data.packing and not any(p.is_meta for p in model.parameters()) and not keeps_apart(model):
+    if not recipe.data.packing or any(p.is_meta for p in model.parameters()):
+        return
+    sections = {f"teachers.{number}": section for number, section in enumerate(recipe.teachers)}
+    attention = (sections | {"teacher": recipe.teacher, "student": recipe.student})[field].attention
+    # by transformers' flash attention documents stay apart in a batch of one row alone
+    if keeps_apart(model, row_by_row=recipe.train.batch_size == 1 and "flash" in attention):
+        return
+    on_gpu = find_head(model).linear.weight.is_cuda  # there our attention will take the place of the model's own
+    if not (on_gpu and attention == "auto" and keeps_apart_by_ours(model)):
         raise ValueError(
             f"data.packing: expected false, since the {field} ({type(bare(model)).__name__}) does not keep documents "
             "of one row apart: its layers carry something from one into the next, or its attention is not told where "
             "they end"
         )
+
+
+def keeps_apart_by_ours(model: Any) -> bool:
+    """Whether documents of a row stay apart by our attention, where `patch` can put it in; the model stays as it is.
+
+    Some models do not tell their own attention where documents end, but hand it on to ours (AFMoE, OPT).
+    """
+    from distill.models.attention import stop_fused_attention, use_fused_attention
+
+    if not getattr(bare(model), "_supports_attention_backend", False):
+        return False
+    decoder = decoder_of(model)
+    use_fused_attention(bare(model), decoder)
+    try:
+        return keeps_apart(model)
+    finally:
+        stop_fused_attention(bare(model), decoder)
 
 
 def patch_models(models: Models, recipe: Recipe, choices: AttentionChoices | None = None) -> None:

@@ -8,10 +8,10 @@ import torch
 from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_config, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distill import AutoFusedModelForCausalLM
-from distill.loading import check_packing
+from distill.loading import check_packing, keeps_apart_by_ours
 from distill.models.packed import keeps_apart
 from distill.models.patching import patch, unpatch
 from distill.recipe import dump, parse
@@ -178,6 +178,52 @@ def test_packed_rows_are_refused_where_documents_see_each_other():
     with torch.no_grad():
         model.model.embed_tokens.weight[:] = torch.nan
     check_packing(recipe, model, "student")  # this is told elsewhere
+
+
+def test_our_attention_keeps_documents_apart_where_a_models_own_is_not_told_of_them():
+    model = tiny_model(kind="opt", ffn_dim=32, word_embed_proj_dim=32, do_layer_norm_before=True)
+    before = model.config._attn_implementation
+    assert not keeps_apart(model) and keeps_apart_by_ours(model)
+    assert model.config._attn_implementation == before and not keeps_apart(model)
+    assert not keeps_apart_by_ours(tiny_model(kind="lfm2", layer_types=["conv", "full_attention"]))
+    recipe = parse("{teacher: {model: a}, student: {model: a}, data: {source: a}, train: {steps: 1}}")
+    with pytest.raises(ValueError, match=r"data\.packing: expected false"):  # on a CPU ours is not put in
+        check_packing(recipe, model, "teacher")
+
+
+@pytest.mark.gpu
+def test_packed_rows_are_taken_where_our_attention_keeps_documents_apart():
+    model = tiny_model(kind="opt", ffn_dim=32, word_embed_proj_dim=32, do_layer_norm_before=True).cuda()
+    recipe = parse("{teacher: {model: a}, student: {model: a}, data: {source: a}, train: {steps: 1}}")
+    check_packing(recipe, model, "student")
+    own = parse(dump(recipe), ["student.attention=sdpa"])
+    with pytest.raises(ValueError, match=r"data\.packing: expected false"):
+        check_packing(own, model, "student")
+
+
+def flash_of_transformers(module, query, key, value, attention_mask, scaling=None, position_ids=None, **kwargs):
+    """As its flash attention, which is told of documents in a batch of one row alone."""
+    keys, values = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    seen = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    if len(query) == 1:
+        document = (position_ids[0] == 0).cumsum(0)
+        seen &= document[:, None] == document
+    out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def test_packed_rows_are_taken_one_at_a_time_by_flash_attention_of_transformers():
+    AttentionInterface.register("row_by_row", flash_of_transformers)
+    AttentionMaskInterface.register("row_by_row", lambda **_: None)
+    model = make("llama")
+    model.set_attn_implementation("row_by_row")
+    recipe = parse(
+        "{teacher: {model: a}, student: {model: a, attention: flash_attention_2}, data: {source: a}, "
+        "train: {steps: 1, batch_size: 1}}"
+    )
+    check_packing(recipe, model, "student")
+    with pytest.raises(ValueError, match=r"data\.packing: expected false"):
+        check_packing(parse(dump(recipe), ["train.batch_size=2"]), model, "student")
 
 
 def test_generate_with_padding_and_cache_as_before():

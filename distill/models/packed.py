@@ -19,7 +19,7 @@ HALF = 6  # tokens of each of the two documents that are tried
 
 
 @torch.no_grad()
-def keeps_apart(model: nn.Module) -> bool:
+def keeps_apart(model: nn.Module, *, row_by_row: bool = False) -> bool:
     """Whether no document of a packed row changes what `model` makes of another one; one forward of 3 x 12 tokens.
 
     Three rows of two documents each, of which one document is the same in two rows: what is made of it must be the
@@ -27,6 +27,7 @@ def keeps_apart(model: nn.Module) -> bool:
 
     Args:
         model: A causal language model with weights, on any device; left in the mode (train or eval) it was in.
+        row_by_row: Call it with a row at a time.
     """
     decoder, vocabulary = decoder_of(model), bare(model).config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
     device: Any = find_head(model).linear.weight.device
@@ -37,7 +38,10 @@ def keeps_apart(model: nn.Module) -> bool:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        hidden = decoder(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        parts = zip(*(tensor.split(1 if row_by_row else len(ids)) for tensor in (ids, positions)), strict=True)
+        hidden = torch.cat(
+            [decoder(input_ids=row, position_ids=at, use_cache=False).last_hidden_state for row, at in parts]
+        )
     except (TypeError, ValueError):  # it takes no positions, or refuses packed rows by itself
         return False
     finally:
