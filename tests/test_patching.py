@@ -180,6 +180,18 @@ def test_packed_rows_are_refused_where_documents_see_each_other():
     check_packing(recipe, model, "student")  # this is told elsewhere
 
 
+@pytest.mark.parametrize("kind", ["llama", "lfm2"])
+def test_rounding_that_depends_on_the_other_rows_is_not_taken_for_documents_that_see_each_other(kind):
+    model = tiny_model(kind=kind, **({} if kind == "llama" else {"layer_types": ["conv", "full_attention"]}))
+
+    def rounds(module, inputs, output):  # as experts do in 16 bits, with the tokens that each of them gets
+        generator = torch.Generator().manual_seed(int(inputs[0].double().sum().abs() * 1e6))
+        return output * (1 + 0.03 * torch.randn(output.shape, generator=generator))
+
+    model.model.layers[0].register_forward_hook(rounds)
+    assert keeps_apart(model) == (kind == "llama")
+
+
 def test_our_attention_keeps_documents_apart_where_a_models_own_is_not_told_of_them():
     model = tiny_model(kind="opt", ffn_dim=32, word_embed_proj_dim=32, do_layer_norm_before=True)
     before = model.config._attn_implementation
