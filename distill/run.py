@@ -232,7 +232,8 @@ def _run(
         progress.stop()
     if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
         if is_first():
-            console.say(f"stopped by SIGTERM behind step {trainer.state.global_step}; continue with --resume")
+            step = trainer.state.global_step
+            console.say(f"stopped by {trainer.health.ended_by} behind step {step}; continue with --resume")
         raise SystemExit(0)
 
     # --- what came of it

@@ -3,12 +3,16 @@
 Set DISTILL_KILLS for another number of kills; the slow test does 20.
 """
 
+import fcntl
 import json
 import os
+import pty
 import random
+import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -42,8 +46,8 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def start(workplace, *arguments, gpu="", program=("-m", "distill")):
-    """`distill run` in a process of its own; `gpu` is the one it sees, by default none."""
+def start(workplace, *arguments, gpu="", program=("-m", "distill"), **more):
+    """`distill run` in a process of its own; `gpu` is the one it sees, by default none; `more` is for Popen."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -54,7 +58,8 @@ def start(workplace, *arguments, gpu="", program=("-m", "distill")):
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, *program, "run", "recipe.yaml", *arguments]
     with (workplace / "out.txt").open("a") as out:
-        return subprocess.Popen(command, cwd=workplace, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        streams = {"stdout": out, "stderr": subprocess.STDOUT} | more
+        return subprocess.Popen(command, cwd=workplace, env=environment, **streams)
 
 
 def finish(workplace, *arguments, **more):
@@ -143,6 +148,26 @@ def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed):
     assert "stopped by SIGTERM behind step" in (workplace / "out.txt").read_text()
     assert not (folder / "student").exists()
     finish(workplace, "--name", "stopped", "--resume")
+    assert rows(folder) == rows(undisturbed)
+
+
+def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed):
+    """The terminal's end is closed, as by a broken ssh: SIGHUP, and errors for whoever writes there."""
+    terminal, theirs = pty.openpty()
+    process = start(
+        workplace, "--name", "hung-up", "train.save_every=null", stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(theirs)
+    folder = workplace / "runs" / "hung-up"
+    metrics = folder / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 1):
+        if select.select([terminal], [], [], 0.01)[0]:
+            os.read(terminal, 4096)
+    os.close(terminal)
+    assert process.wait(timeout=300) == 0
+    assert list(folder.glob("checkpoint-*")) and not (folder / "student").exists()
+    finish(workplace, "--name", "hung-up", "--resume", "train.save_every=null")
     assert rows(folder) == rows(undisturbed)
 
 

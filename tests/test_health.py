@@ -249,7 +249,7 @@ class SignalToAll(TrainerCallback):
             assert not psutil.wait_procs(workers, timeout=0.5)[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_all_processes_leaves_the_data_workers_to_finish_the_step(number, tmp_path, capfd):
     made = trainer(tmp_path, data=rows(64), max_steps=9, dataloader_num_workers=2)
     made.add_callback(SignalToAll(number))

@@ -2,8 +2,8 @@
 
 A step whose loss or gradient is NaN or infinite is skipped: no weight and no optimizer state changes. It is counted
 and named in the log, and so is the teacher where that is the cause; after `LIMIT` of them in a row the run stops, with
-the last batch saved for study. SIGTERM and Ctrl-C end the run behind the step that is being made, with a checkpoint; a
-second Ctrl-C ends it at once.
+the last batch saved for study. SIGTERM, a lost terminal and Ctrl-C end the run behind the step that is being made, with
+a checkpoint; a second Ctrl-C ends it at once.
 
 Nothing here waits for a GPU: the flags are made on the device, the optimizer skips by its `found_inf`, and the host
 reads a step's flags while the next one runs. On a CPU, or with an optimizer that has no `found_inf`, they are read at
@@ -54,6 +54,7 @@ class Health:
         self.skipped = 0
         self.stopping = False
         self.interrupted = False
+        self.ended_by = "SIGTERM"
         self._asked = threading.Event()
         self._in_a_row = 0
         self._norm: torch.Tensor | None = None
@@ -152,9 +153,10 @@ class Health:
 
     @contextmanager
     def stops_on_signals(self) -> Iterator[None]:
-        """Within it, SIGTERM and a first Ctrl-C end training behind the current step, with a checkpoint.
+        """Within it, SIGTERM, SIGHUP and a first Ctrl-C end training behind the current step, with a checkpoint.
 
-        A second Ctrl-C is a `KeyboardInterrupt` at once, with whatever checkpoint there was.
+        A second Ctrl-C is a `KeyboardInterrupt` at once, with whatever checkpoint there was. SIGHUP comes when the
+        terminal is lost (ssh), and is left alone where it is ignored (nohup).
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -168,11 +170,22 @@ class Health:
             if is_first():
                 console.complain("finishing this step, then a checkpoint; Ctrl-C again stops at once")
 
+        terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+
+        def end(number: int, frame: Any) -> None:
+            self.ended_by = signal.Signals(number).name
+            self._asked.set()
+            if number != signal.SIGTERM:  # the terminal is gone: what is written there would fail
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for stream in terminals:
+                    os.dup2(nowhere, stream)
+                os.close(nowhere)
+
         self.interrupted = False
-        before = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: self._asked.set()),
-            signal.SIGINT: signal.signal(signal.SIGINT, interrupt),
-        }
+        handlers: dict[int, Callable[[int, Any], None]] = {signal.SIGTERM: end, signal.SIGINT: interrupt}
+        if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            handlers[signal.SIGHUP] = end
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
@@ -181,7 +194,7 @@ class Health:
 
 
 class OutlivesSignals:
-    """Begins a data worker that leaves SIGTERM and Ctrl-C to the process it works for.
+    """Begins a data worker that leaves SIGTERM, SIGHUP and Ctrl-C to the process it works for.
 
     A terminal, a scheduler and torchrun send them to all processes of a group; a worker that ended by one would take
     the step with it that is to be finished, and its checkpoint. Workers end when they are told to, or when the process
@@ -196,8 +209,9 @@ class OutlivesSignals:
 
     def __call__(self, number: int) -> None:
         """Called in the worker."""
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
+        for each in ("SIGTERM", "SIGINT", "SIGHUP"):
+            if hasattr(signal, each):
+                signal.signal(getattr(signal, each), signal.SIG_IGN)
         if self.begin is not None:
             self.begin(number)
 

@@ -220,7 +220,7 @@ class DistillationTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`; on SIGTERM it writes a checkpoint and returns, with `health.stopping` set.
+        """As `Trainer.train`; on SIGTERM or SIGHUP it writes a checkpoint and returns, with `health.stopping` set.
 
         Raises:
             RunError: loss or gradients stay NaN or infinite.
