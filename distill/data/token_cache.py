@@ -22,7 +22,8 @@ from distill.faults import DISK, RunError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # raise it when the same data would be tokenised differently
+VERSION = 5  # raise it when the same data would be tokenised differently
+TOKENIZERS = 2  # of `tokenizer_hash`, which teacher caches hold: another number would have all of them refused
 
 
 def cache_root() -> Path:
@@ -34,7 +35,11 @@ def cache_root() -> Path:
 
 def key_of(*parts: Any) -> str:
     """A folder name for what `parts` (of plain JSON types) describe."""
-    return hashlib.sha256(json.dumps([VERSION, *parts], sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return _hash(VERSION, *parts)
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -49,7 +54,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
     else:
         state = sorted(tokenizer.get_vocab().items())
     specials = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
-    return key_of(type(tokenizer).__name__, state, specials, tokenizers.__version__)
+    return _hash(TOKENIZERS, type(tokenizer).__name__, state, specials, tokenizers.__version__)
 
 
 def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path, bool]:
