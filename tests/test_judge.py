@@ -13,7 +13,7 @@ from distill.judging.bootstrap import interval, share_interval
 from distill.judging.evaluate import evaluate
 from distill.judging.judge import FIGURES, _calibration_error, _count, _product, judge
 from distill.judging.targets import Target, held_out_rows
-from distill.recipe import Student
+from distill.recipe import Student, parse
 
 KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
 
@@ -128,6 +128,15 @@ def test_models_that_cannot_keep_documents_apart_get_one_a_row(tmp_path, monkeyp
     app(args=["eval", "student", "--teacher", "teacher", "--data", "data.jsonl", "--json"], standalone_mode=False)
     told = json.loads(capsys.readouterr().out)
     assert told["rows"] > 1  # together they would fill less than one
+    recipe = parse(
+        "{teacher: {model: teacher}, student: {model: student}, train: {steps: 1}, "
+        "data: {source: data.jsonl, max_length: 256, cache: false, validation: {fraction: 0.5}}}"
+    )
+    whole, apart = (
+        held_out_rows(Target(recipe.student, recipe), None, tokenizer, 512, 1024, packing=packing)
+        for packing in (True, False)
+    )
+    assert len(whole) < len(apart) == sum(row["position_ids"].count(0) for row in whole)
     rows = held_out_rows(Target(Student(model="student")), "data.jsonl", tokenizer, 512, 1024, packing=False)
     models = [AutoModelForCausalLM.from_pretrained(name).eval() for name in ("student", "teacher")]
     assert told["figures"]["forward_kl"]["value"] == pytest.approx(evaluate(*models, rows).forward_kl, rel=1e-5)

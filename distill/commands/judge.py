@@ -116,7 +116,7 @@ def evaluate(
         tokenizer = load_tokenizer(section)
         student, own = load_target(found)
         held = (student, *getattr(large, "members", [large]))
-        packing = data is None or all(keeps_apart(model) for model in held)
+        packing = all(keeps_apart(model) for model in held)
         if across:
             look = _across(found, own, tokenizer)
             rows = held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)

@@ -126,7 +126,8 @@ def held_out_rows(
 ) -> Sequence[Any]:  # fmt: skip
     """The rows that the run held out, or of `data` up to `max_rows` texts or chats, read as the run reads its own.
 
-    With a tokenizer of the teacher's own they hold both readings. Of `data` several texts share a row with `packing`.
+    With a tokenizer of the teacher's own they hold both readings. Without `packing` each text has a row of its own,
+    also of a run that packed them: on a GPU our attention keeps texts apart that a model's own would not.
 
     Raises:
         ValueError: neither a run nor data.
@@ -147,7 +148,8 @@ def held_out_rows(
         )
     if target.recipe is None:
         raise ValueError("--data: needed with a model; a run knows what it held out")
-    return read(target.recipe.data, target.recipe.train.seed)
+    section = target.recipe.data
+    return read(section if packing else section.model_copy(update={"packing": False}), target.recipe.train.seed)
 
 
 def _as_read_by(section: Data, source: str) -> dict[str, Any]:
