@@ -91,6 +91,34 @@ def test_the_end_of_a_text_is_learned_wherever_it_is_cut():
     assert all(pair.spans[-1].tolist()[1::2] == [len(pair.student), len(pair.teacher)] for pair in ends)
 
 
+@pytest.mark.parametrize("student, teacher", [("pieces", "pieces"), ("pieces", "merged"), ("merged", "pieces")])
+def test_what_a_text_says_of_its_beginning_and_end_is_not_said_twice(student, teacher):
+    """As one tokenizer reads it (data/tokenise.py); the other may read `<s>` as letters, and begins it."""
+    made = readers(student, teacher)
+    for reader, name in zip(made, (student, teacher), strict=True):
+        reader.beginning = [reader.tokenizer.convert_tokens_to_ids("<s>" if name == "pieces" else "<bos>")]
+    text = "<s>The teacher explains and the student listens.</s>"
+    for row in ({"text": text}, {"prompt": text[:20], "completion": text[20:]}):
+        kind = "text" if "text" in row else "prompt_completion"
+        encoder = PairEncoder(*made, Format(kind, {name: name for name in row}), max_length=64, train_on="all")
+        ((pair,), _) = encoder([(0, row)])
+        for reader, ids in zip(made, (pair.student, pair.teacher), strict=True):
+            assert ids[0] == reader.beginning[0] and ids.tolist().count(ids[0]) == 1
+            assert ids.tolist().count(reader.end) == (reader.tokenizer.eos_token == "</s>")
+        found = [covered(pair, made, number) for number in range(len(pair.spans))]
+        assert all(one.strip() == other.strip() for one, other in found)
+        said = b"".join(one for one, _ in found).strip()
+        assert said.endswith(b" listens.</s>") and b"<s>" not in said
+        if "text" in row:
+            assert said == text[3:].encode()
+    long = "<s>" + "The teacher explains. " * 20
+    encoder = PairEncoder(*made, Format("text", {"text": "text"}), max_length=64, train_on="all")
+    pairs, _ = encoder([(0, {"text": long})])
+    assert len(pairs) > 1
+    for reader, side in zip(made, zip(*(pair[:2] for pair in pairs), strict=True), strict=True):
+        assert all(ids[0] == reader.beginning[0] and len(ids) <= 64 for ids in side)
+
+
 def test_a_prompt_is_not_compared():
     prompt, completion = "Question: how many tokens? Answer:", " nobody has counted"
     (pair,), _, made = encode([{"prompt": prompt, "completion": completion}])
@@ -387,9 +415,26 @@ def test_random_tokens_and_smoothing_are_refused(folders, tmp_path, monkeypatch)
         run(parse(text, ["loss.z_loss=0.1"]))
 
 
-def test_check_says_what_is_shared(folders):
+@pytest.mark.parametrize("random", [False, True])
+def test_check_says_what_is_shared(folders, random):
     """`distill check` of a recipe across tokenizers: no verdict on ids, the data by both tokenizers."""
-    recipe = parse(RECIPE.format(**{path.stem: path for path in folders.iterdir()}))
-    report = check(recipe, find_device("cpu"))
+    text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})
+    dry = ["student.init=random", f"student.config={folders / 'student' / 'config.json'}"]
+    report = check(parse(text, dry if random else []), find_device("cpu"))
     assert report.problems == [] and report.vocabulary_ok and "tokens are the same" in report.vocabulary
     assert "one token of each" in report.data
+
+
+def test_a_dry_run_keeps_the_students_tokenizer_and_every_id_needs_a_row(folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})
+    config = json.loads((folders / "student" / "config.json").read_text())
+    for rows in (len(PIECES), 200):
+        Path(f"{rows}.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    dry = ["student.init=random", "train.steps=1", "student.config="]
+    result = run(parse(text, [*dry[:2], f"{dry[2]}{len(PIECES)}.json"]))
+    assert AutoTokenizer.from_pretrained(result.folder / "student").get_vocab() == PIECES.get_vocab()
+    few, told = parse(text, [*dry[:2], f"{dry[2]}200.json"]), "student.model: expected a row .* up to 329; came 200"
+    with pytest.raises(ValueError, match=told):
+        run(few)
+    assert re.match(told, check(few, find_device("cpu")).problems[0])

@@ -318,17 +318,19 @@ def _check_vocabulary(recipe: Recipe, report: Preflight) -> Any:
     """Compare the tokenizers that are at hand; returns the teacher's."""
     rows = report.teacher.vocabulary, report.student.vocabulary
     teacher, problem = _tokenizer(recipe.teacher, "teacher")
-    own = recipe.student.from_teacher is None and recipe.student.init == "pretrained"
+    cross = recipe.student.vocabulary == "cross"
+    own = cross or (recipe.student.from_teacher is None and recipe.student.init == "pretrained")
     student, student_problem = _tokenizer(recipe.student, "student") if own else (teacher, problem)
     problem = problem or student_problem
     if teacher is None or student is None:
         report.vocabulary = f"not compared ({problem}); heads of {rows[0]:,} and {rows[1]:,} rows"
-        return teacher
-    if recipe.student.vocabulary == "cross":
+        return None if cross else teacher
+    if cross:
         from distill.teachers.cross.objective import compare_by_bytes, readers_of
 
         try:
-            report.vocabulary = str(compare_by_bytes(*readers_of(student, teacher, recipe.data.chat_template)))
+            readers = readers_of(student, teacher, recipe.data.chat_template)
+            report.vocabulary = str(compare_by_bytes(*readers, rows[::-1]))
             report.vocabulary_ok = True
         except ValueError as error:
             report.problems.append(str(error))
@@ -355,7 +357,8 @@ def _tokenizer(section: ModelSection, name: str) -> tuple[Any, str]:
     from distill.models.source import resolve_model_source
 
     stored = isinstance(section, Teacher) and section.is_cached
-    if not stored and (section.model is None or section.init == "random"):
+    random = section.init == "random" and getattr(section, "vocabulary", "keep") != "cross"  # text is read there
+    if not stored and (section.model is None or random):
         return None, "random weights"
     try:
         if stored or section.model is None:

@@ -172,7 +172,7 @@ def _read(
     student, teacher = readers
     encoder = PairEncoder(student, teacher, format, max_length=data.max_length, train_on=data.train_on)
     key = key_of(
-        "cross", source.digest, [tokenizer_hash(reader.tokenizer) for reader in readers],
+        "cross 2", source.digest, [tokenizer_hash(reader.tokenizer) for reader in readers],
         [template and template.source for template in templates], asdict(format),
         data.max_length, data.train_on, max_rows,
     )  # fmt: skip

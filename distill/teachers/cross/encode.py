@@ -162,41 +162,45 @@ class PairEncoder:
 
     def _pieces(self, text: str) -> Iterator[Pair]:
         """Running text, cut where both readings have a token end."""
-        readings, boundaries = self._common(text)
-        starts, room = [0, 0], [self.max_length - len(side.beginning) for side in (self.student, self.teacher)]
-        first, last = 0, len(boundaries) - 1
+        readings, boundaries, before = self._common(text)
+        starts, first, last = [0, 0], 0, len(boundaries) - 1
         while first < last:
             stop = min(
-                int(np.searchsorted(boundaries[:, side], starts[side] + room[side], side="right")) - 1
+                int(np.searchsorted(boundaries[:, side], starts[side] + self.max_length - len(before[side]), "right"))
                 for side in (0, 1)
             )
+            stop -= 1
             if stop <= first:
                 raise RowFault("no common token end within data.max_length", repr(text[:80]))
             if stop == last - 1 > first + 1:
                 stop -= 1  # the last span, the end of the text, would stand alone, with nothing before it to learn from
             cuts = boundaries[first : stop + 1]
-            ids = [readings[side][starts[side] : cuts[-1, side]] for side in (0, 1)]
-            if spans := self._document(ids, cuts - starts, text):
+            ids = [before[side] + readings[side][starts[side] : cuts[-1, side]] for side in (0, 1)]
+            if spans := self._cut(ids, [cuts - starts + [len(own) for own in before]], text):
                 yield spans
             first, starts = stop, cuts[-1].tolist()
+            before = [self.student.beginning, self.teacher.beginning]
 
-    def _common(self, text: str) -> tuple[list[list[int]], np.ndarray]:
-        """Both readings of a text with the token that ends it, and the tokens up to each common boundary, [k, 2]."""
+    def _common(self, text: str) -> tuple[list[list[int]], np.ndarray, list[list[int]]]:
+        """Both readings of a text with the token that ends it, the tokens up to each common boundary, [k, 2], and what
+        each is to begin with."""
         (ids_s, ends_s), (ids_t, ends_t) = self.student.read(text), self.teacher.read(text)
         _, cut_s, cut_t = common_boundaries(ends_s, ends_t)
         boundaries = np.stack([cut_s, cut_t], 1)
-        if self.ends[0]:
+        before, behind = self._around(ids_s, ids_t)
+        if behind[0]:
             boundaries = np.concatenate([boundaries, boundaries[-1:] + 1])
-        return [ids_s + self.ends[0], ids_t + self.ends[1]], boundaries
+        return [ids_s + behind[0], ids_t + behind[1]], boundaries, before
 
-    def _document(self, ids: list[list[int]], cuts: np.ndarray, text: str) -> Pair | None:
-        """Both readings with what each tokenizer begins a text with; None where nothing is left to learn.
-
-        `cuts`: tokens up to each common boundary of what is learned, [k, 2].
-        """
-        before = [len(side.beginning) for side in (self.student, self.teacher)]
-        whole = [[*side.beginning, *own] for side, own in zip((self.student, self.teacher), ids, strict=True)]
-        return self._cut(whole, [cuts + before], text)
+    def _around(self, *readings: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        """The tokens that begin both readings, each unless the text says it itself (`<s>[INST] ... </s>`), and those
+        that end them, unless the text says one of them: then they could not be compared."""
+        sides = (self.student, self.teacher)
+        before = [
+            [] if ids[:1] == side.beginning else side.beginning for side, ids in zip(sides, readings, strict=True)
+        ]
+        said = any(ids[-1:] == [side.end] for side, ids in zip(sides, readings, strict=True))
+        return before, [[], []] if said else self.ends
 
     def _cut(self, ids: list[list[int]], runs: list[np.ndarray], text: str) -> Pair | None:
         """The pair within `max_length`; `runs` of boundaries, [k, 2] each, with the spans between them."""
@@ -215,11 +219,11 @@ class PairEncoder:
         (ids_s, ends_s), (ids_t, ends_t) = self.student.read(text), self.teacher.read(text)
         start, stop = len(prompt.encode()), len(text.encode())
         run = _run(ends_s, ends_t, start, start, stop - start)
-        if self.ends[0]:
+        before, behind = self._around(ids_s, ids_t)
+        if behind[0]:
             run = np.concatenate([run, run[-1:] + 1])
-        before = [len(side.beginning) for side in (self.student, self.teacher)]
-        ids = [self.student.beginning + ids_s + self.ends[0], self.teacher.beginning + ids_t + self.ends[1]]
-        return self._partly(ids, [run + before], text, tally)
+        ids = [before[0] + ids_s + behind[0], before[1] + ids_t + behind[1]]
+        return self._partly(ids, [run + [len(own) for own in before]], text, tally)
 
     def _chat(self, sample: Sample, tally: Tally) -> Pair:
         """A chat by both templates."""

@@ -52,8 +52,24 @@ class Vocabularies(NamedTuple):
         )
 
 
-def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
-    """What the vocabularies of two readers share."""
+def compare_by_bytes(student: Reader, teacher: Reader, rows: tuple[int, int] | None = None) -> Vocabularies:
+    """What the vocabularies of two readers share.
+
+    Args:
+        student, teacher: how both models read.
+        rows: of the student's head and of the teacher's, where they are known.
+
+    Raises:
+        ValueError: a tokenizer whose ids have no row in its model. Added tokens that no text needs may lack one.
+    """
+    for reader, count in zip((student, teacher), rows or (), strict=False):
+        added = reader.tokenizer.added_tokens_decoder
+        last = max(n for n in reader.tokenizer.get_vocab().values() if n not in added or n == reader.end)
+        if last >= count:
+            raise ValueError(
+                f"{reader.side}.model: expected a row of the head for each of its tokenizer's ids, up to {last:,}; "
+                f"came {count:,} rows"
+            )
     ends = end_pairs(student, teacher)
     return Vocabularies(
         shared_tokens(student.spelled, teacher.spelled, ends),
@@ -92,9 +108,11 @@ def load_cross(
                 f"text; came {getattr(recipe.loss, name)}"
             )
     teacher_tokenizer = with_template(load_tokenizer(recipe.teacher), recipe.data.chat_template)
-    found = compare_by_bytes(*readers_of(tokenizer, teacher_tokenizer, recipe.data.chat_template))
+    readers = readers_of(tokenizer, teacher_tokenizer, recipe.data.chat_template)  # before gigabytes are read
     apart = recipe.model_copy(update={"student": recipe.student.model_copy(update={"vocabulary": "keep"})})
     models = load_models(apart, None, device, precision, sharing, choices)
+    rows = [len(find_head(model).linear.weight) for model in (models.student, models.teacher)]  # type: ignore[arg-type]
+    found = compare_by_bytes(*readers, (rows[0], rows[1]))
     return models._replace(
         vocab_size=None,
         tokenizer=tokenizer,
