@@ -203,8 +203,8 @@ def test_eval_of_a_model(tmp_path, monkeypatch, capsys):
     assert "intervals by resampling documents" in out
     assert run_command(["eval", "other", *more]) == 2
     assert run_command(["eval", "student", "--data", "text.txt"]) == 2
-    assert "--teacher: needed with a model; a run knows its own, and there is none in runs/student" in (
-        capsys.readouterr().err
+    assert (
+        "--teacher: needed with a model; a run knows its own, and there is none at student" in capsys.readouterr().err
     )
     for ignored in (["--max-rows", "9"], ["--max-length", "64"], ["--tasks", "piqa", "--data", "text.txt"]):
         assert run_command(["eval", "student", "--teacher", "teacher", *ignored]) == 2

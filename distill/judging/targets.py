@@ -67,7 +67,7 @@ def its_teacher(target: Target, teacher: str | None) -> Teacher:
         return Teacher(model=teacher)
     if target.recipe is None:
         raise ValueError(
-            f"--teacher: needed with a model; a run knows its own, and there is none in {RUNS}/{target.student.model}"
+            f"--teacher: needed with a model; a run knows its own, and there is none at {target.student.model}"
         )
     if target.recipe.teachers:
         names = ", ".join(str(one.model) for one in target.recipe.teachers)
