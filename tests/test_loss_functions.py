@@ -3,7 +3,8 @@
 import distill_kernels
 import pytest
 import torch
-from distill_kernels import LossTerm
+from distill_kernels import LossTerm, fused_kl_loss
+from distill_kernels.losses.logits import kl_div
 from helpers import realistic_heads
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
@@ -146,3 +147,11 @@ def test_mistakes_name_the_field():
         distill_kernels.fused_kl_loss(*heads, direction="sideways")
     with pytest.raises(TypeError, match="temprature"):
         distill_kernels.fused_kl_loss(*heads, temprature=2.0)
+
+
+def test_a_setting_on_a_gpu_is_refused_and_not_waited_for():
+    there = torch.ones((), device="meta")  # as on a GPU: to read it is more than to look at memory
+    with pytest.raises(ValueError, match="temperature: expected a number, or a tensor on the CPU, got one on meta"):
+        kl_div(torch.zeros(2, 8), torch.zeros(2, 8), temperature=there)
+    with pytest.raises(ValueError, match="temperature: expected a number, or a tensor on the CPU, got one on meta"):
+        fused_kl_loss(*(torch.zeros(2, 8) for _ in range(4)), temperature=there)

@@ -41,7 +41,7 @@ def _inputs_of(kind: type[FusedDistillationLoss]) -> frozenset[str]:
 
 def _call(kind: type[FusedDistillationLoss], tensors: tuple[Any, ...], named: dict[str, Any]) -> Result:
     inputs = _inputs_of(kind)  # type: ignore[arg-type]
-    settings = tuple((name, plain(named[name])) for name in sorted(named) if name not in inputs)
+    settings = tuple((name, plain(named[name], name)) for name in sorted(named) if name not in inputs)
     return _module(kind, settings)(*tensors, **{name: value for name, value in named.items() if name in inputs})  # type: ignore[arg-type]
 
 

@@ -152,8 +152,9 @@ def distillation_loss(
         ValueError: naming the argument that does not fit.
     """
     settings = (
-        ("temperature", plain(temperature)), ("scale_by_temperature_squared", scale_by_temperature_squared),
-        ("label_smoothing", plain(label_smoothing)), ("z_loss", plain(z_loss)),
+        ("temperature", plain(temperature, "temperature")),
+        ("scale_by_temperature_squared", scale_by_temperature_squared),
+        ("label_smoothing", plain(label_smoothing, "label_smoothing")), ("z_loss", plain(z_loss, "z_loss")),
     )  # fmt: skip
     terms = tuple(LossTerm(*map(plain, term)) for term in terms)
     objective = (_objective if torch.compiler.is_compiling() else _cached_objective)(terms, settings)

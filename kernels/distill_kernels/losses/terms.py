@@ -21,9 +21,17 @@ DIVERGENCES = {
 }
 
 
-def plain(value: Any) -> Any:
-    """The number in a tensor, which a cache would know by its identity, not its value; other values as they are."""
-    return value.item() if isinstance(value, torch.Tensor) else value
+def plain(value: Any, name: str = "terms") -> Any:
+    """The number in a tensor [], which a cache would know by its identity, not its value; other values as they are.
+
+    Raises:
+        ValueError: naming the setting, whose tensor lies on a GPU: to read it would wait for all that the GPU does.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.device.type != "cpu":
+        raise ValueError(f"{name}: expected a number, or a tensor on the CPU, got one on {value.device}")
+    return value.tolist()
 
 
 class LossTerm(NamedTuple):
