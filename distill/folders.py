@@ -10,6 +10,7 @@ from distill.faults import RecipeError, RunError, show
 
 RUNS = Path("runs")
 RECIPE_FILE = "recipe.yaml"
+RESULT_FILE = "result.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

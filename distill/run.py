@@ -33,7 +33,7 @@ from accelerate.utils import broadcast_object_list
 from distill import console
 from distill.data.load import Splits
 from distill.environment import environment
-from distill.folders import RECIPE_FILE, claim, run_folder
+from distill.folders import RECIPE_FILE, RESULT_FILE, claim, run_folder
 from distill.generation.on_policy import on_policy_of, require_prompts
 from distill.judging.evaluate import HeldOut, evaluate, gap_closed
 from distill.judging.samples import generate, write_samples
@@ -67,8 +67,6 @@ from distill.training.soundness import resumable
 from distill.training.trainer import DistillationTrainer
 
 log = logging.getLogger(__name__)
-
-RESULT_FILE = "result.json"
 
 
 class RunResult(NamedTuple):

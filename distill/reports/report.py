@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.faults import RecipeError
-from distill.folders import RECIPE_FILE, RUNS
+from distill.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.judging.measure import Measure, measure_of, shown
 from distill.reports.curves import Panel, panels_of
 from distill.reports.style import STYLE
@@ -112,7 +112,7 @@ def read_run(folder: Path) -> Run:
         (folder / RECIPE_FILE).read_text(encoding="utf-8"),
         read_metrics(folder / "metrics.jsonl"),
         read("before.json"),
-        read("result.json"),
+        read(RESULT_FILE),
     )
 
 
