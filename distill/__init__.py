@@ -22,7 +22,7 @@ _HERE = {
 def __getattr__(name: str) -> Any:
     if name in _HERE:
         return getattr(import_module(_HERE[name]), name)
-    # `from distill import console` asks for the attribute before it imports the module: leave torch out of that
+    # `from distill.core import console` asks for the attribute before it imports the module: leave torch out of that
     if not name.startswith("_") and find_spec(f"distill.{name}") is None:
         kernels = import_module("distill_kernels")
         if name in kernels.__all__:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import __version__, console
+from distill import __version__
 from distill.commands import cache, doctor, judge, plan, sample, share
 from distill.commands.arguments import (
     AsJson,
@@ -28,11 +28,11 @@ from distill.commands.arguments import (
     plugin_override,
     say_json,
 )
-from distill.faults import DISK, RunError
-from distill.folders import run_folder
+from distill.core import console, launch, ranks
+from distill.core.faults import DISK, RunError
+from distill.core.folders import run_folder
 from distill.recipe import Recipe, dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
-from distill.training import launch
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
@@ -144,7 +144,7 @@ def _start(
     lock: Path | None, plugin: Path | None,
 ) -> int:  # fmt: skip
     """Start this very command once a GPU; what the number of processes makes impossible is refused before."""
-    from distill.training.arguments import accumulation_steps
+    from distill.planning.steps import accumulation_steps
 
     accumulation_steps(resolved.train, resolved.data, processes)
     more = [*(["--name", name] if name else []), *(["--resume"] if resume else [])]
@@ -249,6 +249,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     code = run_command()
-    if launch.is_one_of_several():
-        launch.leave(code)
+    if ranks.is_one_of_several():
+        ranks.leave(code)
     sys.exit(code)

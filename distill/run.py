@@ -30,37 +30,41 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
-from distill import console
+from distill.core import console
+from distill.core.environment import environment
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, claim, run_folder
+from distill.core.launch import forget_accelerates_settings
+from distill.core.ranks import is_first, world_size
 from distill.data.load import Splits
-from distill.environment import environment
-from distill.folders import RECIPE_FILE, RESULT_FILE, claim, run_folder
+from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
+from distill.evaluation.samples import generate, write_samples
 from distill.generation.on_policy import on_policy_of, require_prompts
-from distill.judging.evaluate import HeldOut, evaluate, gap_closed
-from distill.judging.samples import generate, write_samples
-from distill.loading import Models, compile_models, load_models, patch_models, read_data, read_tokenizer, with_plugin
-from distill.lock import LOCK_FILE, differences, lock_of, lock_text, locked_attention, read_lock, require_same
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.compiling import uncompiled
 from distill.models.load import save_student
-from distill.preamble import Plan, model_name, preamble, result_table, show_samples, teacher_name
+from distill.models.precision import Precision, resolve_device, resolve_precision
+from distill.models.sharding import is_sharded, whole_student
+from distill.planning.sharing import plan_sharing
+from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import write_model_card
-from distill.training.arguments import (
-    Precision,
-    accumulation_steps,
-    fused_optimizer,
-    require_optimizer,
-    resolve_device,
-    resolve_precision,
-    training_arguments,
-    world_size,
+from distill.reports.preamble import Plan, preamble, result_table, show_samples
+from distill.teachers.names import model_name, teacher_name
+from distill.teachers.opening import (
+    Models,
+    compile_models,
+    load_models,
+    patch_models,
+    read_data,
+    read_tokenizer,
+    with_plugin,
 )
+from distill.teachers.plugin import allowed_plugin
+from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoints import half_written
 from distill.training.failures import explained
-from distill.training.launch import forget_accelerates_settings, is_first
-from distill.training.parallel import is_sharded, plan_sharing, whole_student
-from distill.training.plugin import allowed_plugin
+from distill.training.lock import LOCK_FILE, differences, lock_of, lock_text, locked_attention, read_lock, require_same
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import said_already, told_anew
 from distill.training.soundness import resumable
@@ -278,7 +282,8 @@ def _write(path: Path, text: str) -> None:
 
 def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> None:
     """Turn the teacher's linear layers to fp8 and say what that costs."""
-    from distill.models.fp8_teacher import is_quantised, quantise_teacher
+    from distill.models.fp8_teacher import is_quantised
+    from distill.teachers.fp8_cost import quantise_teacher
 
     if is_quantised(trainer.objective.teacher):
         if is_first():

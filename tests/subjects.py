@@ -7,15 +7,15 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_tokenizers import WORDS, readers
 
-from distill.contract.own_words import OwnWords, prompts_of
-from distill.contract.subject import Subject
-from distill.contract.subject_cached import CachedTeacher, nearest
-from distill.contract.subject_cross import AcrossTokenizers
-from distill.contract.subject_several import SeveralTeachers
+from distill.caching.make import load, make_cache
 from distill.data.formats import Format
+from distill.doctor.own_words import OwnWords, prompts_of
+from distill.doctor.subject import Subject
+from distill.doctor.subject_cached import CachedTeacher, nearest
+from distill.doctor.subject_cross import AcrossTokenizers
+from distill.doctor.subject_several import SeveralTeachers
 from distill.recipe import parse
 from distill.recipe.loss import Loss
-from distill.teachers.cache.make import load, make_cache
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cross.encode import PairEncoder

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill.judging.evaluate import HeldOut
-from distill.teachers.cache.write import open_folder
-from distill.training import launch
+from distill.caching.write import open_folder
+from distill.core import ranks
+from distill.evaluation.evaluate import HeldOut
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
@@ -25,7 +25,7 @@ train: {steps: 3, batch_size: 2, tokens_per_step: 256, learning_rate: 3e-3, warm
 generate: {prompts: []}
 """
 ALONE = ["-m", "distill"]
-TWO = ["-c", "import sys; from distill.training.launch import start; sys.exit(start(2, sys.argv[1:]))"]
+TWO = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 # shards so small that there are many
 SMALL = (
     "from distill.teachers.cache import make as m; plan = m.plan_work; "
@@ -44,7 +44,7 @@ def workplace(tmp_path):
 
 
 def start(workplace, code, *arguments):
-    environment = {name: value for name, value in os.environ.items() if name not in launch.LAUNCHED}
+    environment = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHED}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1"}  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
@@ -64,7 +64,7 @@ def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monke
         assert early.result(timeout=20) is False
     with pytest.raises(ValueError, match="k was 8, now 9"):
         open_folder(folder, {"k": 9}, first=False)
-    monkeypatch.setattr("distill.teachers.cache.write.BEGINS_WITHIN_S", 0.2)
+    monkeypatch.setattr("distill.caching.write.BEGINS_WITHIN_S", 0.2)
     with pytest.raises(ValueError, match="a folder that all machines share"):
         open_folder(tmp_path / "of another machine", plan, first=False)
 

@@ -8,13 +8,13 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from distill.caching.make import fewer_rows
+from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
 from distill.data.load import DataReport
 from distill.models.load import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.cache.make import fewer_rows
-from distill.teachers.cache.make import load as load_for_cache
 from distill.teachers.cache.objective import CachedObjective
 from distill.training.progress import read_metrics
 

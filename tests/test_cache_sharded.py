@@ -18,15 +18,15 @@ from test_parallel import gpu_of
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
 
+from distill.caching import write
+from distill.caching.make import load, make_cache
 from distill.cli import run_command
+from distill.core import launch, ranks
 from distill.planning.caching import asked_in_shards, loaded_section, plan_caching
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.teachers.cache import format as layout
-from distill.teachers.cache import write
-from distill.teachers.cache.make import load, make_cache
 from distill.teachers.cache.settings import Settings
-from distill.training import launch
 
 RECIPE = """
 teacher: {model: teacher}
@@ -334,4 +334,4 @@ def test_measuring_alone_takes_several_gpus_only_in_shards(made, monkeypatch, ca
 if __name__ == "__main__":
     both(*sys.argv[1:])
     torch.distributed.destroy_process_group()
-    launch.leave(0)
+    ranks.leave(0)

@@ -11,14 +11,14 @@ from test_quantised import BITNET, saved
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
-from distill.judging.samples import generate
+from distill.caching.make import load, make_cache
+from distill.evaluation.samples import generate
 from distill.models.fp8_teacher import is_quantised
 from distill.models.load import load_teacher
 from distill.models.offload import is_offloaded
 from distill.recipe import Teacher, parse
 from distill.run import run
 from distill.teachers.cache import format as layout
-from distill.teachers.cache.make import load, make_cache
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 

@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 from distill.data.chat import FROZEN_DAY
 from distill.data.load import load_data
 from distill.data.packing import IGNORED
-from distill.judging.samples import encode_prompt
-from distill.judging.targets import find_target, held_out_rows
-from distill.loading import read_tokenizer
+from distill.evaluation.samples import encode_prompt
+from distill.evaluation.targets import find_target, held_out_rows
 from distill.recipe import Data, parse
 from distill.run import run
+from distill.teachers.opening import read_tokenizer
 
 TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 

@@ -12,7 +12,7 @@ import pytest
 from typer.models import OptionInfo
 
 from distill.cli import app, run_command
-from distill.folders import run_folder
+from distill.core.folders import run_folder
 from distill.recipe import RecipeError, load, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,7 +271,7 @@ def test_resume_takes_the_latest_run_of_the_recipe(tmp_path):
 
 def test_names_of_the_library_come_lazily():
     code = (
-        "import sys, distill; assert 'torch' not in sys.modules; from distill import cli, console;"
+        "import sys, distill; assert 'torch' not in sys.modules; from distill import cli; from distill.core import console;"
         "assert 'torch' not in sys.modules; import distill_kernels;"
         "assert all(getattr(distill, name) is getattr(distill_kernels, name) for name in distill_kernels.__all__);"
         "assert set(distill_kernels.__all__) < set(dir(distill))\n"
@@ -285,7 +285,7 @@ def test_names_of_the_library_come_lazily():
 
 
 def test_tables_are_plain_outside_a_terminal(capsys):
-    from distill.console import show_table
+    from distill.core.console import show_table
 
     show_table(["", "KL"], [["before", "12.5"], ["[after]", "3.1"]], title="held out", numbers=True)
     assert capsys.readouterr().out == "held out\n           KL\nbefore   12.5\n[after]   3.1\n"

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from distill import cli, console
+from distill import cli
 from distill.cli import run_command
+from distill.core import console
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -174,7 +175,7 @@ def test_letters_that_the_output_has_not_end_no_command():
 
 
 PROGRESS = (
-    "import time; from distill import console\n"
+    "import time; from distill.core import console\n"
     "with console.progress('comparing', 4) as advance:\n"
     "    for _ in range(4):\n"
     "        time.sleep(0.05)\n"

@@ -7,11 +7,11 @@ from test_run import TEXT
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.judging.compare_runs import welch
-from distill.judging.measure import KL, SPANS, measure_of
-from distill.lock import FIRST, lock_text
 from distill.recipe import parse
 from distill.recipe.same_step import FREE, settings_of_steps
+from distill.reports.compare_runs import welch
+from distill.teachers.measure import KL, SPANS, measure_of
+from distill.training.lock import FIRST, lock_text
 
 
 def make_run(name, kl, *, seed=0, rate="1e-4", result=True, student="{model: b}", more="", processes=None):

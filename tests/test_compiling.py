@@ -9,7 +9,7 @@ from distill.data.collator import Collator
 from distill.models.compiling import compile_layers, uncompiled
 from distill.models.patching import patch
 from distill.recipe import parse
-from distill.training.objective import DistillationObjective
+from distill.teachers.objective import DistillationObjective
 
 LAYERS = 10  # more than torch.compile's limit of recompilations, where it would give up
 

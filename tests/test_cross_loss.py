@@ -6,7 +6,7 @@ from dense_loss import ALL_TERMS
 from distill_kernels import FusedDistillationLoss, LossTerm
 from helpers import assert_as_good_as_torch, realistic_heads
 
-from distill.contract.reference_spans import dense_spans
+from distill.doctor.reference_spans import dense_spans
 from distill.teachers.cross import loss as cross_loss
 from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
 

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.cli import run_command
-from distill.contract.reference_spans import dense_spans
 from distill.data.collator import Collator
 from distill.data.formats import Format
-from distill.judging.evaluate import evaluate
+from distill.doctor.reference_spans import dense_spans
+from distill.evaluation.evaluate import evaluate
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import Data, RecipeError, parse
@@ -26,7 +26,7 @@ from distill.teachers.cross.data import NAMES, CrossCollator, load_cross_data
 from distill.teachers.cross.encode import PairEncoder, end_pairs
 from distill.teachers.cross.loss import Spans
 from distill.teachers.cross.objective import CrossObjective, compare_by_bytes
-from distill.training.objective import DistillationObjective
+from distill.teachers.objective import DistillationObjective
 
 CLOSED = (
     "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] | trim }}"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from two_ranks import run_as_two
 
-from distill.training.launch import leave
+from distill.core.ranks import leave
 
 DDP_CASES = ["tied", "untied", "lora"]
 FSDP_CASES = [(kind, accumulation) for kind in ("tied", "untied", "lora") for accumulation in (1, 4)]
@@ -81,7 +81,7 @@ def train_with_trainer(kind, folder, *, batch_size, accumulation):
 
 
 def objective_for(student, teacher):
-    from distill.training.objective import DistillationObjective
+    from distill.teachers.objective import DistillationObjective
 
     return DistillationObjective(
         teacher, student, {"terms": [{"type": "jsd"}, {"type": "cross_entropy", "weight": 0.5}]}

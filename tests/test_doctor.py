@@ -9,8 +9,8 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.contract import doctor, invariants_runs
-from distill.training.objective import DistillationObjective
+from distill.doctor import doctor, invariants_runs
+from distill.teachers.objective import DistillationObjective
 
 NAMES = ["fused loss", "divergence", "accumulation", "packing", "padding", "patching", "workspace", "same tokens",
          "resume"]  # fmt: skip

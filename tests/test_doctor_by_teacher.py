@@ -8,10 +8,10 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_tokenizers import MERGED, PIECES
 
 from distill.cli import run_command
-from distill.contract import doctor, invariants_runs
-from distill.contract.invariants import CHECKS, Finding
-from distill.contract.subject_cross import AcrossTokenizers
 from distill.data.packing import IGNORED
+from distill.doctor import doctor, invariants_runs
+from distill.doctor.invariants import CHECKS, Finding
+from distill.doctor.subject_cross import AcrossTokenizers
 from distill.recipe import load
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.mixture import MixtureObjective

@@ -8,10 +8,10 @@ from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.judging.evaluate import HeldOut, evaluate, gap_closed
+from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.models.adapters import add_lora
 from distill.recipe import Lora
-from distill.training.objective import DistillationObjective
+from distill.teachers.objective import DistillationObjective
 
 KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
 

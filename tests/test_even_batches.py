@@ -19,8 +19,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import TrainerCallback
 from two_ranks import run_as_two
 
+from distill.core.ranks import leave
 from distill.training.even_batches import EvenBatches, OrPadding, each_row_once
-from distill.training.launch import leave
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

@@ -8,10 +8,11 @@ from tiny import save_tiny, tiny_model
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise_teacher
+from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time
 from distill.models.load import load_teacher
 from distill.recipe import RecipeError, Teacher, parse
-from distill.training.objective import DistillationObjective
+from distill.teachers.fp8_cost import quantise_teacher
+from distill.teachers.objective import DistillationObjective
 
 
 def test_the_reported_divergences_are_those_of_the_logits():
@@ -77,8 +78,8 @@ def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
     from types import SimpleNamespace
 
-    from distill.loading import _fits_only_in_fp8
-    from distill.training.arguments import resolve_precision
+    from distill.models.precision import resolve_precision
+    from distill.teachers.opening import _fits_only_in_fp8
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))

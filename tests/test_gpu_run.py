@@ -14,7 +14,7 @@ from test_crash import check, finish, start
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.contract import doctor, invariants
+from distill.doctor import doctor, invariants
 from distill.models import attention, patching
 from distill.recipe import load
 

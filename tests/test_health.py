@@ -17,13 +17,13 @@ from tiny import tiny_model
 from transformers import TrainerCallback
 
 from distill.cli import run_command
-from distill.faults import RunError
+from distill.core.faults import RunError
 from distill.recipe import dump, parse
 from distill.teachers.cache.read import TeacherCache
+from distill.teachers.objective import DistillationObjective
 from distill.training import failures
 from distill.training.checkpoints import checkpoints
 from distill.training.health import Health
-from distill.training.objective import DistillationObjective
 from distill.training.trainer import DistillationTrainer
 
 

@@ -7,8 +7,9 @@ from tiny import tiny_model
 from transformers import TrainerCallback
 
 from distill.models.patching import patch
+from distill.models.precision import resolve_precision
 from distill.recipe import parse
-from distill.training.arguments import fused_optimizer, resolve_precision, training_arguments
+from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.trainer import DistillationTrainer
 
 RECIPE = """

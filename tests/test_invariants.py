@@ -13,14 +13,14 @@ from subjects import mean_of_means, rows
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
-from distill.contract import invariants, invariants_runs
-from distill.contract.invariants import CHECKS
-from distill.contract.subject import Subject
 from distill.data.collator import Collator
+from distill.doctor import invariants, invariants_runs
+from distill.doctor.invariants import CHECKS
+from distill.doctor.subject import Subject
 from distill.models import head
 from distill.recipe.loss import Loss
-from distill.training import objective
-from distill.training.objective import DistillationObjective
+from distill.teachers import objective
+from distill.teachers.objective import DistillationObjective
 from distill.training.trainer import DistillationTrainer
 
 SUM = {"temperature": 2.0, "label_smoothing": 0.1, "z_loss": 1e-3,
@@ -355,7 +355,7 @@ def test_a_negative_divergence_fails(monkeypatch):
 def test_ranks_fail_where_each_divides_by_its_own_count(tmp_path):
     program = tmp_path / "faulty.py"
     program.write_text(
-        "import sys\nfrom pathlib import Path\nfrom distill.contract import invariants_runs\n"
+        "import sys\nfrom pathlib import Path\nfrom distill.doctor import invariants_runs\n"
         "from distill.training.trainer import DistillationTrainer\n"
         "count = lambda self, batches, device: sum((b['labels'][:, 1:] != -100).sum() for b in batches) * 2\n"
         "DistillationTrainer._get_num_items_in_batch = count\n"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from subjects import CACHED, SUBJECTS, Caches, mean_of_means
 
-from distill.contract import invariants
-from distill.contract.invariants import CHECKS
+from distill.doctor import invariants
+from distill.doctor.invariants import CHECKS
 from distill.generation.on_policy import OnPolicy
 from distill.recipe.loss import Loss
 from distill.teachers import mixture
@@ -85,7 +85,7 @@ def one_cap_for_all(patch):
 
 def logits_are_mixed(patch):
     """The mean of the teachers' logits, which is no mixture of their probabilities."""
-    from distill.contract import subject_several
+    from distill.doctor import subject_several
 
     forward = subject_several.FusedDistillationLoss.forward
 

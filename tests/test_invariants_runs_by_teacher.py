@@ -3,7 +3,7 @@
 import pytest
 from subjects import CACHED, SUBJECTS, Caches
 
-from distill.contract import invariants_runs
+from distill.doctor import invariants_runs
 from distill.generation.on_policy import OnPolicy
 from distill.training.trainer import DistillationTrainer
 
@@ -53,7 +53,7 @@ def test_ranks_change_nothing(subject_of):
 FAULTS = """
 import sys
 from pathlib import Path
-from distill.contract import invariants_runs, subject_several
+from distill.doctor import invariants_runs, subject_several
 from distill.teachers.cache.read import CachedRows
 from distill.teachers.cross.data import CrossCollator
 from distill.training.trainer import DistillationTrainer

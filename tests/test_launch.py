@@ -12,10 +12,10 @@ import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill import cli
+from distill.core import launch, ranks
+from distill.core.launch import processes_to_start, threads_each, torchrun_arguments
 from distill.recipe import parse
 from distill.run import run
-from distill.training import launch
-from distill.training.launch import processes_to_start, threads_each, torchrun_arguments
 from distill.training.progress import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +63,7 @@ def workplace(tmp_path):
 
 def test_the_command_starts_itself(workplace, monkeypatch):
     monkeypatch.chdir(workplace)
-    for name in launch.LAUNCHED:
+    for name in ranks.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     started = []
     monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
@@ -87,7 +87,7 @@ def test_json_is_all_that_standard_output_gets(monkeypatch, capsys):
 
 
 def popen(workplace, code, *arguments, **more):
-    environment = {name: value for name, value in os.environ.items() if name not in launch.LAUNCHED}
+    environment = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHED}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
                     "OMP_NUM_THREADS": "1"}  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
@@ -102,7 +102,7 @@ def program(workplace, code, *arguments):
     return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
 
-START = ["-c", "import sys; from distill.training.launch import start; sys.exit(start(2, sys.argv[1:]))"]
+START = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
 
 
 def test_two_processes_make_one_run(workplace):
@@ -141,7 +141,7 @@ sys.exit(130 if "SIGINT" in heard else 0)
 """
 STARTS_WORKERS = """
 import sys
-from distill.training import launch
+from distill.core import launch
 
 launch.torchrun_arguments = lambda processes, arguments: [
     "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "worker.py", *arguments
@@ -183,7 +183,7 @@ def test_one_of_several_leaves_with_its_code_and_all_it_had_to_do(tmp_path):
     """What happens at exit happens, threads end, output arrives; the interpreter's own end is never reached."""
     code = """
 import atexit, sys, threading, time
-from distill.training.launch import leave
+from distill.core.launch import leave
 
 def late():
     time.sleep(0.5)
@@ -207,7 +207,7 @@ def test_one_of_several_leaves_though_executors_wait_for_work(tmp_path):
     code = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from distill.training.launch import leave
+from distill.core.launch import leave
 
 pool = ThreadPoolExecutor()
 pool.submit(len, "").result()

@@ -7,10 +7,10 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 
 from distill.data.chat import FROZEN_DAY
-from distill.lock import differences, fingerprint, hash_of_rows, lock_of, read_lock
 from distill.recipe import parse
 from distill.run import run
 from distill.training.checkpoints import checkpoints
+from distill.training.lock import differences, fingerprint, hash_of_rows, lock_of, read_lock
 
 ROW = {"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from distill.data.collator import Collator
 from distill.models.head import LogitShape, find_head, probe_logits, read_head
-from distill.training.objective import STATISTICS, DistillationObjective
+from distill.teachers.objective import STATISTICS, DistillationObjective
 
 EXACT = 1e-9  # both sides in fp64
 TWO_DOCUMENTS = {

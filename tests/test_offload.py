@@ -12,7 +12,6 @@ from test_trainer import arguments, history, rows, weights
 from tiny import save_tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distill.lock import fingerprint
 from distill.models.compiling import compile_layers
 from distill.models.load import load_student, load_teacher
 from distill.models.offload import is_offloaded, offload_layers, offloading_of
@@ -21,6 +20,7 @@ from distill.models.pruning import find_layers
 from distill.recipe import RecipeError, Student, Teacher, parse
 from distill.run import run
 from distill.training.failures import out_of_memory
+from distill.training.lock import fingerprint
 from distill.training.trainer import DistillationTrainer
 
 CPU = torch.device("cpu")

@@ -3,10 +3,12 @@
 import pytest
 from test_offload import CPU, frozen
 
+from distill.core.units import GIB
+from distill.models.meta import meta_models
 from distill.models.offload import offload_layers
+from distill.models.shape import shape_of
 from distill.planning.devices import find_device
-from distill.planning.memory import GIB, shape_of
-from distill.planning.preflight import check, meta_models
+from distill.planning.preflight import check
 from distill.planning.step_time import SUSTAINED
 from distill.planning.teacher_weights import PCIE_5, REACHED
 from distill.recipe import load

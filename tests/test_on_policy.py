@@ -11,13 +11,13 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 from two_ranks import run_as_two
 
+from distill.core.ranks import leave
 from distill.data.collator import Collator
 from distill.generation.decode_loop import DecodeLoop, Generated
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
 from distill.recipe import RecipeError, parse
 from distill.training.checkpoints import checkpoints
-from distill.training.launch import leave
 from distill.training.progress import MetricsFile, read_metrics
 from distill.training.trainer import DistillationTrainer, PlainRows
 
@@ -279,8 +279,9 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, mon
 
 
 def test_memory_is_counted():
-    from distill.planning.memory import shape_of, step_memory
-    from distill.training.arguments import resolve_precision
+    from distill.models.precision import resolve_precision
+    from distill.models.shape import shape_of
+    from distill.planning.memory import step_memory
 
     recipe, shape = parse(RECIPE), shape_of(tiny_model())
     precision = resolve_precision(recipe, torch.device("cpu"))

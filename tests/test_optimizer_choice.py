@@ -11,10 +11,11 @@ from distill_kernels.optim.adamw import FusedAdamW
 from test_run import recipe as small
 from test_run import workplace  # noqa: F401  (a fixture)
 
+from distill.models.precision import resolve_precision
 from distill.recipe import RecipeError, parse
 from distill.run import run
 from distill.training import arguments as run_arguments
-from distill.training.arguments import fused_optimizer, resolve_precision, training_arguments
+from distill.training.arguments import fused_optimizer, training_arguments
 
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from two_ranks import run_as_two
 
-from distill.training.launch import leave
+from distill.core.ranks import leave
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -33,7 +33,7 @@ KINDS = ["tied", "untied"]
     ],
 )
 def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
-    from distill.training.parallel import choose_sharing
+    from distill.planning.sharing import choose_sharing
 
     found = choose_sharing(
         asked, teacher=teacher * GIB, gathered=4 * GIB, copied=48 * GIB, sharded=30 * GIB, usable=130 * GIB, world=world
@@ -43,7 +43,7 @@ def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
 
 @pytest.mark.parametrize("teachers, expected", [("sharded", ("ddp", True)), ("copied", ("ddp", False))])
 def test_what_is_asked_for_the_teacher_is_done(teachers, expected):
-    from distill.training.parallel import choose_sharing
+    from distill.planning.sharing import choose_sharing
 
     found = choose_sharing(
         "auto", teacher=15 * GIB, gathered=4 * GIB, copied=48 * GIB, sharded=30 * GIB, usable=130 * GIB, world=4,
@@ -81,7 +81,7 @@ def flagship(*overrides):
     ],
 )
 def test_a_recipe_is_shared_by_what_fits(monkeypatch, gib, world, overrides, expected):
-    from distill.training.parallel import plan_sharing
+    from distill.planning.sharing import plan_sharing
 
     gpu_of(monkeypatch, gib)
     found = plan_sharing(flagship("train.tokens_per_step=null", *overrides), torch.device("cuda", 0), world)
@@ -91,7 +91,7 @@ def test_a_recipe_is_shared_by_what_fits(monkeypatch, gib, world, overrides, exp
 
 
 def test_an_fp8_teacher_is_not_sharded(monkeypatch):
-    from distill.training.parallel import plan_sharing
+    from distill.planning.sharing import plan_sharing
 
     gpu_of(monkeypatch, 20)
     with pytest.raises(ValueError, match=r"teacher\.dtype: an fp8 teacher cannot be sharded"):
@@ -102,8 +102,8 @@ def gradients(kind, sharded):
     from tiny import tiny_model
 
     from distill.data.collator import Collator
-    from distill.training.objective import DistillationObjective
-    from distill.training.parallel import shard_teacher
+    from distill.models.sharding import shard_teacher
+    from distill.teachers.objective import DistillationObjective
 
     student = tiny_model(dtype=torch.float64, seed=0)
     teacher = tiny_model(dtype=torch.float64, hidden=64, seed=1, layers=3, tie=kind == "tied")
@@ -138,7 +138,7 @@ def random_teacher(folder, kind):
 
     from distill.models.head import decoder_of, find_head
     from distill.recipe import Teacher
-    from distill.training.sharded_teacher import load_sharded_teacher
+    from distill.teachers.sharded import load_sharded_teacher
 
     tiny_config(layers=4, hidden=64, tie=kind == "tied", initializer_range=0.5).save_pretrained(folder / kind)
     dist.barrier()
@@ -181,7 +181,7 @@ def failure(folder):
     from tiny import tiny_config
 
     from distill.recipe import Teacher
-    from distill.training.sharded_teacher import load_sharded_teacher
+    from distill.teachers.sharded import load_sharded_teacher
 
     tiny_config().save_pretrained(folder / "hollow")  # a configuration without weights
     dist.barrier()
@@ -202,7 +202,7 @@ def patience():
     """What the first process reads for longer than the processes wait for each other otherwise."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from distill.training.sharded_teacher import of_the_first
+    from distill.teachers.sharded import of_the_first
 
     dist.barrier()
     _set_pg_timeout(datetime.timedelta(seconds=2), None)

@@ -11,10 +11,10 @@ from tiny import tiny_config, tiny_model, tiny_tokenizer
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distill import AutoFusedModelForCausalLM
-from distill.loading import check_packing, keeps_apart_by_ours
 from distill.models.packed import keeps_apart
 from distill.models.patching import patch, unpatch
 from distill.recipe import dump, parse
+from distill.teachers.opening import check_packing, keeps_apart_by_ours
 
 # model type -> what must be swapped in two layers, and settings that make the tiny model exercise its particulars
 FAMILIES = {

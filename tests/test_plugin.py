@@ -9,8 +9,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill import cli
 from distill.recipe import dump, parse
 from distill.recipe.loss import Loss
-from distill.training.objective import DistillationObjective
-from distill.training.plugin import PluginObjective, allowed_plugin, load_plugin
+from distill.teachers.objective import DistillationObjective
+from distill.teachers.plugin import PluginObjective, allowed_plugin, load_plugin
 
 PLUGIN = """
 def own_kl(student_logits, teacher_logits, labels):
@@ -105,7 +105,7 @@ def test_a_file_that_is_not_the_recipes_is_not_taken(plugin):
 
 
 def test_held_out_figures_do_not_call_the_functions(plugin):
-    from distill.judging.evaluate import evaluate
+    from distill.evaluation.evaluate import evaluate
 
     def never(*_):
         raise AssertionError("called")

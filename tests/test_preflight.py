@@ -13,17 +13,20 @@ from tiny import save_tiny, tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from distill.cli import run_command
+from distill.core.units import GIB
 from distill.models.adapters import add_lora
+from distill.models.meta import meta_models
+from distill.models.precision import Precision
+from distill.models.shape import shape_of
+from distill.models.work import parameters_of
 from distill.planning import memory
 from distill.planning.devices import find_device
-from distill.planning.memory import GIB, LOADING, layer_activations, shape_of
-from distill.planning.preflight import check, meta_models, planned_precision
+from distill.planning.memory import LOADING, layer_activations
+from distill.planning.preflight import check, planned_precision
+from distill.planning.sharing import SHARDED_FP8
 from distill.recipe import Lora, load, parse
 from distill.recipe.models import WeightedTeacher
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
-from distill.training.arguments import Precision
-from distill.training.metrics import parameters_of
-from distill.training.parallel import SHARDED_FP8
 
 # as published on the models' cards or counted from their released weights
 PUBLISHED = {
@@ -389,7 +392,7 @@ def test_probe_needs_a_gpu(workplace, capsys, monkeypatch):
 
 @pytest.mark.gpu
 def test_the_prediction_holds_on_this_gpu():
-    from distill.planning.probe import probe
+    from distill.commands.probe import probe
 
     small = parse(
         """

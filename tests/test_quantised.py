@@ -18,19 +18,19 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 from transformers.integrations.bitnet import AutoBitLinear
 
-from distill.contract.doctor import prepare
-from distill.lock import fingerprint
+from distill.doctor.examine import prepare
 from distill.models import quantised
 from distill.models.load import load_student, load_teacher
 from distill.models.patching import patch
 from distill.models.quantised import NF4, int8_arguments, quantised_by_transformers, stored_bits
 from distill.models.source import ModelSource
+from distill.models.work import parameters_of, work_of
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import RecipeError, Student, Teacher, load
 from distill.recipe.shipped import find_recipe
 from distill.run import run
-from distill.training.metrics import parameters_of, work_of
+from distill.training.lock import fingerprint
 from distill.training.trainer import DistillationTrainer
 
 BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}

@@ -234,7 +234,8 @@ def test_every_schedule_warms_up():
     import torch
 
     transformers = pytest.importorskip("transformers")
-    from distill.training.arguments import resolve_precision, training_arguments
+    from distill.models.precision import resolve_precision
+    from distill.training.arguments import training_arguments
 
     for schedule in ("cosine", "linear", "constant", "warmup_stable_decay"):
         recipe = parse(MINIMAL, [f"train.schedule={schedule}", "train.warmup=4", "train.learning_rate=1.0"])

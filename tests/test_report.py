@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from distill.cli import run_command
-from distill.environment import environment
+from distill.core.environment import environment
 from distill.reports.report import find_run, page, read_run
 from distill.reports.svg_plot import Series, line_chart, short, ticks
 

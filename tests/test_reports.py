@@ -8,9 +8,9 @@ import torch
 import yaml
 from tiny import tiny_model, tiny_tokenizer
 
-from distill.judging.evaluate import HeldOut
-from distill.judging.generate import stream
-from distill.judging.samples import encode_prompt, generate, samples_text, write_samples
+from distill.evaluation.evaluate import HeldOut
+from distill.evaluation.generate import stream
+from distill.evaluation.samples import encode_prompt, generate, samples_text, write_samples
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import escape, fenced, write_model_card
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.recipe import Data, Train, dump, load, parse
 from distill.run import run
+from distill.teachers.objective import DistillationObjective
 from distill.training import arguments as run_arguments
-from distill.training.objective import DistillationObjective
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))

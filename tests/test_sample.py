@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from distill.caching.sample import sample
 from distill.cli import run_command
 from distill.data.chat import load_template
 from distill.data.load import load_data
 from distill.generation.decode_loop import Generated
 from distill.generation.prompts import read_prompts
-from distill.generation.sample import sample
 from distill.recipe import parse
 from distill.recipe.data import Fields
 

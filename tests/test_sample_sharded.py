@@ -16,8 +16,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
 
 from distill.cli import run_command
-from distill.judging.targets import find_target, takes_shards
-from distill.training import launch
+from distill.core import launch, ranks
+from distill.evaluation.targets import find_target, takes_shards
 
 RECIPE = """
 teacher: {model: teacher}
@@ -187,4 +187,4 @@ def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkey
 if __name__ == "__main__":
     both(*sys.argv[1:])
     torch.distributed.destroy_process_group()
-    launch.leave(0)
+    ranks.leave(0)

@@ -29,7 +29,7 @@ from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
 from two_ranks import run_as_two
 
-from distill.training.launch import leave
+from distill.core.ranks import leave
 
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
 HARD = {"label_smoothing": 0.1, "z_loss": 1e-3}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from two_ranks import run_as_two
 
-from distill.training.launch import leave
+from distill.core.ranks import leave
 
 RECIPE = """
 name: tiny

@@ -20,7 +20,7 @@ from helpers import assert_as_good_as_torch, realistic_heads
 from torch import nn
 from two_ranks import run_as_two
 
-from distill.training.launch import leave
+from distill.core.ranks import leave
 
 V, H, ROWS, K = 61, 16, 14, 6  # 61: the ranks hold 31 and 30 columns
 WIDTHS = (24, 20, 16)  # of three teachers

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from distill.loading import read_tokenizer
 from distill.recipe import RecipeError, dump, load, parse, shipped
 from distill.recipe.shipped import copy_recipe, find_architecture, find_recipe, shipped_architectures, shipped_recipes
+from distill.teachers.opening import read_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

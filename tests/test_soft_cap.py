@@ -18,7 +18,6 @@ from distill.models.load import load_student, load_teacher
 from distill.models.patching import AutoFusedModelForCausalLM
 from distill.recipe import Student, Teacher
 from distill.recipe.models import FromTeacher
-from distill.training import sharded_teacher
 from distill.training.trainer import DistillationTrainer
 
 IDS = torch.randint(3, 259, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -97,8 +96,8 @@ def test_random_models_apply_it(sharded, tmp_path, monkeypatch):
     config.to_json_file(tmp_path / "config.json")
     section, looked_at = Teacher(init="random", config=str(tmp_path)), []
     if sharded:
-        monkeypatch.setattr(sharded_teacher, "shard_teacher", lambda model: None)  # one process holds all of it
-        teacher, _ = sharded_teacher.load_sharded_teacher(
+        monkeypatch.setattr(sharded, "shard_teacher", lambda model: None)  # one process holds all of it
+        teacher, _ = sharded.load_sharded_teacher(
             section, device=torch.device("cpu"), dtype=torch.float32, attention=looked_at.append
         )
         assert [small.config._attn_implementation for small in looked_at] == ["eager"]

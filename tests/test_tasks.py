@@ -11,7 +11,7 @@ import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.judging.tasks import INSTALL, run_tasks
+from distill.evaluation.tasks import INSTALL, run_tasks
 
 RECIPE = "{teacher: {model: teacher}, student: {from_teacher: {layers: 1}}, data: {source: x.jsonl}, train: {steps: 2}}"
 
@@ -91,7 +91,7 @@ def test_a_model_alone_needs_no_teacher(folder, harness, capsys):
     ],
 )
 def test_mistakes_are_found_before_models_are_loaded(arguments, message, folder, harness, capsys, monkeypatch):
-    monkeypatch.setattr("distill.judging.targets.load_student", None)
+    monkeypatch.setattr("distill.evaluation.targets.load_student", None)
     assert run_command(["eval", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -108,7 +108,7 @@ def test_the_real_harness_on_a_task_of_ones_own(folder):
     pytest.importorskip("lm_eval")
     import torch
 
-    from distill.judging.tasks import check_tasks
+    from distill.evaluation.tasks import check_tasks
 
     lines = [{"q": f"The student listens to {n}:", "right": n % 2, "a": " listens", "b": " teacher"} for n in range(12)]
     Path("tasks").mkdir()

@@ -16,16 +16,16 @@ from helpers import assert_as_good_as_torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
+from distill.caching.error import measure, take_sample
+from distill.caching.make import load, make_cache
 from distill.data.collator import Collator
-from distill.judging.evaluate import evaluate
+from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
 from distill.teachers.cache import format as layout
-from distill.teachers.cache.error import measure, take_sample
-from distill.teachers.cache.make import load, make_cache
 from distill.teachers.cache.objective import HiddenObjective, TopKObjective
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
-from distill.training.objective import DistillationObjective
+from distill.teachers.objective import DistillationObjective
 from scripts.bench import teacher_cache as bench
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))

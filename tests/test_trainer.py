@@ -11,9 +11,10 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from transformers import TrainingArguments
 
+from distill.models.work import Work, work_of
+from distill.teachers.objective import STATISTICS
 from distill.training.checkpoints import UNFINISHED, checkpoints
-from distill.training.metrics import Meter, Work, work_of
-from distill.training.objective import STATISTICS
+from distill.training.metrics import Meter
 from distill.training.phases import KEYS
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.trainer import DistillationTrainer

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import console
-from distill.folders import RECIPE_FILE, RUNS
+from distill.core import console
+from distill.core.folders import RECIPE_FILE, RUNS
 from distill.recipe import Recipe, load
 from distill.recipe.shipped import find_architecture, find_recipe, shipped_recipes
 

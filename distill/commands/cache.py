@@ -12,10 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import console
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
+from distill.core import console, launch, ranks
 from distill.recipe import Recipe
-from distill.training import launch
 
 CACHES = Path("caches")
 
@@ -76,9 +75,9 @@ def cache(
         for name, value in (("--out", out), ("--dtype", dtype), ("--batch-size", batch_size)):
             again += [] if value is None else [name, str(value)]
         raise typer.Exit(launch.start(processes, again))
-    from distill.teachers.cache.make import load, make_cache
+    from distill.caching.make import load, make_cache
 
-    first = launch.is_first()
+    first = ranks.is_first()
     quiet = as_json or not first
     with contextlib.nullcontext() if quiet else console.working("loading teacher, student and data"):
         loaded = load(resolved, batch_size)
@@ -92,7 +91,7 @@ def cache(
         return
     table: Sequence[Any] = []
     if report or not hidden:
-        from distill.teachers.cache.error import KS, measure, take_sample
+        from distill.caching.error import KS, measure, take_sample
 
         with contextlib.nullcontext() if quiet else console.working("measuring what K tokens lose"):
             sample = take_sample(loaded)  # shards answer together

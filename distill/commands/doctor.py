@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from distill import console
 from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, say_json
+from distill.core import console
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def doctor(
     distill doctor my.yaml student.lora.head=true --small
     """
     resolved = None if recipe is None else load_recipe(recipe, overrides)[1]
-    from distill.contract.doctor import environment_lines, examine
+    from distill.doctor.examine import environment_lines, examine
 
     lines = environment_lines()
     if not as_json:

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from distill import console
 from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
-from distill.training import launch
+from distill.core import console, launch, ranks
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
@@ -75,10 +74,9 @@ def evaluate(
     import torch
     from accelerate import PartialState
 
-    from distill.judging.judge import judge
-    from distill.judging.measure import KL, SPANS
-    from distill.judging.measure import shown as figure_shown
-    from distill.judging.targets import (
+    from distill.core.ranks import world_size
+    from distill.evaluation.judge import judge
+    from distill.evaluation.targets import (
         Target,
         find_target,
         held_out_rows,
@@ -90,7 +88,8 @@ def evaluate(
     from distill.models.load import load_tokenizer
     from distill.models.packed import keeps_apart
     from distill.recipe import Student, Teacher
-    from distill.training.arguments import world_size
+    from distill.teachers.measure import KL, SPANS
+    from distill.teachers.measure import shown as figure_shown
 
     found = find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
@@ -100,7 +99,7 @@ def evaluate(
         for name, value in (("--teacher", teacher), ("--data", data), ("--before", before)):
             again += [] if value is None else [name, value]
         raise typer.Exit(launch.start(processes, again))
-    first, world = launch.is_first(), world_size()
+    first, world = ranks.is_first(), world_size()
     if world > 1:
         if not takes_shards(found, teacher, world, batch_size):
             raise ValueError(
@@ -154,7 +153,7 @@ def evaluate(
 
 def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:
     """What judges a student that keeps its own tokenizer."""
-    from distill.judging.judge_spans import judge_spans
+    from distill.evaluation.judge_spans import judge_spans
     from distill.teachers.cross.objective import compare_by_bytes, readers_of
 
     template = found.recipe.data.chat_template
@@ -167,7 +166,7 @@ def _run_tasks(
     folder: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """The student, the student before and the teacher, where they are known, on the harness's tasks."""
-    from distill.judging.targets import (
+    from distill.evaluation.targets import (
         Target,
         find_target,
         knows_one_teacher,
@@ -175,7 +174,7 @@ def _run_tasks(
         load_target,
         takes_shards,
     )
-    from distill.judging.tasks import check_tasks, run_tasks
+    from distill.evaluation.tasks import check_tasks, run_tasks
     from distill.recipe import Student
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -219,7 +218,7 @@ def compare(
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
     """
-    from distill.judging.compare_runs import curves_page, group_runs, mean_and_spread
+    from distill.reports.compare_runs import curves_page, group_runs, mean_and_spread
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill import console
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
+from distill.core import console
 
 if TYPE_CHECKING:
     from distill.planning.preflight import Preflight
@@ -51,7 +51,7 @@ def check(
         report = look(resolved, device, gpus=gpus, look_at_data=data)
     measured = None
     if probe:
-        from distill.planning.probe import probe as measure
+        from distill.commands.probe import probe as measure
 
         measured = measure(resolved)
     if as_json:
@@ -174,12 +174,12 @@ def inspect(
         )
     from rich.console import Console
 
-    from distill.loading import load_models, read_data, read_tokenizer
     from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
+    from distill.teachers.opening import load_models, read_data, read_tokenizer
 
     without_bars()
     with console.working("reading data"):
-        from distill.training.arguments import resolve_device, resolve_precision
+        from distill.models.precision import resolve_device, resolve_precision
 
         tokenizer = read_tokenizer(resolved)
         splits = read_data(resolved, tokenizer)
@@ -231,8 +231,8 @@ def bench(
 
     if not torch.cuda.is_available():
         raise ValueError("bench: expected a CUDA device in this machine, came none")
+    from distill.commands.bench import bench_step
     from distill.models.load import load_student, load_teacher
-    from distill.planning.bench import bench_step
 
     def models() -> tuple[Any, Any]:
         teacher = load_teacher(resolved.teacher, device="cuda", dtype=torch.bfloat16)

@@ -12,9 +12,8 @@ from typing import Annotated
 
 import typer
 
-from distill import console
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
-from distill.training import launch
+from distill.core import console, launch, ranks
 
 
 class Who(StrEnum):
@@ -64,7 +63,7 @@ def sample(
     _, resolved = load_recipe(recipe, overrides)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if who is Who.teacher and resolved.teacher.path is None and processes > 1:
-        from distill.generation.sample import answers_in_shards
+        from distill.caching.sample import answers_in_shards
 
         if answers_in_shards(resolved, processes, batch_size, max_new_tokens):
             again = ["sample", recipe, *(overrides or []), "--prompts", prompts, "--out", str(out)]
@@ -75,10 +74,10 @@ def sample(
             ):  # fmt: skip
                 again += [name, str(value)]
             raise typer.Exit(launch.start(processes, again))
-    from distill.generation.sample import sample as run
+    from distill.caching.sample import sample as run
 
     without_bars()
-    first = launch.is_first()
+    first = ranks.is_first()
     with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
         result = run(
             resolved, prompts, out, who=who.value, engine=engine.value, batch_size=batch_size,

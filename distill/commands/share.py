@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from distill import console
 from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
+from distill.core import console
 
 
 def register(app: typer.Typer) -> None:
@@ -39,8 +39,8 @@ def generate(
     distill generate support-bot -p "Why is the sky blue?" --beside-teacher
     distill generate ./student -p "1, 2, 3," --teacher HuggingFaceTB/SmolLM2-135M-Instruct
     """
-    from distill.judging.generate import stream
-    from distill.judging.targets import find_target, load_its_teacher, load_target
+    from distill.evaluation.generate import stream
+    from distill.evaluation.targets import find_target, load_its_teacher, load_target
 
     without_bars()
     found = find_target(target)

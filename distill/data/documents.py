@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from distill.core.faults import RunError
 from distill.data.packing import Documents
 from distill.data.sources import Row, RowFault, Source
 from distill.data.token_cache import keep, key_of, tokenizer_hash
 from distill.data.tokenise import Encoder, Piece, Tally
-from distill.faults import RunError
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distill.faults import DISK, RunError
+from distill.core.faults import DISK, RunError
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
+from distill.core.ranks import is_first
 from distill.models import attention
 from distill.recipe import Recipe
-from distill.training.launch import is_first
 
 ATTENTION_FILE = "attention.json"
 

@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import torch
 
-from distill.planning.memory import GIB, USABLE, Shape, gathered_teacher, shape_of
+from distill.core.units import GIB
+from distill.models.precision import Precision, resolve_precision
+from distill.models.shape import USABLE, Shape, shape_of
+from distill.models.sharding import ALONE, Sharing
+from distill.planning.memory import gathered_teacher
+from distill.planning.sharing import SHARDED_FP8
 from distill.planning.teacher_weights import on_device
 from distill.recipe import FromTeacher, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.cache.encode import CHUNK_ELEMENTS
-from distill.training.arguments import Precision, resolve_precision
-from distill.training.parallel import ALONE, SHARDED_FP8, Sharing
 
 BYTES_A_LOGIT = 48
 
@@ -120,7 +123,7 @@ def plan_caching(
     Raises:
         ValueError: an fp8 teacher that would have to be sharded.
     """
-    from distill.planning.preflight import meta_models
+    from distill.models.meta import meta_models
 
     if world == 1:
         return ALONE

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from distill.faults import RecipeError, did_you_mean
-from distill.planning.memory import GIB
-from distill.training.metrics import PEAK_FLOPS
+from distill.core.faults import RecipeError, did_you_mean
+from distill.core.units import GIB
+from distill.models.work import PEAK_FLOPS
 
 # what torch reports as total memory, GiB
 GPU_MEMORY = {

@@ -18,15 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from distill.models.adapters import add_lora
-from distill.models.load import load_config, load_tokenizer
-from distill.models.pruning import check_kept, cut_config, layers_to_keep
+from distill.core.units import GIB
+from distill.models.load import load_tokenizer
+from distill.models.meta import _config, _meta, meta_models
+from distill.models.precision import Precision, resolve_precision
+from distill.models.shape import USABLE, Shape, shape_of
+from distill.models.sharding import ALONE, Sharing
+from distill.models.work import NO_WORK, Work, work_of
 from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
-from distill.planning.memory import GIB, USABLE, Memory, Shape, shape_of, step_memory
+from distill.planning.memory import Memory, step_memory
+from distill.planning.sharing import SHARDED_FP8, sharing_of
 from distill.planning.step_time import asks_teacher, step_time
+from distill.planning.steps import FUSED, accumulation_steps, require_arguments, total_steps
 from distill.planning.teacher_weights import cannot_be_held, in_host_memory
 from distill.recipe import Lora, ModelSection, Recipe, Teacher
 from distill.recipe.models import EIGHT_BITS
@@ -34,16 +39,6 @@ from distill.teachers.cache.format import MANIFEST, bytes_a_token
 from distill.teachers.cache.identity import on_disk
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
-from distill.training.arguments import (
-    FUSED,
-    Precision,
-    accumulation_steps,
-    require_arguments,
-    resolve_precision,
-    total_steps,
-)
-from distill.training.metrics import NO_WORK, Work, work_of
-from distill.training.parallel import ALONE, SHARDED_FP8, Sharing, sharing_of
 
 log = logging.getLogger(__name__)
 
@@ -103,45 +98,12 @@ class Preflight:
         return not self.problems
 
 
-def meta_models(recipe: Recipe) -> tuple[Any, Any]:
-    """Teacher and student without memory (device `meta`), the student with its adapters.
-
-    Raises:
-        ValueError: a configuration that cannot be found or makes no causal language model.
-    """
-    teacher_config = _config(recipe.teacher, "teacher")
-    section = recipe.student
-    if section.from_teacher is not None and section.init == "pretrained":
-        total = teacher_config.get_text_config().num_hidden_layers
-        cut = section.from_teacher
-        kept = check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
-        student_config = cut_config(teacher_config, kept)
-    else:
-        student_config = _config(section, "student")
-    teacher, student = _meta(teacher_config, "teacher"), _meta(student_config, "student")
-    teacher.requires_grad_(False)
-    return teacher, student if section.lora is None else add_lora(student, section.lora)
-
-
 def _together(teachers: Sequence[Shape]) -> Shape:
     """Several teachers as one: they are all held, and run one after another."""
     first = teachers[0]
     return first._replace(
         parameters=sum(shape.parameters for shape in teachers), linear=sum(shape.linear for shape in teachers)
     )
-
-
-def _config(section: ModelSection, field: str) -> Any:
-    """Of `config` where it is named, which costs no download, else of `model`."""
-    return load_config(section.model_copy(update={"init": "random"}) if section.config else section, field)
-
-
-def _meta(config: Any, field: str) -> Any:
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{field}: this configuration makes no causal language model: {error}") from error
 
 
 def planned_precision(recipe: Recipe, device: Device) -> Precision:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from distill.models.work import Work
 from distill.planning.devices import Device
 from distill.planning.teacher_weights import bus_rate
 from distill.recipe import Recipe
-from distill.training.metrics import Work
 
 SUSTAINED = 0.5  # of the bf16 peak that a step is assumed to reach; measured on an H200: 0.58
 

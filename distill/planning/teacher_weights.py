@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from distill.models.precision import Precision
 from distill.models.quantised import check_quantisation, method_of, quantisation_of
 from distill.recipe import Recipe, Teacher
 from distill.recipe.models import EIGHT_BITS
-from distill.training.arguments import Precision
 
 if TYPE_CHECKING:
-    from distill.planning.memory import Shape
+    from distill.models.shape import Shape
 
 # bytes/s that 16 lanes of PCIe carry in one direction, after encoding: generation 4 and 5
 PCIE_4, PCIE_5 = 31.5e9, 63.0e9

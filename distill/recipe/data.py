@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from distill.faults import Section
+from distill.core.faults import Section
 from distill.recipe.fields import Count, NotNegative, Text
 
 

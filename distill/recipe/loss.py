@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from distill.faults import Section
+from distill.core.faults import Section
 from distill.recipe.fields import NotNegative, Text
 
 

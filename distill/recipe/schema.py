@@ -20,7 +20,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from distill.faults import RecipeError, Section, explain
+from distill.core.faults import RecipeError, Section, explain
 from distill.recipe.data import Data
 from distill.recipe.fields import Text
 from distill.recipe.loss import Loss

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
-from distill.faults import RecipeError, did_you_mean
+from distill.core.faults import RecipeError, did_you_mean
 
 
 class ShippedRecipe(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from distill.faults import RecipeError, show
+from distill.core.faults import RecipeError, show
 
 MAX_CHARACTERS = 1 << 20
 MAX_DEPTH = 32

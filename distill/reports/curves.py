@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.judging.measure import KL, Measure
+from distill.teachers.measure import KL, Measure
 
 INK, QUIET, TRAIN, HELD_OUT = "#1f2937", "#9ca3af", "#2563eb", "#dc2626"
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.faults import RecipeError
+from distill.core.faults import RecipeError
 
 DTYPES = ("float32", "bfloat16", "float16")
 

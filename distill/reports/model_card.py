@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from distill.judging.evaluate import HeldOut, gap_closed
-from distill.judging.measure import KL, SPANS, Measure, shown
+from distill.evaluation.evaluate import HeldOut, gap_closed
+from distill.teachers.measure import KL, SPANS, Measure, shown
 
 MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~<>&$])")
 

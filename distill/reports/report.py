@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.faults import RecipeError
-from distill.folders import RECIPE_FILE, RESULT_FILE, RUNS
-from distill.judging.measure import Measure, measure_of, shown
+from distill.core.faults import RecipeError
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.reports.curves import Panel, panels_of
 from distill.reports.style import STYLE
 from distill.reports.svg_plot import Series, line_chart, short
+from distill.teachers.measure import Measure, measure_of, shown
 
 MEMORY = Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True)
 # the report's words for what training.phases times
@@ -69,7 +69,7 @@ class Run(NamedTuple):
     @property
     def processes(self) -> int:
         """That it began on, as its lock.yaml says; 1 where there is none."""
-        from distill.lock import LOCK_FILE, read_lock
+        from distill.training.lock import LOCK_FILE, read_lock
 
         path = self.folder / LOCK_FILE
         return int(read_lock(path)["processes"]) if path.is_file() else 1
@@ -155,8 +155,8 @@ def _section(title: str, body: str) -> str:
 
 
 def _recipe_facts(run: Run) -> dict[str, str]:
-    from distill.preamble import model_name, teacher_name
     from distill.recipe import parse
+    from distill.teachers.names import model_name, teacher_name
 
     recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
     weighted = [term for term in recipe.loss.terms if term.weight > 0]

@@ -20,10 +20,10 @@ from torch import nn
 
 from distill.models.head import HeadWeights, LogitShape, find_head, probe_logits, whole
 from distill.models.load import load_teacher, load_tokenizer
+from distill.models.precision import COMPUTE, Precision
 from distill.models.vocabulary import compare
 from distill.recipe import Recipe
-from distill.training.arguments import COMPUTE, Precision
-from distill.training.objective import Comparison, DistillationObjective, Reading, last_hidden
+from distill.teachers.objective import Comparison, DistillationObjective, Reading, last_hidden
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def load_several(
     Raises:
         ValueError: a teacher whose tokens or rules differ from the first one's, and what `load_models` refuses.
     """
-    from distill.loading import check_length, check_packing, load_models
+    from distill.teachers.opening import check_length, check_packing, load_models
 
     for number, section in enumerate(recipe.teachers[1:], 1):
         if tokenizer is not None:  # before gigabytes are read

@@ -2,107 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
-from distill.recipe import Data, Recipe, Train
-from distill.recipe.models import EIGHT_BITS
+from distill.core.ranks import world_size
+from distill.models.precision import COMPUTE, Precision
+from distill.planning.steps import FUSED, accumulation_steps, require_arguments, total_steps
+from distill.recipe import Recipe
 
-FUSED = "fused_adamw"
 # fail at their first step over FSDP2's shards (transformers 5.23, torch 2.13), with a traceback
 NOT_IN_SHARDS = {
     "adagrad": "it makes its states before the student is cut",
     "adafactor": "it adds whole tensors to shards",
 }
-COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class Precision(NamedTuple):
-    """What the student computes in, what its weights are kept in, and what the teacher's are."""
-
-    compute: torch.dtype
-    student: torch.dtype
-    teacher: torch.dtype
-    lora: bool = False
-
-    @property
-    def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast, None where all weights are in the compute dtype already.
-
-        PEFT keeps adapters in float32 beside frozen 16-bit weights: without autocast their products would be float32.
-        """
-        return None if self.compute in (torch.float32, None if self.lora else self.student) else self.compute
-
-
-def resolve_device(train: Train) -> torch.device:
-    """`train.device` on this machine.
-
-    Raises:
-        ValueError: CUDA asked for and absent.
-    """
-    if train.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train.device: cuda was asked for, and torch sees no CUDA device here; use cpu or auto")
-    if train.device == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
-    """Fill in `auto`: bf16 on GPUs that have it, fp32 on the CPU.
-
-    A student that is trained in full keeps fp32 weights under autocast, since bf16 weights would round small updates
-    away; frozen weights (the teacher's, and a LoRA student's base) are kept in what is computed in.
-    """
-    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    asked = recipe.train.precision
-    compute = (torch.bfloat16 if bf16 else torch.float32) if asked == "auto" else COMPUTE[asked]
-    frozen = compute if recipe.student.lora is not None else torch.float32
-    student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
-    if student == torch.float16 and recipe.student.lora is None:
-        raise ValueError("student.dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
-    named = "bfloat16" if recipe.teacher.dtype in EIGHT_BITS else recipe.teacher.dtype
-    teacher = compute if named == "auto" else COMPUTE[named]
-    return Precision(compute, student, teacher, lora=recipe.student.lora is not None)
-
-
-def world_size() -> int:
-    """Processes of this run, as torchrun and accelerate announce them."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def accumulation_steps(train: Train, data: Data, world: int) -> int:
-    """Micro-batches of one optimizer step: `tokens_per_step` over `batch_size * max_length * world`.
-
-    Raises:
-        ValueError: where that is no whole number, naming the nearest values that are.
-    """
-    micro = train.batch_size * data.max_length * world
-    if train.tokens_per_step is None:
-        return 1
-    steps, rest = divmod(train.tokens_per_step, micro)
-    if rest or not steps:
-        near = f"{steps * micro} or {(steps + 1) * micro}" if steps else str(micro)
-        raise ValueError(
-            f"train.tokens_per_step: expected a multiple of train.batch_size x data.max_length x devices = "
-            f"{train.batch_size} x {data.max_length} x {world} = {micro}, such as {near}; came {train.tokens_per_step}"
-        )
-    return steps
-
-
-def total_steps(train: Train, rows: int, accumulation: int, world: int) -> int:
-    """Optimizer steps of the run; an epoch's last step may be smaller."""
-    if train.steps is not None:
-        return train.steps
-    assert train.epochs is not None
-    per_epoch = -(-rows // (train.batch_size * world * accumulation))
-    return max(int(-(-train.epochs * per_epoch // 1)), 1)
 
 
 def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[Any], dict[str, Any]] | None:
@@ -241,26 +159,3 @@ def training_arguments(
     except (TypeError, ValueError) as error:
         raise ValueError(f"train.arguments.lr_scheduler_kwargs: {str(error).splitlines()[0]}") from error
     return made
-
-
-def require_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse `train.arguments` that do not exist, and numbers and switches that are none: transformers looks at few.
-
-    Raises:
-        ValueError: naming the first one.
-    """
-    unknown = sorted(set(given) - set(TrainingArguments.__dataclass_fields__))
-    if unknown:
-        raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")
-    if given.get("use_liger_kernel"):
-        raise ValueError(
-            "train.arguments.use_liger_kernel: it would take the place of the forward that computes this loss; leave "
-            "it out"
-        )
-    for name, value in given.items():
-        field = TrainingArguments.__dataclass_fields__[name]
-        kind = float if "float" in str(field.type) and field.default is not None else type(field.default)
-        fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
-        if kind in (bool, int, float) and (not fits or (kind is not bool and isinstance(value, bool))):
-            wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-            raise ValueError(f"train.arguments.{name}: expected {wanted}, came {value!r}")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from distill.faults import DISK, RunError
+from distill.core.faults import DISK, RunError
+from distill.core.ranks import world_size
 from distill.recipe import Recipe
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.same_step import why_batch_size_stays
-from distill.training.arguments import world_size
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
 

@@ -25,9 +25,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from distill import console
-from distill.faults import RunError
-from distill.training.launch import is_first
+from distill.core import console
+from distill.core.faults import RunError
+from distill.core.ranks import is_first
 
 log = logging.getLogger(__name__)
 

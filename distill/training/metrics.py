@@ -24,88 +24,13 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
-from distill.models.head import bare, decoder_of, find_head
-from distill.models.quantised import as_built
-from distill.training.objective import STATISTICS
+from distill.models.work import Work, peak_flops
+from distill.teachers.objective import STATISTICS
 from distill.training.phases import PAUSED, Phases
-
-# dense bf16 tensor-core FLOP/s as the vendor states them, by a part of the device's name; the longest match counts
-PEAK_FLOPS = {
-    "A10G": 70e12,
-    "A100": 312e12,
-    "L4": 121e12,
-    "L40": 181e12,
-    "L40S": 362e12,
-    "H100": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989.4e12,
-    "B200": 2250e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by its name, None for one not listed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    known = [part for part in PEAK_FLOPS if part in name]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
-
-
-class Work(NamedTuple):
-    """FLOPs of one model in training or inference: a token, a trained token, a pair of query and key."""
-
-    token: float
-    trained: float
-    pair: float
-
-    def of(self, tokens: float, trained: float, pairs: float) -> float:
-        """FLOPs of that many tokens, trained tokens and pairs."""
-        return self.token * tokens + self.trained * trained + self.pair * pairs
-
-
-NO_WORK = Work(0.0, 0.0, 0.0)
-
-
-def work_of(model: nn.Module, *, trains: bool) -> Work | None:
-    """The FLOPs of `model` by the formulas above; None for a mixture of experts, whose active share is unknown here.
-
-    Of several teachers (`members`) the sum.
-    """
-    if members := getattr(model, "members", None):
-        works = [work_of(member, trains=trains) for member in members]
-        return None if None in works else Work(*map(sum, zip(*works, strict=True)))
-    model = as_built(model)
-    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return None
-    decoder, linear = decoder_of(model), find_head(model).linear
-    embeddings = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    body = [p for p in decoder.parameters() if id(p) not in embeddings]
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-
-    def cost(parameters: list[nn.Parameter]) -> float:
-        """Forward 2, backward to the input 2, to the weight 2 more where it is trained."""
-        return float(sum(p.numel() * (2 + (2 + 2 * p.requires_grad) * trains) for p in parameters))
-
-    return Work(
-        cost(body), cost(list(linear.parameters())), 4.0 * (3 if trains else 1) * config.num_hidden_layers * width
-    )
-
-
-def parameters_of(model: nn.Module) -> tuple[int, int]:
-    """All parameters (tied ones once) and those that are trained."""
-    parameters = list(as_built(model).parameters())
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
 
 
 class Meter:

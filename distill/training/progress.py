@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from distill.judging.measure import KL, Measure
+from distill.teachers.measure import KL, Measure
 
 
 class MetricsFile(TrainerCallback):

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers.trainer_pt_utils import safe_globals
 
-from distill.faults import RunError
+from distill.core.faults import RunError
 from distill.training.checkpoints import STATE, checkpoints
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")

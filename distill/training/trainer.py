@@ -27,13 +27,14 @@ from distill.data.collator import Collator
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
-from distill.training.blame import teacher_fault
+from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
+from distill.models.work import NO_WORK, work_of
+from distill.teachers.blame import teacher_fault
+from distill.teachers.objective import STATISTICS, DistillationObjective, LossSpec
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
-from distill.training.metrics import NO_WORK, Meter, named_means, work_of
-from distill.training.objective import STATISTICS, DistillationObjective, LossSpec
-from distill.training.parallel import is_sharded, keeps_nothing, use_fsdp2
+from distill.training.metrics import Meter, named_means
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The training step at flagship shapes under each variant of `distill.planning.bench`, random weights and tokens."""
+"""The training step at flagship shapes under each variant of `distill.commands.bench`, random weights and tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.planning.bench import bench_step
+from distill.commands.bench import bench_step
 from distill.recipe.loss import Loss
 from scripts.bench.harness import Row
 

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
+from distill.caching.write import Teacher, close, open_folder, plan_work, write_shards
 from distill.data.collator import Collator
 from distill.models.head import decoder_of, find_head, probe_logits, read_head
 from distill.teachers.cache.format import HEAD, bytes_a_token, write_tensors
 from distill.teachers.cache.objective import HiddenObjective, TopKObjective
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import SHARD_BYTES
-from distill.teachers.cache.write import Teacher, close, open_folder, plan_work, write_shards
-from distill.training.objective import DistillationObjective
+from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row
 
 K, ROWS, WARM_UP = 64, 16, 3

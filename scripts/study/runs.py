@@ -21,14 +21,15 @@ import transformers
 from transformers import PrinterCallback, TrainerCallback
 
 from distill.data.load import Splits, load_data
+from distill.evaluation.evaluate import evaluate
+from distill.evaluation.judge import Judgement, judge
 from distill.generation.on_policy import on_policy_of
-from distill.judging.evaluate import evaluate
-from distill.judging.judge import Judgement, judge
 from distill.models.attention_choice import AttentionChoices
 from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
+from distill.models.precision import resolve_device, resolve_precision
 from distill.recipe import Recipe
-from distill.training.arguments import fused_optimizer, resolve_device, resolve_precision, training_arguments
+from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.trainer import DistillationTrainer
 from scripts.study.plan import Setup
 

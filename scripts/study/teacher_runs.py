@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill.console import progress
+from distill.caching.make import Loaded, as_read, make_cache
+from distill.core.console import progress
 from distill.data.chat import load_template
 from distill.data.collator import Collator
+from distill.evaluation.judge import judge
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import Engine, end_tokens, engine_for
-from distill.judging.judge import judge
-from distill.loading import Models
 from distill.models.head import LogitShape, find_head, probe_logits
 from distill.recipe import Recipe
-from distill.teachers.cache.make import Loaded, as_read, make_cache
 from distill.teachers.cache.objective import TopKObjective
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
+from distill.teachers.opening import Models
 from scripts.study.runs import Bench, Quality, free, point_of, row_of, train
 from scripts.study.teachers import OWN, K, TeacherSetup
 

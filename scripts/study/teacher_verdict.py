@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill.judging.compare_runs import mean_and_spread, welch
+from distill.reports.compare_runs import mean_and_spread, welch
 from scripts.study.teachers import BASES, CACHE, NAMES, OWN
 from scripts.study.verdict import SURE, after, shown_p
 

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distill.judging.compare_runs import mean_and_spread, welch
+from distill.reports.compare_runs import mean_and_spread, welch
 from scripts.study.plan import BASELINE, KNOWN
 
 Rows = Sequence[Mapping[str, Any]]

@@ -19,8 +19,8 @@ from distill.teachers.cache.objective import HiddenObjective, TopKObjective
 from distill.teachers.cache.read import TeacherCache
 
 if TYPE_CHECKING:
-    from distill.loading import Models
-    from distill.training.arguments import Precision
+    from distill.models.precision import Precision
+    from distill.teachers.opening import Models
 
 
 def load_cached(recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision) -> Models:
@@ -29,7 +29,7 @@ def load_cached(recipe: Recipe, tokenizer: Any, device: torch.device, precision:
     Raises:
         ValueError: with the first difference between the cache and the recipe; a student that cannot be had.
     """
-    from distill.loading import Models, check_length, check_packing
+    from distill.teachers.opening import Models, check_length, check_packing
 
     assert recipe.teacher.path is not None
     cache = TeacherCache(recipe.teacher.path)

@@ -9,12 +9,12 @@ import torch
 from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TokenStats
 from torch import nn
 
-from distill.judging.measure import Measure, over_stored
 from distill.models.head import HeadWeights, LogitShape, find_head, probe_logits
 from distill.teachers.cache.encode import normalised, surplus_of
 from distill.teachers.cache.format import HEAD
 from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache, spread
-from distill.training.objective import Comparison, DistillationObjective, LossSpec, Reading
+from distill.teachers.measure import Measure, over_stored
+from distill.teachers.objective import Comparison, DistillationObjective, LossSpec, Reading
 
 
 class Signal(NamedTuple):

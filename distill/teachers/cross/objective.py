@@ -17,16 +17,16 @@ from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
 from distill.data.chat import load_template, with_template
-from distill.judging.measure import SPANS, Measure
 from distill.models.head import HeadWeights, find_head, whole
 from distill.models.load import load_tokenizer
+from distill.models.precision import Precision
 from distill.recipe import Recipe
 from distill.teachers.cross.alignment import Shared, shared_tokens
 from distill.teachers.cross.data import CrossCollator
 from distill.teachers.cross.encode import Reader, end_pairs
 from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
-from distill.training.arguments import Precision
-from distill.training.objective import Comparison, DistillationObjective, Reading, last_hidden
+from distill.teachers.measure import SPANS, Measure
+from distill.teachers.objective import Comparison, DistillationObjective, Reading, last_hidden
 
 
 class Vocabularies(NamedTuple):
@@ -99,7 +99,7 @@ def load_cross(
     Raises:
         ValueError: a tokenizer whose tokens are not bytes, terms that do not work across tokenizers.
     """
-    from distill.loading import load_models
+    from distill.teachers.opening import load_models
 
     for name in ("label_smoothing", "z_loss"):
         if getattr(recipe.loss, name):

@@ -1,0 +1,1 @@
+"""What a teacher says, written to disk: caches, their error, sampled answers."""

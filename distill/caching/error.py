@@ -1,0 +1,179 @@
+"""What a cache loses: the error of K stored tokens against the whole distribution, on a sample, before a run trusts it.
+
+For every K and reading, over sampled positions, with p the teacher's distribution and c what is stored of it:
+
+    kept        the teacher's probability on the K tokens
+    KL(p, c)    nats; `bucket` spreads the other tokens' probability evenly; without it c is 0 somewhere: infinite
+    seen        the divergence that is reported over the full forward KL, teacher to student: what share of it is seen
+    gradient    |g_c - g| / |g| of the student's last hidden states, every position for itself
+    head        the same of the head's weight, summed over all positions: noise averages out there, bias does not
+
+Numbers are rounded to what is stored before they are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from distill_kernels import FusedKLLoss, FusedTopKKLLoss
+from torch.nn import functional as F
+
+from distill.caching.make import Loaded
+from distill.data.collator import Collator
+from distill.data.packing import IGNORED
+from distill.models.head import HeadWeights, LogitShape, decoder_of, find_head, read_head
+from distill.teachers.cache.encode import Said, encode, log_probabilities, normalised, surplus_of
+from distill.teachers.cache.settings import TAILS
+
+KS = (8, 16, 32, 64, 128, 256)
+
+
+class Lossiness(NamedTuple):
+    """One row of the table; see the head of this file."""
+
+    k: int
+    tail: str
+    kept: float
+    kl: float
+    seen: float
+    gradient: float
+    head: float
+
+
+class Sample(NamedTuple):
+    """Positions of some rows through both models.
+
+    Attributes:
+        teacher_hidden, student_hidden: [M, H] of each.
+        teacher_head, student_head: weights.
+        teacher_shape, student_shape: scales and soft caps.
+        labels: int64 [M].
+        columns: that count.
+    """
+
+    teacher_hidden: torch.Tensor
+    student_hidden: torch.Tensor
+    teacher_head: HeadWeights
+    student_head: HeadWeights
+    teacher_shape: LogitShape
+    student_shape: LogitShape
+    labels: torch.Tensor
+    columns: int
+
+
+@torch.no_grad()
+def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
+    """Run both models over held-out rows until that many positions are had."""
+    student = loaded.models.student
+    training, device = student.training, loaded.teacher.device
+    student.eval()
+    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    try:
+        for number in range(len(loaded.splits.validation)):
+            row = Collator(0, omit_plain_positions=True)([loaded.splits.validation[number]])
+            batch = {name: tensor.to(device) for name, tensor in row.items()}
+            rows = batch["valid_rows"]
+            body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
+            hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state
+            labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()[rows]
+            found.append((loaded.teacher.hidden_states(batch).flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
+            if sum(len(part[2]) for part in found) >= positions:
+                break
+    finally:
+        student.train(training)
+    teacher_hidden, student_hidden, labels = (torch.cat(parts)[:positions] for parts in zip(*found, strict=True))
+    return Sample(
+        teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.shape,
+        loaded.student_shape, labels, loaded.columns,
+    )  # fmt: skip
+
+
+def measure(
+    sample: Sample, *, temperature: float = 1.0, dtype: torch.dtype = torch.float16, ks: Sequence[int] = KS,
+    seed: int = 0, advance: Callable[[], None] = lambda: None,
+) -> list[Lossiness]:  # fmt: skip
+    """The table: every K up to the vocabulary, every reading.
+
+    Args:
+        sample: from `take_sample`.
+        temperature: of the divergence.
+        dtype: that numbers are stored in.
+        ks: numbers of tokens.
+        seed: of the sampled reading.
+        advance: called after each row.
+    """
+    s = sample
+    _, p = log_probabilities(s.teacher_hidden, s.teacher_head, s.teacher_shape, s.columns, temperature)
+    full = FusedKLLoss(
+        temperature=temperature, student_logit_scale=s.student_shape.scale, student_softcap=s.student_shape.softcap,
+        teacher_logit_scale=s.teacher_shape.scale, teacher_softcap=s.teacher_shape.softcap,
+    )  # fmt: skip
+    shared = {
+        "student_bias": s.student_head.bias, "student_lora": s.student_head.lora, "vocab_size": s.columns,
+    }  # fmt: skip
+    exact = _differentiated(
+        s, lambda x, w: full(
+            x, w, s.teacher_hidden.to(s.teacher_head.weight.dtype), s.teacher_head.weight,
+            teacher_bias=s.teacher_head.bias, **shared,
+        ),
+    )  # fmt: skip
+    table = []
+    for k in [k for k in ks if k <= s.columns]:
+        for tail in TAILS:
+            generator = torch.Generator(s.labels.device).manual_seed(seed)
+            said = encode(
+                s.teacher_hidden, s.teacher_head, s.teacher_shape, s.labels, columns=s.columns, k=k, tail=tail,
+                temperature=temperature, generator=generator,
+            ).to(dtype)  # fmt: skip
+            given = said.logprobs.float() if tail == "sampled" else normalised(said.logprobs, said.tail)
+            loss = FusedTopKKLLoss(
+                "forward", tail, temperature, student_logit_scale=s.student_shape.scale,
+                student_softcap=s.student_shape.softcap,
+            )  # fmt: skip
+            ids = said.ids
+            made = _differentiated(s, lambda x, w: loss(x, w, ids, given, **shared))  # noqa: B023
+            if tail == "sampled":
+                made[0] -= temperature**2 * surplus_of(given, said.tail).mean()
+            table.append(
+                Lossiness(
+                    k, tail, float(p.gather(-1, ids.long()).exp().sum(-1).mean()), divergence(p, said, given, tail),
+                    *(_ratio(a, b) for a, b in zip(made[:1], exact[:1], strict=True)),
+                    *(_distance(a, b) for a, b in zip(made[1:], exact[1:], strict=True)),
+                )
+            )  # fmt: skip
+            advance()
+    return table
+
+
+def divergence(p: torch.Tensor, said: Said, given: torch.Tensor, tail: str) -> float:
+    """KL of log-probabilities p [M, V] from what is stored, as the reading spreads it over all tokens."""
+    others = p.shape[1] - given.shape[1]
+    if tail == "bucket" and others:
+        rest = torch.log1p(-given.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-7))
+        stored = (rest - torch.tensor(float(others)).log()).expand_as(p)
+    else:
+        stored = torch.full_like(p, -torch.inf)
+    if tail == "renormalize":
+        given = given.log_softmax(-1)
+    stored = stored.scatter(-1, said.ids.long(), given)
+    return float(torch.where(p > -torch.inf, p.exp() * (p - stored), 0.0).sum(-1).mean())
+
+
+def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor], Any]) -> list[torch.Tensor]:
+    """Loss and gradients for the student's hidden states and head, at its present state."""
+    weight = sample.student_head.weight.detach().clone().requires_grad_()
+    hidden = sample.student_hidden.detach().to(weight.dtype).requires_grad_()
+    value = loss(hidden, weight)
+    value.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [value.detach(), hidden.grad, weight.grad]
+
+
+def _ratio(made: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(made / exact)
+
+
+def _distance(made: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((made.double() - exact.double()).norm() / exact.double().norm())

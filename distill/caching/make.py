@@ -1,0 +1,306 @@
+"""`distill cache`, from a recipe to a folder: load, plan, say the size, run the teacher, close."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from accelerate import PartialState
+
+from distill.caching.write import (
+    Teacher,
+    Work,
+    close,
+    missing_shards,
+    open_folder,
+    plan_work,
+    require_room,
+    write_shards,
+)
+from distill.core.environment import environment
+from distill.core.ranks import is_first, world_size
+from distill.data.load import DataReport, Splits, load_data
+from distill.evaluation.samples import generate
+from distill.models.attention_choice import AttentionChoices
+from distill.models.fp8_teacher import is_quantised
+from distill.models.head import HeadWeights, LogitShape, bare, find_head, probe_logits, whole
+from distill.models.load import load_student, save_student
+from distill.models.precision import Precision, resolve_device, resolve_precision
+from distill.models.sharding import ALONE, Sharing, is_sharded
+from distill.planning.caching import loaded_section, plan_caching
+from distill.recipe import Recipe
+from distill.recipe.models import EIGHT_BITS
+from distill.teachers.cache.format import (
+    ANSWERS,
+    HEAD,
+    STUDENT,
+    TEACHER,
+    TOKENIZER,
+    VERSION,
+    bytes_a_token,
+    write_json,
+    write_tensors,
+)
+from distill.teachers.cache.identity import teacher_identity, text_hashes
+from distill.teachers.cache.read import data_settings
+from distill.teachers.cache.settings import MOST_ON_GPUS, Settings
+from distill.teachers.objective import last_hidden
+from distill.teachers.opening import Models, load_models, patch_models, read_tokenizer, synthetic_size
+from distill.teachers.sharded import of_the_first
+
+
+class Loaded(NamedTuple):
+    """The recipe's parts, loaded and ready to be asked.
+
+    Attributes:
+        recipe, splits, models: as a run has them.
+        precision: of the student and the teacher.
+        teacher: in the parts that caching needs.
+        student_shape: how the student makes logits.
+        cut: the student as it was cut from the teacher, on the CPU; None for any other.
+        ids_below: of random tokens; None for text.
+        sharing: how several processes hold the teacher.
+    """
+
+    recipe: Recipe
+    splits: Splits
+    models: Models
+    precision: Precision
+    teacher: Teacher
+    student_shape: LogitShape
+    cut: Any = None
+    ids_below: int | None = None
+    sharing: Sharing = ALONE
+
+    @property
+    def columns(self) -> int:
+        """Of the vocabulary that teacher and student share."""
+        return self.models.vocab_size or len(self.teacher.head.weight)
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the data."""
+        return self.models.tokenizer
+
+
+def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
+    """Load data, teacher and student as a run would; of a recipe that reads a cache, the teacher it names beside it.
+
+    Args:
+        recipe: what to cache.
+        batch_size: rows given to the teacher at once, by which several GPUs choose copies or shards of it; None for
+            the recipe's.
+
+    Raises:
+        ValueError: as `distill run` would say.
+    """
+    recipe = recipe.model_copy(update={"teacher": loaded_section(recipe.teacher)})
+    if recipe.teachers:
+        raise ValueError("teachers: expected one teacher, since a cache holds what one says; came several")
+    if recipe.student.vocabulary == "cross":
+        raise ValueError(
+            "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; came cross"
+        )
+    transformers.utils.logging.disable_progress_bar()
+    device = resolve_device(recipe.train)
+    precision = resolve_precision(recipe, device)
+    tokenizer = read_tokenizer(recipe)
+    below = synthetic_size(recipe, tokenizer)
+    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=below)
+    sharing, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
+    if sharing.teacher_sharded:
+        PartialState(cpu=device.type == "cpu")
+    models = load_models(recipe, tokenizer, device, precision, sharing, choices)
+    shape = probe_logits(models.teacher, "teacher")
+    student_shape = probe_logits(models.student, "student")
+    cut = None
+    if models.kept is not None and is_first():  # before its layers are patched
+        bare_section = recipe.student.model_copy(update={"lora": None})
+        cut = load_student(bare_section, teacher=models.teacher, device="cpu", dtype=precision.student)
+    if device.type == "cuda":
+        patch_models(models, recipe, choices)
+    if recipe.teacher.dtype == "fp8" and not is_quantised(models.teacher):
+        from distill_kernels import swap_linears_for_fp8
+
+        swap_linears_for_fp8(bare(models.teacher))
+    teacher = as_read(models.teacher, shape, device)
+    return Loaded(recipe, splits, models, precision, teacher, student_shape, cut, below, sharing)
+
+
+def as_read(model: Any, shape: LogitShape, device: torch.device) -> Teacher:
+    """A loaded teacher in the parts that caching needs; `shape` from before its layers were patched.
+
+    The head of a sharded one is kept whole beside its shards.
+    """
+    sharded = is_sharded(model)
+    with whole(find_head(model)) as weights:
+        if sharded:
+            bias = weights.bias
+            weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
+    return Teacher(functools.partial(last_hidden, model), weights, shape, device, sharded)
+
+
+def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
+    """What the cache will be, all but the documents.
+
+    Raises:
+        ValueError: more tokens than there are.
+    """
+    recipe, head, held = loaded.recipe, loaded.teacher.head, loaded.recipe.teacher.dtype
+    if not settings.hidden and settings.k > loaded.columns:
+        raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, came {settings.k}")
+    if not settings.hidden and settings.k > MOST_ON_GPUS and loaded.teacher.device.type == "cuda":
+        raise ValueError(f"--top-k: expected at most {MOST_ON_GPUS}, what the loss takes on a GPU, came {settings.k}")
+    kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
+    return {
+        "version": VERSION,
+        **kind,
+        "temperature": None if settings.hidden else recipe.loss.temperature,
+        "dtype": settings.dtype,
+        "vocabulary": len(head.weight) if settings.hidden else loaded.columns,
+        "hidden": head.weight.shape[1],
+        "scale": loaded.teacher.shape.scale,
+        "softcap": loaded.teacher.shape.softcap,
+        "seed": recipe.train.seed,
+        "ids_below": loaded.ids_below,
+        "teacher": teacher_identity(recipe.teacher) | {"dtype": held if held in EIGHT_BITS else _name(head.weight)},
+        "text": text_hashes(recipe, loaded.tokenizer),
+        "data": data_settings(recipe, loaded.splits.report.digest),
+        "student_layers": loaded.models.kept,
+        "versions": environment(),
+    }
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def make_cache(
+    loaded: Loaded,
+    folder: Path,
+    settings: Settings,
+    *,
+    say: Callable[[str], None],
+    progress: Callable[[int], Any],
+) -> dict[str, Any] | None:
+    """Write the cache, or what is missing of it.
+
+    Args:
+        loaded: from `load`.
+        folder: where to.
+        settings: checked.
+        say: prints a line; called by the first process only.
+        progress: makes a context manager for the number of positions; entered, it is told of those that are stored.
+
+    Every process must call this.
+
+    Returns:
+        The manifest; None in processes that are not the first.
+
+    Raises:
+        ValueError: the folder holds another cache, the disk is too small.
+    """
+    recipe = loaded.recipe
+    plan = make_plan(loaded, settings)
+    splits = [loaded.splits.train, loaded.splits.validation]
+    work = plan_work(
+        splits, width=bytes_a_token(plan), max_length=recipe.data.max_length, packing=recipe.data.packing,
+        shard_bytes=settings.shard_bytes,
+    )  # fmt: skip
+    plan["work"] = work.digest()
+
+    def begin() -> list[int]:
+        finished = open_folder(folder, plan, first=is_first())
+        if is_first():
+            _announce(loaded, folder, plan, work, say, finished)
+        return missing_shards(folder, work)
+
+    missing = of_the_first(begin) if loaded.teacher.sharded else begin()
+    batch_size = settings.batch_size or recipe.train.batch_size
+    with progress(work.learned) as advance:
+        write_shards(
+            folder, plan, work, splits, loaded.teacher, batch_size=batch_size, rank=_rank(), world=world_size(),
+            missing=missing, advance=advance,
+        )  # fmt: skip
+    answers = _answers(loaded) if is_first() or loaded.teacher.sharded else None  # shards answer together
+    if not is_first():
+        return None
+    if answers is not None:
+        write_json(folder / ANSWERS, {"max_new_tokens": recipe.generate.max_new_tokens, "answers": answers})
+    _write_what_goes_with_it(loaded, folder, plan)
+    return close(folder, plan, work, {})
+
+
+def _answers(loaded: Loaded) -> dict[str, str] | None:
+    """What the teacher answers the recipe's prompts; None where there are none, or no tokenizer."""
+    asked, tokenizer = loaded.recipe.generate, loaded.tokenizer
+    if tokenizer is None or not asked.prompts:
+        return None
+    answers = generate(loaded.models.teacher, tokenizer, asked.prompts, asked.max_new_tokens)
+    return dict(zip(asked.prompts, answers, strict=True))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _announce(
+    loaded: Loaded, folder: Path, plan: dict[str, Any], work: Work, say: Callable[[str], None], finished: bool
+) -> None:
+    extra = 0
+    if plan["kind"] == "hidden":
+        extra += loaded.teacher.head.weight.nbytes
+    if loaded.cut is not None:
+        extra += sum(parameter.nbytes for parameter in loaded.cut.parameters())
+    total, left = require_room(folder, plan, work, extra)
+    state = "complete already" if finished else f"{_size(left)} to be written"
+    if loaded.sharing is not ALONE:
+        held = "in shards (FSDP2)" if loaded.sharing.teacher_sharded else "copied"
+        say(f"{'devices':<12}teacher {held}: {loaded.sharing.why}")
+    say(
+        f"{folder}: {work.learned:,} positions of {len(work.entries):,} documents, {bytes_a_token(plan)} bytes each, "
+        f"{_size(total)} in {len(work.shards)} shards; {state}"
+    )
+    if (advice := fewer_rows(loaded.recipe, loaded.splits.report)) is not None:
+        say(advice)
+
+
+def fewer_rows(recipe: Recipe, report: DataReport) -> str | None:
+    """A run of few steps sees a part of the data: how to cache no more than that; None where it sees all."""
+    train = recipe.train
+    if train.steps is None or report.tokens == 0:
+        return None
+    step = train.tokens_per_step or train.batch_size * recipe.data.max_length * world_size()
+    share = train.steps * step / report.tokens
+    if share > 0.8:
+        return None
+    rows = max(int(report.rows_read * share * 1.1) + 1, 2)
+    if rows >= report.rows_read:  # few rows of many tokens, such as text files
+        return None
+    return (
+        f"{train.steps:,} steps see {share:.0%} of these {report.tokens:,} tokens: data.max_rows={rows}, here and "
+        "in the run, would cache about that part alone"
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**29 else f"{count / 2**20:,.1f} MiB"
+
+
+def _write_what_goes_with_it(loaded: Loaded, folder: Path, plan: dict[str, Any]) -> None:
+    """Tokenizer, configuration, head and cut student."""
+    models = loaded.models
+    models.teacher.config.save_pretrained(folder / TEACHER)
+    if models.tokenizer is not None:
+        models.tokenizer.save_pretrained(folder / TOKENIZER)
+    if plan["kind"] == "hidden":
+        head = loaded.teacher.head
+        tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
+        write_tensors(folder / HEAD, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
+    if loaded.cut is not None:
+        save_student(loaded.cut, None, folder / STUDENT)

@@ -1,0 +1,269 @@
+"""`distill sample`: a model's answers to a file of prompts, written line by line, so that a run that broke off goes on.
+
+Each line is a row of `data.source`: `prompt` and `completion`, or `messages`; beside them `truncated` (the answer was
+cut off) and `sampled` (by what it was made). What is drawn for a prompt follows from the seed and the prompt's number.
+
+A teacher that fits no GPU is held in shards by several processes, which answer together; the first of them writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from accelerate import PartialState
+
+from distill.core.ranks import is_first, world_size
+from distill.data.chat import load_template
+from distill.generation.engines import Engine, TransformersEngine, end_tokens, engine_for
+from distill.generation.prompts import Prompt, read_prompts
+from distill.generation.together import AnswersTogether
+from distill.models.head import bare
+from distill.models.load import load_config, load_student, load_teacher, load_tokenizer
+from distill.models.patching import patch
+from distill.models.precision import resolve_device, resolve_precision
+from distill.planning.caching import asked_in_shards
+from distill.recipe import Recipe
+from distill.teachers.sharded import load_sharded_teacher, of_the_first
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Sampled:
+    """What came of it.
+
+    Attributes:
+        found: lines that were there already.
+        made: lines written now.
+        tokens: of the answers made now.
+        truncated: answers made now that were cut off.
+        seconds: that took.
+        dropped: reason to number of rows of the prompts that cannot be used.
+    """
+
+    found: int
+    made: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    seconds: float = 0.0
+    dropped: dict[str, int] | None = None
+
+
+def sample(
+    recipe: Recipe,
+    prompts: str,
+    out: Path,
+    *,
+    who: Literal["teacher", "student"],
+    engine: str = "distill",
+    batch_size: int = 32,
+    max_new_tokens: int = 512,
+    temperature: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Sampled:
+    """Let the recipe's teacher or student answer every prompt.
+
+    Args:
+        recipe: Names the models, the chat template and the columns.
+        prompts: See `read_prompts`.
+        out: A .jsonl file; if it exists, its complete lines are kept and the rest is added.
+        who: Which of the two answers.
+        engine: See `engine_for`.
+        batch_size: Prompts at once.
+        max_new_tokens: The most an answer may have.
+        temperature: 0 for the likeliest token.
+        seed: Of what is drawn.
+        progress: Called with the lines done and their number in all.
+
+    Several processes, which must all call this, hold the teacher in shards.
+
+    Raises:
+        ValueError: prompts or model cannot be read, or `out` holds something else.
+    """
+    if recipe.teacher.path is not None and who == "teacher":
+        raise ValueError(
+            "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model"
+        )
+    section: Any = recipe.teacher if who == "teacher" else recipe.student
+    tokenizer = _tokenizer(recipe, who)
+    template = load_template(recipe.data.chat_template, tokenizer)
+    longest = _positions(recipe, who)
+    asked = read_prompts(prompts, tokenizer, template, recipe.data.fields, longest=longest - 1)
+    settings = {
+        "by": section.model or who, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    settings |= {"revision": section.revision} if section.revision else {}
+    ways = _processes(recipe, who, engine, batch_size, max_new_tokens)
+
+    def look() -> int:
+        return _finished(out, asked.prompts, settings)
+
+    done = of_the_first(look) if ways > 1 else look()
+    result = Sampled(done, dropped=dict(asked.dropped))
+    progress(done, len(asked.prompts))
+    if done == len(asked.prompts):
+        return result
+    model = _load(recipe, who, in_shards=ways > 1)
+    widest = max(len(prompt.ids) for prompt in asked.prompts)
+    ends, columns = end_tokens(tokenizer, model, template), len(tokenizer)
+    made: Engine
+    if ways > 1:
+        pad = tokenizer.pad_token_id
+        made = AnswersTogether(TransformersEngine(model, pad=pad, ends=ends, vocab_size=columns, together=True))
+    else:
+        made = engine_for(
+            engine, model, tokenizer, ends=ends, vocab_size=columns,
+            max_length=min(longest, widest + max_new_tokens), max_new_tokens=max_new_tokens, field="--engine",
+        )  # fmt: skip
+    start = time.perf_counter()
+    with (out if is_first() else Path(os.devnull)).open("a", encoding="utf-8") as file:
+        for first in range(done, len(asked.prompts), batch_size * ways):
+            group = asked.prompts[first : first + batch_size * ways]
+            _answer(made, tokenizer, group, first, longest, settings, batch_size, file, result)
+            progress(done + result.made, len(asked.prompts))
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _answer(
+    engine: Engine,
+    tokenizer: Any,
+    group: list[Prompt],
+    first: int,
+    longest: int,
+    settings: dict[str, Any],
+    batch_size: int,
+    file: Any,
+    result: Sampled,
+) -> None:
+    answers = engine.generate(
+        [prompt.ids for prompt in group],
+        max_new_tokens=[min(settings["max_new_tokens"], longest - len(prompt.ids)) for prompt in group],
+        temperature=settings["temperature"],
+        seeds=[_seed(settings["seed"], first + number) for number in range(len(group))],
+        batch_size=batch_size,
+    )
+    for prompt, tokens, cut in zip(group, answers.tokens, answers.truncated, strict=True):
+        row = prompt.answered(tokenizer.decode(tokens, skip_special_tokens=True))
+        file.write(json.dumps(row | {"truncated": cut, "sampled": settings}, ensure_ascii=False) + "\n")
+        result.made += 1
+        result.tokens += len(tokens)
+        result.truncated += cut
+    file.flush()
+    if is_first():
+        os.fsync(file.fileno())
+
+
+def _seed(seed: int, number: int) -> int:
+    digest = hashlib.blake2b(f"{seed},{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int:
+    """How many lines of `out` are done; a last line that was cut short is taken away.
+
+    Raises:
+        ValueError: `out` cannot be written, or its lines answer other prompts or were made otherwise.
+    """
+    if out.suffix != ".jsonl":
+        raise ValueError(f"--out: expected a file that ends in .jsonl, came {str(out)!r}")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"--out: the folder {out.parent} does not exist")
+    if not out.exists():
+        return 0
+    content = out.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    lines = whole.splitlines()
+    if len(lines) > len(prompts):
+        raise ValueError(f"--out: {out} holds {len(lines):,} lines, more than there are prompts; give another file")
+    for number, line in enumerate(lines):
+        row: Any = None
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+        if not prompts[number].is_asked_by(row):
+            raise ValueError(
+                f"--out: line {number + 1} of {out} does not answer prompt {number + 1}; give another file"
+            )
+        if row.get("sampled") != settings:
+            raise ValueError(
+                f"--out: line {number + 1} of {out} was made with {row.get('sampled')}, and now it is {settings}; "
+                "give another file"
+            )
+    if len(whole) < len(content):
+        log.warning("%s: its last line was cut short and is made again", out)
+        with out.open("r+b") as file:
+            file.truncate(len(whole))
+    return len(lines)
+
+
+def _tokenizer(recipe: Recipe, who: str) -> Any:
+    """The tokenizer of the model that answers."""
+    own = recipe.student.init == "pretrained" and recipe.student.from_teacher is None
+    return load_tokenizer(recipe.student, "student") if who == "student" and own else load_tokenizer(recipe.teacher)
+
+
+def _positions(recipe: Recipe, who: str) -> int:
+    """Positions that the model knows."""
+    of_teacher = who == "teacher" or (recipe.student.init == "pretrained" and recipe.student.from_teacher is not None)
+    section: Any = recipe.teacher if of_teacher else recipe.student
+    config = load_config(section, "teacher" if of_teacher else "student").get_text_config()
+    return getattr(config, "max_position_embeddings", None) or 2**20
+
+
+def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_tokens: int) -> bool:
+    """Whether that many processes answer with the teacher in shards; prompts count as `data.max_length` tokens."""
+    kept = batch_size * (recipe.data.max_length + max_new_tokens)
+    device = resolve_device(recipe.train)
+    return asked_in_shards(recipe, device, processes, batch_size=batch_size, kept_tokens=kept, alone=True)
+
+
+def _processes(recipe: Recipe, who: str, engine: str, batch_size: int, max_new_tokens: int) -> int:
+    """How many processes answer: one, or those that hold the teacher in shards, which have found each other then.
+
+    Raises:
+        ValueError: several that hold whole models, or an engine that needs one.
+    """
+    world = world_size()
+    if world == 1:
+        return 1
+    if who == "student" or not answers_in_shards(recipe, world, batch_size, max_new_tokens):
+        raise ValueError(
+            f"parallel.teacher: {world} processes answer together only with a teacher in shards (sharded, --from "
+            "teacher); start distill sample without a launcher"
+        )
+    if engine == "vllm":
+        raise ValueError(
+            "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards; leave it out"
+        )
+    PartialState(cpu=resolve_device(recipe.train).type == "cpu")
+    if is_first():
+        log.warning("generating with transformers: our decode loop cannot serve a teacher in shards (parallel.teacher)")
+    return world
+
+
+def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
+    """The model, in what a run would compute in; with our layers on a GPU, if it is whole."""
+    device = resolve_device(recipe.train)
+    dtype = resolve_precision(recipe, device).compute
+    if in_shards:
+        return load_sharded_teacher(recipe.teacher, device=device, dtype=dtype)[0]
+    needs_teacher = who == "teacher" or recipe.student.from_teacher is not None
+    teacher = load_teacher(recipe.teacher, device=device, dtype=dtype) if needs_teacher else None
+    model: Any = teacher
+    if who == "student":
+        model = load_student(
+            recipe.student.model_copy(update={"lora": None}), teacher=teacher, device=device, dtype=dtype
+        )
+    if device.type == "cuda":
+        patch(model, "teacher", attention=None)
+    return bare(model).eval()

@@ -1,0 +1,81 @@
+"""`distill check --probe`: two real steps of a recipe on this machine's GPU, to hold the prediction against."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from distill.core.console import working
+from distill.data.load import load_data
+from distill.models.precision import resolve_device, resolve_precision
+from distill.recipe import Recipe
+from distill.training.arguments import fused_optimizer, training_arguments
+
+
+class Measured(NamedTuple):
+    """What a step took: the most that torch's allocator held, bytes, and seconds of the second step."""
+
+    peak: float
+    seconds: float
+
+
+class _Stopwatch(TrainerCallback):
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Mark the step's start."""
+        torch.cuda.synchronize()
+        self.marks.append(time.perf_counter())
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Mark its end."""
+        torch.cuda.synchronize()
+        self.marks.append(time.perf_counter())
+
+
+def probe(recipe: Recipe) -> Measured:
+    """Load both models, train two steps on random tokens of the recipe's shape, and measure; nothing is kept.
+
+    Two, since the optimizer's states exist from the second on.
+
+    Raises:
+        ValueError: no GPU here, or models that cannot be loaded.
+    """
+    from distill.teachers.opening import load_models, patch_models
+    from distill.training.trainer import DistillationTrainer
+
+    device = resolve_device(recipe.train)
+    if device.type != "cuda":
+        raise ValueError("--probe: expected a CUDA device in this machine, came none; the prediction needs none")
+    precision = resolve_precision(recipe, device)
+    rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
+    # random tokens take the same memory; `epochs` and figures along the way are of no interest here
+    quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "report_to": []}
+    data = recipe.data.model_copy(update={"source": "synthetic", "max_rows": max(rows, 8), "cache": False})
+    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=quick), "data": data})
+    with working("loading both models"):
+        models = load_models(recipe, None, device, precision)
+    splits = load_data(data, None, seed=0, vocab_size=models.vocab_size)
+    watch = _Stopwatch()
+    # what loading and patching say belongs beside the result, not into it
+    aside = contextlib.redirect_stdout(sys.stderr)
+    with tempfile.TemporaryDirectory() as folder, working("two steps"), aside:
+        arguments = training_arguments(recipe, Path(folder), rows=len(splits.train), device=device, precision=precision)
+        trainer = DistillationTrainer(
+            models.student, models.teacher, arguments, loss=recipe.loss, vocab_size=models.vocab_size,
+            train_dataset=splits.train, callbacks=[watch],
+            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        patch_models(models, recipe)
+        torch.cuda.reset_peak_memory_stats(device)
+        trainer.train()
+    return Measured(float(torch.cuda.max_memory_allocated(device)), watch.marks[3] - watch.marks[2])

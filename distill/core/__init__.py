@@ -1,0 +1,1 @@
+"""What every package needs: faults, console, folders of runs, processes."""

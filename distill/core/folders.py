@@ -1,0 +1,92 @@
+"""Where a run's files go: runs/<recipe>, the next free runs/<recipe>-2, or the name that was asked for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+from distill.core.faults import RecipeError, RunError, show
+
+RUNS = Path("runs")
+RECIPE_FILE = "recipe.yaml"
+RESULT_FILE = "result.json"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = False, runs: Path = RUNS) -> Path:
+    """The folder of a run; nothing is created or changed.
+
+    Args:
+        recipe_name: the recipe's `name`; the run is called so where `name` is None.
+        name: `--name`.
+        resume: continue the run that is there: that of `name`, else the latest of the recipe.
+        runs: the folder of all runs.
+
+    Raises:
+        RecipeError: a bad name, `--name` of a run that exists (without `resume`), nothing to resume, or a link or file
+            where a folder is needed.
+    """
+    if name is not None and not _NAME.fullmatch(name):
+        raise RecipeError(
+            [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), came {show(name)}"]
+        )
+    if runs.is_file():
+        raise RecipeError([f"{runs}: expected a folder, which holds the runs, came a file"])
+    _refuse_dead_link(runs)
+    if resume:
+        return _latest(recipe_name, name, runs)
+    if name is not None:
+        _refuse_dead_link(runs / name)
+        if _taken(runs / name):
+            raise RecipeError(
+                [f"--name {name}: {runs / name} holds a run already; --resume continues it, another name starts anew"]
+            )
+        return runs / name
+    candidates = itertools.chain([recipe_name], (f"{recipe_name}-{number}" for number in itertools.count(2)))
+    return next(runs / candidate for candidate in candidates if not _taken(runs / candidate))
+
+
+def claim(folder: Path, name: str) -> None:
+    """Make the folder of a new run, and the file `name` in it, which only one of several runs can be the first to make.
+
+    Raises:
+        RunError: another run has begun there since `run_folder` found the folder free, while models were loaded.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        raise RunError(
+            f"{folder}: another run began there while this one was loading; nothing of it was touched: start this one "
+            "again, with a --name of its own"
+        ) from None
+
+
+def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
+    if name is not None:
+        if not (runs / name / RECIPE_FILE).is_file():
+            raise RecipeError([f"--resume: {runs / name} holds no run to continue (it has no {RECIPE_FILE})"])
+        return runs / name
+    found = None
+    for number in itertools.count(1):
+        folder = runs / (recipe_name if number == 1 else f"{recipe_name}-{number}")
+        if not _taken(folder):
+            break
+        found = folder if (folder / RECIPE_FILE).is_file() else found
+    if found is None:
+        raise RecipeError([f"--resume: no run of {recipe_name} in {runs} to continue"])
+    return found
+
+
+def _taken(folder: Path) -> bool:
+    """An empty folder counts as free: whoever made it has put no run there."""
+    return (
+        folder.is_file() or (folder.is_symlink() and not folder.exists()) or (folder.is_dir() and any(folder.iterdir()))
+    )
+
+
+def _refuse_dead_link(path: Path) -> None:
+    """Refuse a link to what is not there (a disk that is not mounted), which no folder can be made of."""
+    if path.is_symlink() and not path.exists():
+        raise RecipeError([f"{path}: is a link to {path.readlink()}, which does not exist"])

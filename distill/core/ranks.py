@@ -1,0 +1,45 @@
+"""One process of several: who speaks, how many there are, how one of them ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from typing import NoReturn
+
+
+def world_size() -> int:
+    """Processes of this run, as torchrun and accelerate announce them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks and writes: rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher started this process, so that it may have joined a process group of torch.distributed."""
+    return "torch" in sys.modules and any(name in os.environ for name in LAUNCHED)
+
+
+def leave(code: int) -> NoReturn:
+    """End one of several processes, once its threads are done and all that is to happen at exit has happened.
+
+    A thread of gloo keeps tensors until after the process group is destroyed, as long as anything (a device mesh)
+    holds the group. Dropping them needs Python, and before 3.14 a thread that asks a finished interpreter for Python
+    aborts the process: one in six ended so, after all its work. So the interpreter is not finished.
+    """
+    # as an interpreter that finishes does: idle threads of executors (torch.compile has some) are told to end before
+    # they are waited for
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

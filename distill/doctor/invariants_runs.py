@@ -1,0 +1,292 @@
+"""Invariants that take whole training runs of shrunken models: a run resumed, and a run on two processes.
+
+The file is also the program of the two processes: `torchrun -m distill.doctor.invariants_runs FOLDER`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.trainer_pt_utils import safe_globals
+
+from distill.core.ranks import leave
+from distill.doctor.invariants import Finding, difference, without_training_mode
+from distill.doctor.own_words import OwnWords
+from distill.doctor.subject import Subject
+from distill.doctor.subject_cached import CachedTeacher
+from distill.doctor.subject_cross import AcrossTokenizers
+from distill.doctor.subject_several import SeveralTeachers
+from distill.recipe.loss import Loss
+from distill.training.checkpoints import checkpoints
+from distill.training.trainer import DistillationTrainer
+
+MINUTES = 10
+PROGRAM = ("-m", "distill.doctor.invariants_runs")
+TWO = "two.safetensors"  # weights after a step of two processes
+KINDS = {kind.__name__: kind for kind in (Subject, SeveralTeachers, AcrossTokenizers, CachedTeacher)}
+
+Weights = dict[str, torch.Tensor]
+
+
+def resume_is_exact(subject: Subject) -> Finding:
+    """Some steps, a stop one step before an epoch's end, and three more equal as many without the stop, packed and
+    accumulated: the same bits in weights, optimizer, scheduler, random state and logged losses."""
+    subject = subject.shrunk()
+    accumulation = 2 if len(subject.rows) >= 4 else 1
+    stop = max(-(-len(subject.rows) // accumulation) - 1, 1)
+    gpu = subject.device.type == "cuda"
+    with tempfile.TemporaryDirectory() as name, _in_a_fixed_order(gpu):
+        whole, parts = Path(name) / "whole", Path(name) / "parts"
+
+        def trainer(folder: Path) -> DistillationTrainer:
+            torch.manual_seed(1)
+            return _trainer(
+                replace(subject, student=copy.deepcopy(subject.student)), folder, batch_size=1,
+                accumulation=accumulation, max_steps=stop + 3, save_steps=stop, learning_rate=1e-3,
+                lr_scheduler_type="cosine", use_cpu=subject.device.type == "cpu",
+            )  # fmt: skip
+
+        straight = trainer(whole)
+        straight.train()
+        resumed = trainer(parts)
+        resumed.train(resume_from_checkpoint=str(checkpoints(whole)[0]))
+        ends = [checkpoints(folder)[-1] for folder in (whole, parts)]
+        differing = [file for file in ("optimizer.pt", "scheduler.pt") if not _same(*(_read(e / file) for e in ends))]
+        if not _same(*(_read(end / "rng_state.pth") for end in ends)):
+            differing.append("random state")
+        if not _same(*(dict(t.model.named_parameters()) for t in (straight, resumed))):  # type: ignore[union-attr]
+            differing.insert(0, "weights")
+        losses = [{e["step"]: e["loss"] for e in t.state.log_history if "loss" in e} for t in (straight, resumed)]
+        if losses[0] != losses[1]:
+            differing.append("logged losses")
+    what = f"{' and '.join(differing)} differ" if differing else "weights, optimizer, scheduler, random state, losses"
+    told = f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
+    return Finding("resume", not differing, told + (", with kernels that add in a fixed order" if gpu else ""))
+
+
+@contextlib.contextmanager
+def _in_a_fixed_order(wanted: bool) -> Iterator[None]:
+    """Kernels that add in a fixed order: on a GPU, without, not even the same run twice is the same to the bit.
+
+    `train.deterministic` has PyTorch refuse all other kernels, which takes a setting of cuBLAS made before the first
+    product of the process. Here they are only warned of, and attention, whose memory-efficient gradient would then go
+    on adding in any order, is plain.
+    """
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def ranks_change_nothing(subject: Subject, *, program: Sequence[str] = PROGRAM) -> Finding:
+    """One step of two processes equals the same step of one: NCCL where there are two GPUs, else gloo on the CPU, since
+    two ranks of NCCL cannot share a GPU."""
+    return ranks_of([subject], program=program)[0]
+
+
+def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -> list[Finding]:
+    """`ranks_change_nothing` of several subjects, by the same two processes."""
+    subjects = [subject.shrunk() for subject in subjects]
+    on_gpu = subjects[0].device.type == "cuda"  # asked before the models are written, from the CPU
+    gpus = on_gpu and torch.cuda.device_count() > 1
+    how = "NCCL" if gpus else "gloo, CPU" + (", for want of a second GPU" if on_gpu else "")
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name) / f"{number:03}" for number in range(len(subjects))]
+        for folder, subject in zip(folders, subjects, strict=True):
+            folder.mkdir()
+            _write(subject, subject.uneven_rows()[: len(subject.rows) // 2 * 2], folder)
+        code, said = _two_processes(Path(name), program, gpus)
+        if code != 0:
+            return [Finding("ranks", False, f"two processes failed: {reason_of(said)}")] * len(subjects)
+        alone = [_one_step(folder, processes=1, cpu=not gpus) for folder in folders]
+        two = [load_file(folder / TWO) for folder in folders]
+    return [_compared(*each, how) for each in zip(subjects, two, alone, strict=True)]
+
+
+def _compared(subject: Subject, two: Weights, alone: Weights, how: str) -> Finding:
+    """The steps of two processes and of one from the same start."""
+    start = {name: value.cpu() for name, value in _base(subject.student).float().state_dict().items() if name in alone}
+    off = difference(*({name: step[name] - start[name] for name in alone} for step in (two, alone)))
+    allowed = subject.tolerance
+    return Finding(
+        "ranks", off <= allowed, f"the step of 2 processes ({how}) and of 1 differ by {off:.1e} (at most {allowed:.0e})"
+    )
+
+
+RUN_CHECKS: tuple[Callable[[Subject], Finding], ...] = (resume_is_exact, ranks_change_nothing)
+
+
+def _base(model: Any) -> Any:
+    """The model that `from_pretrained` can read back: LoRA merged."""
+    return copy.deepcopy(model).merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
+def _write(subject: Subject, rows: Sequence[Any], folder: Path) -> None:
+    """Everything that another process needs: models, rows, loss, what else there is to the kind of teacher."""
+    for number, model in enumerate(subject.teachers):
+        _base(model).cpu().float().save_pretrained(folder / f"teacher.{number}")
+    _base(subject.student).cpu().float().save_pretrained(folder / "student")
+    told = {
+        "kind": type(subject).__name__, "teachers": len(subject.teachers), "loss": subject.loss.model_dump(),
+        "rows": [{key: list(map(int, row[key])) for key in row} for row in rows], "vocab_size": subject.vocab_size,
+        "more": subject.told(), "own_words": None if subject.own_words is None else subject.own_words.told(),
+    }  # fmt: skip
+    (folder / "told.json").write_text(json.dumps(told))
+
+
+def _read_subject(folder: Path) -> Subject:
+    """What `_write` wrote, in float32."""
+    told = json.loads((folder / "told.json").read_text())
+    student, *teachers = (
+        AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32)
+        for role in ("student", *(f"teacher.{number}" for number in range(told["teachers"])))
+    )
+    kind = KINDS[told["kind"]]
+    teacher, more = kind.retold(told["more"], teachers)
+    words = None if told["own_words"] is None else OwnWords(**told["own_words"])
+    return kind(
+        student, teacher, told["rows"], Loss.model_validate(told["loss"]), told["vocab_size"], own_words=words, **more
+    )
+
+
+def _trainer(
+    subject: Subject, folder: Path, *, batch_size: int, accumulation: int = 1, **settings: Any
+) -> DistillationTrainer:
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
+        logging_steps=1, report_to="none", disable_tqdm=True, seed=3, **settings,
+    )  # fmt: skip
+    rows = Dataset.from_list([{key: list(row[key]) for key in row} for row in subject.rows])
+    trainer = DistillationTrainer(
+        subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size,
+        train_dataset=rows, objective=subject.objective_type,
+    )  # fmt: skip
+    if subject.own_words is not None:
+        trainer.on_policy = subject.own_words.of(subject.student)
+    _silence(trainer)
+    return trainer
+
+
+def _silence(trainer: DistillationTrainer) -> None:
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+
+
+def _read(path: Path) -> Any:
+    with safe_globals():  # what random states of numpy and python are made of
+        return torch.load(path, weights_only=True)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, through dicts and lists."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool((a == b).all()) if hasattr(a, "all") else a == b
+
+
+RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?(?!Traceback)([A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Fault)\b.*)")
+ENDED = re.compile(r"exitcode\s*:\s*-(\d+)")
+LAUNCHER = ("torch.distributed.elastic", "SignalException", "ChildFailedError")
+
+
+def reason_of(said: str) -> str:
+    """What a process under torchrun failed of, from all that was said on standard error: the first exception that is
+    not torchrun's own, else the signal that ended a process, else the first line."""
+    lines = said.strip().splitlines()
+    for line in lines:
+        found = RAISED.match(line)
+        if found and not found[1].startswith(LAUNCHER):
+            return found[1].strip()[:300]
+    for line in lines:
+        if found := ENDED.search(line):
+            number = int(found[1])
+            known = {int(entry): entry.name for entry in signal.Signals}
+            return f"a process was ended by {known.get(number, f'signal {number}')}" + (
+                " (kill -9; most often the system, out of memory)" if number == signal.SIGKILL else ""
+            )
+    plain = [line.strip() for line in lines if line.strip("=-* ")]
+    return (plain or ["no output"])[0][:300]
+
+
+def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[int, str]:
+    """Run the program twice through torchrun; its exit code and standard error. None of it outlives the time."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    if not gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
+               "--rdzv-endpoint=localhost:0", *program, str(folder)]  # fmt: skip
+    with subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as launcher:
+        try:
+            said = launcher.communicate(timeout=MINUTES * 60)[1]
+        except subprocess.TimeoutExpired:
+            launcher.terminate()  # torchrun ends its processes, which a kill of torchrun alone would leave behind
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.communicate(timeout=60)
+            launcher.kill()
+            return 1, f"TimeoutError: the two processes had not ended after {MINUTES:g} minutes"
+    return launcher.returncode, said
+
+
+def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
+    """Weights after one SGD step over the rows in `folder`, each of the processes with as many of them.
+
+    Without dropout, of which every process draws its own.
+    """
+    subject = _read_subject(folder)
+    trainer = _trainer(
+        subject, folder / "run", max_steps=1, batch_size=len(subject.rows) // processes, optim="sgd",
+        learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", use_cpu=cpu,
+    )  # fmt: skip
+    with without_training_mode(subject.student):
+        trainer.train()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+def _main(folder: Path) -> None:
+    for place in sorted(folder.iterdir()):
+        weights = _one_step(place, processes=2, cpu=not torch.cuda.is_available())
+        if os.environ.get("RANK", "0") == "0":
+            save_file(weights, place / TWO)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    leave(0)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[-1]))

@@ -1,0 +1,111 @@
+"""The loss straight from its definitions, on full logits in fp64: what the fused loss is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from distill.recipe.loss import Loss
+from distill.teachers.objective import IGNORE
+
+Mixture = Sequence[tuple[float, torch.Tensor]]
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Labels [..., S] moved so that position i holds the token after it; the last is not learned."""
+    return F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+
+
+def reference_loss(
+    student: torch.Tensor, teacher: torch.Tensor | Mixture, labels: torch.Tensor, loss: Loss
+) -> torch.Tensor:
+    """The recipe's loss from full logits [B, S, V] and labels [B, S] that are not shifted: the mean over the trained
+    tokens, in fp64, straight from the definitions. Several teachers are pairs of a share and logits."""
+    keep = shifted(labels) != IGNORE
+    mixture = [(1.0, teacher)] if isinstance(teacher, torch.Tensor) else teacher
+    return token_loss(student[keep], [(share, z[keep]) for share, z in mixture], shifted(labels)[keep], loss)
+
+
+def token_loss(student: torch.Tensor, teachers: Mixture, wanted: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """As `reference_loss`, from the trained tokens' logits [N, V] and labels [N]."""
+    z_s = student.double()
+    log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
+    log_t = mixed_log_probabilities(teachers, loss.temperature)
+    soft = sum(
+        (term.weight * _divergence(term, log_s, log_t) for term in loss.terms if term.type != "cross_entropy"),
+        start=z_s.new_zeros(len(z_s)),
+    )
+    return _mean(soft, z_s, wanted, loss)
+
+
+def mixed_log_probabilities(teachers: Mixture, temperature: float) -> torch.Tensor:
+    """log sum_k w_k softmax(z_k / T) in fp64, from the shares w (divided by their sum) and logits z [..., V]."""
+    whole = sum(share for share, _ in teachers)
+    parts = [F.log_softmax(z.double() / temperature, dim=-1) for _, z in teachers]
+    if len(parts) == 1:
+        return parts[0]
+    return sum(share / whole * log_p.exp() for (share, _), log_p in zip(teachers, parts, strict=True)).log()  # type: ignore[union-attr]
+
+
+def top_k_loss(
+    student: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tensor, tail: str, wanted: torch.Tensor, loss: Loss
+) -> torch.Tensor:
+    """The recipe's loss against K of a teacher's tokens: the mean over N trained tokens, in fp64.
+
+    Args:
+        student: logits [N, V].
+        ids: int64 [N, K], which tokens; `probabilities` [N, K], theirs at the loss's temperature (of `sampled` ones
+            their weights).
+        tail: `bucket` (all other tokens are one outcome more), `renormalize` (the K are all there is) or `sampled`
+            (sum of w log(w / p_s) less sum w, plus 1).
+        wanted: int64 [N], the next tokens.
+        loss: with forward or reverse KL, and cross-entropy.
+    """
+    z_s, q = student.double(), probabilities.double()
+    p = F.softmax(z_s / loss.temperature, dim=-1).gather(-1, ids)
+    if tail == "bucket":
+        q, p = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (q, p))
+    elif tail == "renormalize":
+        q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
+    soft = z_s.new_zeros(len(z_s))
+    for term in loss.terms:
+        if term.type == "forward_kl":
+            soft = soft + term.weight * (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(-1)
+            if tail == "sampled":
+                soft = soft + term.weight * (1 - q.sum(-1))
+        elif term.type == "reverse_kl":
+            soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
+    return _mean(soft, z_s, wanted, loss)
+
+
+def _mean(soft: torch.Tensor, z_s: torch.Tensor, wanted: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """The tokens' divergences [N], scaled, and their hard labels: the mean."""
+    total = (loss.temperature**2 if loss.scale_by_temperature_squared else 1.0) * soft
+    for term in loss.terms:
+        if term.type == "cross_entropy":
+            hard = F.cross_entropy(z_s, wanted, label_smoothing=loss.label_smoothing, reduction="none")
+            total = total + term.weight * (hard + loss.z_loss * torch.logsumexp(z_s, dim=-1) ** 2)
+    return total.sum() / max(len(total), 1)
+
+
+def _divergence(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Tensor:
+    def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+    def mixed(share: float) -> torch.Tensor:
+        return (share * log_t.exp() + (1 - share) * log_s.exp()).log()
+
+    if term.type == "tvd":
+        return 0.5 * (log_t.exp() - log_s.exp()).abs().sum(-1)
+    if term.type == "forward_kl" or (term.type == "jsd" and term.beta == 0):
+        return kl(log_t, log_s)
+    if term.type == "reverse_kl" or (term.type == "jsd" and term.beta == 1):
+        return kl(log_s, log_t)
+    if term.type == "jsd":
+        return term.beta * kl(log_t, mixed(term.beta)) + (1 - term.beta) * kl(log_s, mixed(term.beta))
+    if term.type == "skew_forward_kl":
+        return kl(log_t, mixed(term.alpha))
+    return kl(log_s, mixed(1 - term.alpha))

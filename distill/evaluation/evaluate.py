@@ -1,0 +1,172 @@
+"""How close a student is to its teacher on held-out text, before and after training.
+
+    before = evaluate(student, teacher, splits.validation, batch_size=4)
+    trainer.train()
+    after = evaluate(student, teacher, splits.validation, batch_size=4)
+    print(gap_closed(before, after))
+
+All figures are means over the trained tokens of the whole set (natural logarithms, temperature 1), the same whatever
+the batch size and the number of processes. They come from the fused loss's token statistics, so that full logits are
+never held; the sums are kept in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from distill.data.collator import Collator
+from distill.teachers.objective import DistillationObjective
+
+IGNORED = -100
+
+
+class HeldOut(NamedTuple):
+    """Figures of one student against one teacher on one set.
+
+    Attributes:
+        tokens: trained tokens the means are over.
+        forward_kl: KL(teacher || student), nats a token.
+        reverse_kl: KL(student || teacher), nats a token.
+        agreement: share of tokens where both find the same token likeliest.
+        student_cross_entropy: -log p_student[label], nats a token.
+        teacher_cross_entropy: -log p_teacher[label], nats a token.
+        student_entropy, teacher_entropy: of the next-token distributions, nats.
+    """
+
+    tokens: int
+    forward_kl: float
+    reverse_kl: float
+    agreement: float
+    student_cross_entropy: float
+    teacher_cross_entropy: float
+    student_entropy: float
+    teacher_entropy: float
+
+    @property
+    def student_perplexity(self) -> float:
+        """exp(cross-entropy); infinite where that overflows."""
+        return _exp(self.student_cross_entropy)
+
+    @property
+    def teacher_perplexity(self) -> float:
+        """exp(cross-entropy); infinite where that overflows."""
+        return _exp(self.teacher_cross_entropy)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def gap_closed(before: HeldOut, after: HeldOut) -> float:
+    """The share of the divergence that training took away, `(KL before - KL after) / KL before`, forward KL.
+
+    1 is a perfect copy of the teacher, 0 no progress, negative a step back; NaN where there was no gap.
+    """
+    if before.forward_kl <= 0:
+        return math.nan
+    return (before.forward_kl - after.forward_kl) / before.forward_kl
+
+
+def evaluate(
+    student: nn.Module,
+    teacher: nn.Module | None,
+    rows: Sequence[Any],
+    *,
+    collator: Callable[[list[Any]], dict[str, torch.Tensor]] | None = None,
+    batch_size: int = 8,
+    vocab_size: int | None = None,
+    autocast: torch.dtype | None = None,
+    objective: DistillationObjective | None = None,
+) -> HeldOut:
+    """Compare `student` with `teacher` on every trained token of `rows`. Neither is changed.
+
+    With `torch.distributed` running, each process takes its share of the rows and all get the same result.
+
+    Args:
+        student: Bare, inside PEFT, or (with `objective`) wrapped by DDP or FSDP.
+        teacher: On the student's device; None with an `objective` that needs none.
+        rows: A data set of `input_ids`, `labels` (not shifted, -100 where nothing is learned), `position_ids`.
+        collator: Makes a batch of rows; None for the objective's around `Collator`.
+        batch_size: Rows at a time.
+        vocab_size: Columns that both heads are cut to; None for the smaller head.
+        autocast: Compute in this dtype, as in training; None for the weights' own.
+        objective: The one that trains this student, where it is wrapped; None makes one for the occasion.
+
+    Raises:
+        ValueError: no rows, or no trained token in them.
+    """
+    if len(rows) == 0:
+        raise ValueError("data.validation: no held-out rows; hold out a larger fraction or give a source")
+    device = next(student.parameters()).device
+    borrowed = objective is not None
+    objective = objective or DistillationObjective(teacher, student, "forward_kl", vocab_size=vocab_size)
+    if collator is None:
+        collator = objective.collator(Collator(_padding_token(student)))
+    training, loss = student.training, objective.loss
+    student.eval()
+    objective.loss = objective.held_out_loss()
+    try:
+        with torch.no_grad(), as_trained(device, autocast):
+            sums = _sums(student, objective, rows, collator, batch_size, device)
+    finally:
+        student.train(training)
+        objective.loss = loss
+        if not borrowed:
+            objective.detach()
+    *statistics, tokens = sums.tolist()
+    if tokens == 0:
+        raise ValueError("data.validation: no trained tokens in the held-out rows (every label is masked)")
+    return HeldOut(int(tokens), **figures_of([value / tokens for value in statistics]))
+
+
+def figures_of(statistics: Sequence[float]) -> dict[str, float]:
+    """The statistics of a `held_out_loss`, sums or means, by the names of `HeldOut`."""
+    forward, cross_entropy, student_entropy, teacher_entropy, agreement, _, teacher_logprob, reverse = statistics
+    return {
+        "forward_kl": forward, "reverse_kl": reverse, "agreement": agreement, "student_cross_entropy": cross_entropy,
+        "teacher_cross_entropy": -teacher_logprob, "student_entropy": student_entropy,
+        "teacher_entropy": teacher_entropy,
+    }  # fmt: skip
+
+
+def _sums(
+    student: nn.Module,
+    objective: DistillationObjective,
+    rows: Sequence[Any],
+    collator: Callable[[list[Any]], dict[str, torch.Tensor]],
+    batch_size: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Sums of the statistics, and the number of trained tokens, over all processes: float64 [9]."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
+    starts = range(0, len(rows), batch_size)
+    sums = torch.zeros(9, dtype=torch.float64, device=device)
+    for first in range(0, len(starts), world):
+        # wrapped models communicate in forward: a process without a batch of its own repeats one and counts nothing
+        mine = first + rank < len(starts)
+        start = starts[first + rank] if mine else 0
+        batch = collator([rows[number] for number in range(start, min(start + batch_size, len(rows)))])
+        inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        output = student(**objective.compare(inputs, num_items=1))
+        trained = (inputs["labels"][:, 1:] != IGNORED).sum().double()[None]
+        sums += torch.cat([output["statistics"].double(), trained]) * mine
+    if distributed:
+        torch.distributed.all_reduce(sums)
+    return sums
+
+
+def as_trained(device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Autocast to `dtype`, or nothing where that is None."""
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def _padding_token(model: Any) -> int:
+    """Any id does: padding is masked, and a document of its own."""
+    return getattr(model.config, "pad_token_id", None) or 0

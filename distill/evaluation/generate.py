@@ -1,0 +1,65 @@
+"""`distill generate`: a model's answer as it is made, word by word, and beside it the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from distill.evaluation.samples import encode_prompt
+from distill.generation.engines import as_asked, end_tokens
+
+
+class Stream(BaseStreamer):
+    """Hands on text as soon as it is whole: half of a character or an unfinished word piece waits.
+
+    Args:
+        tokenizer: Of the model.
+        write: Receives each piece.
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self.tokenizer, self.write = tokenizer, write
+        self.ids: list[int] = []
+        self.written = ""
+        self._prompt = True
+        self._context = self._read = 0  # tokens are decoded behind those written last: all of them would take n^2
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, which is not shown, or new tokens."""
+        if self._prompt:
+            self._prompt = False
+            return
+        self.ids += value.flatten().tolist()
+        before, text = (
+            self.tokenizer.decode(self.ids[self._context : stop], skip_special_tokens=True)
+            for stop in (self._read, len(self.ids))
+        )
+        if len(text) > len(before) and not text.endswith("\ufffd") and text.startswith(before):
+            self.write(text[len(before) :])
+            self.written += text[len(before) :]
+            self._context, self._read = self._read, len(self.ids)
+
+    def end(self) -> None:
+        """Write what was held back."""
+        self.write(self.tokenizer.decode(self.ids, skip_special_tokens=True)[len(self.written) :])
+
+
+@torch.no_grad()
+def stream(
+    model: Any, tokenizer: Any, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float
+) -> str:
+    """Generate an answer to `prompt`, writing it as it comes: tokens from softmax(logits / temperature), greedy at 0.
+
+    Returns:
+        The answer.
+    """
+    device = next(model.parameters()).device
+    ids = encode_prompt(tokenizer, prompt).to(device)
+    streamer = Stream(tokenizer, write)
+    ends = end_tokens(tokenizer, model, None)
+    with as_asked(model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends):
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
+    return tokenizer.decode(streamer.ids, skip_special_tokens=True)

@@ -1,0 +1,193 @@
+"""`distill eval`: how close a student is to a teacher on text that neither was shown, with confidence intervals.
+
+    found = judge(student, teacher, rows)
+    found.figures["forward_kl"]      # Interval(value, low, high)
+
+The means are those of `distill.evaluation.evaluate`; here documents are kept apart, so that they can be resampled. The
+calibration error (ECE, Naeini et al., 2015; Guo et al., 2017) asks whether a student that is 70 % sure of its likeliest
+token is right in 70 % of cases: tokens are sorted into 15 equal bins by the probability of the likeliest token, and the
+bins' |accuracy - mean probability| are averaged by their tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from distill.data.collator import Collator
+from distill.evaluation.bootstrap import Interval, intervals, share_interval
+from distill.evaluation.evaluate import as_trained
+from distill.models.head import call_head, decoder_of, find_head, probe_logits
+
+BINS = 15
+CHUNK = 512  # tokens whose full logits exist together
+FIGURES = (
+    "forward_kl", "reverse_kl", "agreement", "student_cross_entropy", "teacher_cross_entropy",
+    "student_entropy", "teacher_entropy",
+)  # fmt: skip
+
+
+class Judgement(NamedTuple):
+    """What `judge` found.
+
+    Attributes:
+        tokens, rows: what the figures are over.
+        figures: means by name, with 95 % intervals.
+        calibration_error: of the student, a share of 1; `teacher_calibration_error` beside it.
+        sums: float64 [documents, figures] (of aligned spans [rows, figures]), for comparing students over the same
+            ones; `counts` their tokens.
+    """
+
+    tokens: int
+    rows: int
+    figures: dict[str, Interval]
+    calibration_error: float
+    teacher_calibration_error: float
+    sums: np.ndarray
+    counts: np.ndarray
+
+    def perplexity(self, who: str) -> Interval:
+        """exp of the cross-entropy of `student` or `teacher`."""
+        return Interval(*(math.inf if v >= 700 else math.exp(v) for v in self.figures[f"{who}_cross_entropy"]))
+
+    def gap_closed(self, before: Judgement) -> Interval:
+        """The share of `before`'s forward KL that this student no longer has, over the same rows."""
+        if not np.array_equal(self.counts, before.counts):
+            raise ValueError("before: expected a judgement over the same rows")
+        return share_interval(before.sums[:, 0], self.sums[:, 0])
+
+
+@torch.no_grad()
+def judge(
+    student: nn.Module,
+    teacher: nn.Module,
+    rows: Sequence[Any],
+    *,
+    vocab_size: int | None = None,
+    batch_size: int = 1,
+    autocast: torch.dtype | None = None,
+    advance: Callable[[int], None] | None = None,
+    seed: int = 0,
+) -> Judgement:
+    """Compare `student` with `teacher` on every trained token of `rows`, in float32 logits.
+
+    Args:
+        student, teacher: Causal language models on one device; put in eval mode and given back as they were.
+        rows: Of `input_ids`, `labels` (not shifted), `position_ids`.
+        vocab_size: Columns both heads are cut to; None for the smaller head.
+        batch_size: Rows at a time; documents are kept apart all the same.
+        autocast: Compute hidden states in this dtype, as in training; None for the weights' own.
+        advance: Called with the number of rows that are done, for a progress bar.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: no trained token.
+    """
+    modes = [(model, model.training) for model in (student, teacher)]
+    student.eval(), teacher.eval()
+    shapes = [probe_logits(student, "student"), probe_logits(teacher, "teacher")]
+    device = next(student.parameters()).device
+    columns = vocab_size or min(len(find_head(m).linear.weight) for m in (student, teacher))  # type: ignore[arg-type]
+    collator = Collator(0)
+    parts: list[tuple[np.ndarray, np.ndarray]] = []  # sums and tokens of documents
+    bins = torch.zeros(2, 3, BINS, dtype=torch.float64, device=device)
+    try:
+        for first in range(0, len(rows), batch_size):
+            chosen = [rows[number] for number in range(first, min(first + batch_size, len(rows)))]
+            batch = {name: tensor.to(device) for name, tensor in collator(chosen).items()}
+            keep = batch["valid_rows"]
+            labels = batch["labels"].flatten()[keep + 1]
+            document = (batch["position_ids"] == 0).flatten().cumsum(0)[keep]  # padding is one of its own
+            documents, owner = document.unique(return_inverse=True)
+            body = {name: batch[name] for name in ("input_ids", "position_ids")}
+            with as_trained(device, autocast):
+                hidden = [
+                    decoder_of(model)(**body, use_cache=False).last_hidden_state.flatten(0, 1)[keep]
+                    for model in (student, teacher)
+                ]
+            found = torch.zeros(len(documents), len(FIGURES), dtype=torch.float64, device=device)
+            for start in range(0, len(labels), CHUNK):
+                part = slice(start, start + CHUNK)
+                logs = [
+                    _log_probabilities(model, h[part], shape, columns)
+                    for model, h, shape in zip((student, teacher), hidden, shapes, strict=True)
+                ]
+                found.index_add_(0, owner[part], _figures(logs[0], logs[1], labels[part]).T)
+                for which, log in enumerate(logs):
+                    _count(bins[which], log, labels[part])
+            parts.append((found.cpu().numpy(), owner.bincount(minlength=len(documents)).double().cpu().numpy()))
+            if advance is not None:
+                advance(len(chosen))
+    finally:
+        for model, training in modes:
+            model.train(training)
+    if not any(tokens.size for _, tokens in parts):
+        raise ValueError("data: no trained tokens in the held-out rows (every label is masked)")
+    sums, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
+    figures = dict(zip(FIGURES, intervals(sums, counts, seed=seed), strict=True))
+    errors = _calibration_error(bins[0]), _calibration_error(bins[1])
+    return Judgement(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
+
+
+def _log_probabilities(model: Any, hidden: torch.Tensor, shape: Any, columns: int) -> torch.Tensor:
+    """Natural logarithms [N, columns] in float32, scale and soft cap as the model has them."""
+
+    def compute(x: torch.Tensor, head: Any) -> torch.Tensor:
+        logits = _product(x.to(head.weight.dtype), head.weight)
+        if head.bias is not None:
+            logits = logits + head.bias
+        if head.lora is not None:
+            a, b, factor = head.lora
+            logits = logits + factor * (x.to(a.dtype) @ a.t() @ b.t()).float()
+        return logits
+
+    logits = call_head(find_head(model), hidden, compute)[:, :columns] * shape.scale
+    if shape.softcap is not None:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    return logits.log_softmax(-1)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in float32, never rounded to 16 bits: between 16 and 32 bfloat16 knows only every eighth."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return nn.functional.linear(x, weight).float()
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return nn.functional.linear(x.float(), weight.float())
+
+
+def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The figures of each token, float64 [figures, N]."""
+
+    def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)
+
+    def entropy(p: torch.Tensor) -> torch.Tensor:
+        return -torch.where(p > -torch.inf, p.exp() * p, 0.0).sum(-1)
+
+    at = labels[:, None]
+    return torch.stack(
+        [
+            kl(teacher, student), kl(student, teacher), (student.argmax(-1) == teacher.argmax(-1)).float(),
+            -student.gather(1, at)[:, 0], -teacher.gather(1, at)[:, 0], entropy(student), entropy(teacher),
+        ]
+    ).double()  # fmt: skip
+
+
+def _count(bins: torch.Tensor, logs: torch.Tensor, labels: torch.Tensor) -> None:
+    """Add tokens to `bins` [3, BINS]: how many, sum of probabilities, how many right."""
+    best, token = logs.max(-1)
+    sure = best.exp().double()
+    place = (sure * BINS).long().clamp_max(BINS - 1)
+    for part, values in enumerate((torch.ones_like(sure), sure, (token == labels).double())):
+        bins[part].index_add_(0, place, values)
+
+
+def _calibration_error(bins: torch.Tensor) -> float:
+    number, sure, right = bins
+    return float((sure - right).abs().sum() / number.sum().clamp_min(1))

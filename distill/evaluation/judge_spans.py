@@ -1,0 +1,75 @@
+"""`distill eval` for a student that keeps its own tokenizer: figures over aligned spans, with confidence intervals.
+
+The means are those of `evaluate` with the run's own objective; here they are kept a row apart, so that rows can be
+resampled. There is no calibration error: a span is no choice among tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from distill.data.collator import Collator
+from distill.evaluation.bootstrap import intervals
+from distill.evaluation.evaluate import as_trained, figures_of
+from distill.evaluation.judge import FIGURES, Judgement
+from distill.teachers.cross.alignment import Shared
+from distill.teachers.cross.objective import CrossObjective
+
+
+@torch.no_grad()
+def judge_spans(
+    student: nn.Module,
+    teacher: nn.Module,
+    rows: Sequence[Any],
+    shared: Shared,
+    *,
+    advance: Callable[[int], None] | None = None,
+    seed: int = 0,
+) -> Judgement:
+    """Compare `student` with `teacher` on every aligned span of `rows`.
+
+    Args:
+        student, teacher: Causal language models on one device; put in eval mode and given back as they were.
+        rows: Of `load_cross_data`.
+        shared: The ids of the same tokens in both vocabularies.
+        advance: Called with the number of rows that are done, for a progress bar.
+        seed: Of the resampling.
+
+    Returns:
+        A judgement whose `tokens` and `counts` are of spans and whose calibration errors are NaN.
+
+    Raises:
+        ValueError: no span.
+    """
+    modes = [(model, model.training) for model in (student, teacher)]
+    student.eval(), teacher.eval()
+    device = next(student.parameters()).device
+    objective = CrossObjective(teacher, student, shared=shared)
+    objective.loss = objective.held_out_loss()
+    collate = objective.collator(Collator(0))
+    sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))
+    try:
+        for number, row in enumerate(rows):
+            batch = {name: tensor.to(device) for name, tensor in collate([row]).items()}
+            counts[number] = len(batch["spans"])
+            if counts[number]:
+                with as_trained(device, None):
+                    found = student(**objective.compare(batch, num_items=1))["statistics"].double().tolist()
+                of_row = figures_of(found)
+                sums[number] = [of_row[name] for name in FIGURES]
+            if advance is not None:
+                advance(1)
+    finally:
+        objective.detach()
+        for model, training in modes:
+            model.train(training)
+    if not counts.sum():
+        raise ValueError("data: no aligned spans in the held-out rows")
+    figures = dict(zip(FIGURES, intervals(sums, counts, seed=seed), strict=True))
+    return Judgement(int(counts.sum()), len(rows), figures, math.nan, math.nan, sums, counts)

@@ -1,0 +1,171 @@
+"""What `eval`, `generate` and `export` are pointed at: a run, whose recipe knows teacher and data, or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from distill.core.folders import RECIPE_FILE, RUNS
+from distill.data.load import columns_of, load_data
+from distill.data.sources import open_source
+from distill.models.load import load_student, load_teacher, load_tokenizer
+from distill.models.vocabulary import compare
+from distill.recipe import Data, Recipe, Student, Teacher, Validation, load
+
+
+class Target(NamedTuple):
+    """A student to look at.
+
+    Attributes:
+        student: its section.
+        recipe: of the run it came from; None for a model.
+        folder: the run's; None for a model.
+    """
+
+    student: Student
+    recipe: Recipe | None = None
+    folder: Path | None = None
+
+
+def find_target(argument: str) -> Target:
+    """A run's folder or name, else whatever `student.model` takes in a recipe.
+
+    Raises:
+        ValueError: a run that has no student yet.
+    """
+    for folder in (Path(argument), RUNS / argument):
+        if (folder / RECIPE_FILE).is_file():
+            if not (folder / "student" / "config.json").is_file():
+                raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
+            return Target(Student(model=str(folder / "student")), load(folder / RECIPE_FILE), folder)
+    return Target(Student(model=argument))
+
+
+def device_here() -> torch.device:
+    """The GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_target(target: Target) -> tuple[Any, Any]:
+    """The student in eval mode, and its tokenizer."""
+    device = device_here()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    student = load_student(target.student, device=device, dtype=dtype).eval()
+    return student, load_tokenizer(target.student, "student")
+
+
+def its_teacher(target: Target, teacher: str | None) -> Teacher:
+    """The section of the teacher named, else the recipe's.
+
+    Raises:
+        ValueError: neither, or a run whose teacher is not one model that can be loaded.
+    """
+    if teacher is not None:
+        return Teacher(model=teacher)
+    if target.recipe is None:
+        raise ValueError(
+            f"--teacher: needed with a model; a run knows its own, and there is none at {target.student.model}"
+        )
+    if target.recipe.teachers:
+        names = ", ".join(str(one.model) for one in target.recipe.teachers)
+        raise ValueError(f"--teacher: this run had several teachers; name the one to compare with ({names})")
+    section = target.recipe.teacher
+    if section.is_cached:
+        if section.model is None:
+            raise ValueError("--teacher: this run read its teacher from a cache; name the model that made it")
+        section = section.model_copy(update={"type": "model", "path": None})
+    return section
+
+
+def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> Any:
+    """The teacher named, else the recipe's; with `in_shards` over all processes, which must have found each other.
+
+    Raises:
+        ValueError: as `its_teacher`.
+    """
+    section, device = its_teacher(target, teacher), device_here()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if in_shards:
+        from distill.teachers.sharded import load_sharded_teacher
+
+        device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        return load_sharded_teacher(section, device=device, dtype=dtype)[0]
+    return load_teacher(section, device=device, dtype=dtype)
+
+
+def takes_shards(target: Target, teacher: str | None, processes: int, batch_size: int) -> bool:
+    """Whether that many processes, one a GPU where there are GPUs, hold the teacher in shards to judge by it.
+
+    The recipe of the run decides (`parallel.teacher`); a model that no run made is judged on one device.
+
+    Raises:
+        ValueError: as `its_teacher`.
+    """
+    if processes <= 1 or target.recipe is None:
+        return False
+    from distill.planning.caching import asked_in_shards
+
+    recipe = target.recipe.model_copy(update={"teacher": its_teacher(target, teacher), "student": target.student})
+    return asked_in_shards(recipe, device_here(), processes, batch_size=batch_size)
+
+
+def knows_one_teacher(target: Target) -> bool:
+    """Whether `load_its_teacher` needs no name."""
+    recipe = target.recipe
+    return (
+        recipe is not None and not recipe.teachers and not (recipe.teacher.is_cached and recipe.teacher.model is None)
+    )
+
+
+def held_out_rows(
+    target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int, teacher_tokenizer: Any = None,
+    *, packing: bool = True,
+) -> Sequence[Any]:  # fmt: skip
+    """The rows that the run held out, or of `data` up to `max_rows` texts or chats, read as the run reads its own.
+
+    With a tokenizer of the teacher's own they hold both readings. Without `packing` each text has a row of its own,
+    also of a run that packed them: on a GPU our attention keeps texts apart that a model's own would not.
+
+    Raises:
+        ValueError: neither a run nor data.
+    """
+
+    def read(section: Data, seed: int) -> Sequence[Any]:
+        if teacher_tokenizer is None:
+            return load_data(section, tokenizer, seed=seed).validation
+        from distill.teachers.cross.data import load_cross_data
+
+        return load_cross_data(section, tokenizer, teacher_tokenizer, seed=seed).validation
+
+    if data is not None:
+        held_out = Validation(fraction=0.999, max_rows=max_rows)
+        own = {} if target.recipe is None else _as_read_by(target.recipe.data, data)
+        return read(
+            Data(source=data, max_length=max_length, cache=False, validation=held_out, packing=packing, **own), 0
+        )
+    if target.recipe is None:
+        raise ValueError("--data: needed with a model; a run knows what it held out")
+    section = target.recipe.data
+    return read(section if packing else section.model_copy(update={"packing": False}), target.recipe.train.seed)
+
+
+def _as_read_by(section: Data, source: str) -> dict[str, Any]:
+    """How a run reads data: its chat template and which turns count; its columns too where `source` has them."""
+    kept: dict[str, Any] = {"chat_template": section.chat_template, "train_on": section.train_on}
+    mapped = section.fields.model_dump(exclude_none=True)
+    if mapped and set(mapped.values()) <= set(columns_of(open_source(source, field="--data"))):
+        kept |= {"fields": section.fields, "format": section.format}
+    return kept
+
+
+def shared_vocabulary(student: Any, teacher: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> int:
+    """Columns both heads share, after the tokenizers were compared.
+
+    Raises:
+        ValueError: these two cannot be compared token by token.
+    """
+    rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher, student)]
+    return compare(teacher_tokenizer, student_tokenizer, *rows).require()

@@ -1,0 +1,61 @@
+"""What a run computes in, and on which device."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+from distill.recipe import Recipe, Train
+from distill.recipe.models import EIGHT_BITS
+
+COMPUTE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision(NamedTuple):
+    """What the student computes in, what its weights are kept in, and what the teacher's are."""
+
+    compute: torch.dtype
+    student: torch.dtype
+    teacher: torch.dtype
+    lora: bool = False
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast, None where all weights are in the compute dtype already.
+
+        PEFT keeps adapters in float32 beside frozen 16-bit weights: without autocast their products would be float32.
+        """
+        return None if self.compute in (torch.float32, None if self.lora else self.student) else self.compute
+
+
+def resolve_device(train: Train) -> torch.device:
+    """`train.device` on this machine.
+
+    Raises:
+        ValueError: CUDA asked for and absent.
+    """
+    if train.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train.device: cuda was asked for, and torch sees no CUDA device here; use cpu or auto")
+    if train.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
+    """Fill in `auto`: bf16 on GPUs that have it, fp32 on the CPU.
+
+    A student that is trained in full keeps fp32 weights under autocast, since bf16 weights would round small updates
+    away; frozen weights (the teacher's, and a LoRA student's base) are kept in what is computed in.
+    """
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    asked = recipe.train.precision
+    compute = (torch.bfloat16 if bf16 else torch.float32) if asked == "auto" else COMPUTE[asked]
+    frozen = compute if recipe.student.lora is not None else torch.float32
+    student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
+    if student == torch.float16 and recipe.student.lora is None:
+        raise ValueError("student.dtype: float16 weights cannot be trained; use float32 with train.precision: float16")
+    named = "bfloat16" if recipe.teacher.dtype in EIGHT_BITS else recipe.teacher.dtype
+    teacher = compute if named == "auto" else COMPUTE[named]
+    return Precision(compute, student, teacher, lora=recipe.student.lora is not None)

@@ -1,0 +1,99 @@
+"""Sizes of a model, counted on a copy without memory."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from distill.models.head import bare, decoder_of, find_head
+from distill.models.pruning import find_layers
+from distill.models.quantised import quantisation_of, stored_bits
+
+
+class Shape(NamedTuple):
+    """Sizes of one model, counted on a copy without memory.
+
+    Attributes:
+        parameters: all of them, tied ones once.
+        trained: those with gradients.
+        linear: parameters in the decoder's linear layers.
+        head: vocabulary x hidden size; `tied` where the embedding is the same tensor.
+        vocabulary, hidden, layers, heads: as in the configuration.
+        query, key_value: heads x head width, of queries and of keys.
+        intermediate: width of the MLP; `gated` where it has two projections up.
+        adapted: sum over LoRA layers of their input widths, `rank` their rank; 0 without LoRA.
+        layered: parameters in the decoder's layers, `largest_layer` those of the largest; 0 where there is no list.
+        stored_bits: of a weight in the decoder's linear layers where the checkpoint is quantised and says so.
+    """
+
+    parameters: int
+    trained: int
+    linear: int
+    head: int
+    tied: bool
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    query: int
+    key_value: int
+    intermediate: int
+    gated: bool
+    adapted: int = 0
+    rank: int = 0
+    layered: int = 0
+    largest_layer: int = 0
+    stored_bits: float | None = None
+
+
+def shape_of(model: nn.Module) -> Shape:
+    """Count `model`, which may lie on the meta device; bare or inside PEFT."""
+    config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
+    decoder, head = decoder_of(model), find_head(model).linear
+    weight: Any = head.weight
+    linears: list[Any] = [m for m in decoder.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
+    adapters: list[Any] = [m for m in bare(model).modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
+    adapter_layers = {id(part) for m in adapters for part in m.modules() if part is not m.get_base_layer()}
+    linears = [m for m in linears if id(m) not in adapter_layers]
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
+    parameters = list(model.parameters())
+    embedding = bare(model).get_input_embeddings()  # type: ignore[operator]
+    intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    embedding = embedding.get_base_layer() if hasattr(embedding, "get_base_layer") else embedding
+    layers = _layer_sizes(model)
+    stored = quantisation_of(bare(model).config)
+    return Shape(
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        linear=sum(p.numel() for m in linears for p in m.parameters(recurse=False)),
+        head=weight.numel(),
+        tied=embedding.weight is weight,
+        vocabulary=weight.shape[0],
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        heads=heads,
+        query=heads * width,
+        key_value=(getattr(config, "num_key_value_heads", None) or heads) * width,
+        intermediate=intermediate or 4 * config.hidden_size,
+        gated=bool(names & {"gate_proj", "gate_up_proj", "w3"}),
+        adapted=sum(m.get_base_layer().weight.shape[1] for m in adapters),
+        rank=max((next(iter(m.r.values())) for m in adapters), default=0),
+        layered=sum(layers),
+        largest_layer=max(layers, default=0),
+        stored_bits=None if stored is None else stored_bits(stored),
+    )  # fmt: skip
+
+
+def _layer_sizes(model: nn.Module) -> list[int]:
+    """Parameters of each decoder layer; none where the model has no list of them."""
+    try:
+        _, layers = find_layers(model)
+    except ValueError:
+        return []
+    return [sum(p.numel() for p in layer.parameters()) for layer in layers]
+
+
+USABLE = 0.95  # of the memory; the rest goes to the CUDA context and to fragmentation

@@ -1,0 +1,166 @@
+"""How models lie over several processes: copied, or cut into shards (FSDP2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    pass
+
+
+Strategy = Literal["ddp", "fsdp"]
+
+
+class Sharing(NamedTuple):
+    """What is done with the two models.
+
+    Attributes:
+        student: `ddp` copies it to every device, `fsdp` shards it.
+        teacher_sharded: the teacher is sharded too.
+        fits: whether the arithmetic says that this goes into the devices.
+        why: the figures it was chosen by, for people.
+    """
+
+    student: Strategy
+    teacher_sharded: bool
+    fits: bool
+    why: str = ""
+
+    @property
+    def student_sharded(self) -> bool:
+        """Whether the student goes through FSDP2."""
+        return self.student == "fsdp"
+
+    @property
+    def short(self) -> str:
+        """In a word or two."""
+        if self is ALONE:
+            return "one device"
+        return self.student + (", teacher sharded" if self.teacher_sharded else "")
+
+    def __str__(self) -> str:
+        student = "sharded (FSDP2)" if self.student_sharded else "copied (DDP)"
+        return f"student {student}, teacher {'sharded (FSDP2)' if self.teacher_sharded else 'copied'}: {self.why}"
+
+
+ALONE = Sharing("ddp", False, True, "one process")
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    """Whether the parameters of `model` are shards."""
+    from torch.distributed.tensor import DTensor
+
+    return model is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def shard_teacher(teacher: nn.Module) -> nn.Module:
+    """Cut a teacher into shards over all processes, in place (FSDP2); each layer is gathered when it is called.
+
+    The units are each layer, the embedding, the head (one unit with the embedding where they are tied), and the final
+    norm with the rest of the decoder. Patch the teacher before. The objective gathers the head once a micro-step.
+
+    Args:
+        teacher: A causal language model, frozen, the same on every process, on its device or on `meta` (then
+            `to_empty` and its weights come after).
+
+    Returns:
+        `teacher`, whose parameters are DTensors now.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from distill.models.head import decoder_of, find_head
+    from distill.models.pruning import find_layers
+
+    kind = "cuda" if dist.get_backend().endswith("nccl") or "cuda" in dist.get_backend() else "cpu"
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    teacher.eval().requires_grad_(False)
+    decoder, head, embedding = decoder_of(teacher), find_head(teacher).module, teacher.get_input_embeddings()  # type: ignore[operator]
+    _, layers = find_layers(teacher)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    if embedding.weight is find_head(teacher).linear.weight:
+        fully_shard([embedding, head], mesh=mesh, reshard_after_forward=True)
+    else:
+        fully_shard(embedding, mesh=mesh, reshard_after_forward=True)
+        fully_shard(head, mesh=mesh, reshard_after_forward=True)
+    fully_shard(decoder, mesh=mesh, reshard_after_forward=True)
+    return teacher
+
+
+def use_fsdp2(accelerator: Any, settings: dict[str, Any]) -> None:
+    """Have `accelerator` shard by FSDP2, on GPUs and CPUs alike, reducing gradients in float32.
+
+    accelerate leaves a plugin unused where the processes have no GPUs and trains by DDP without a word, and its own
+    mixed precision would reduce gradients in bfloat16.
+
+    Args:
+        accelerator: Of the trainer, before `prepare`.
+        settings: `TrainingArguments.fsdp_plugin_args`.
+    """
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    state = accelerator.state
+    if getattr(state, "fsdp_plugin", None) is None:
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings)
+        state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    computes = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=computes, reduce_dtype=torch.float32)
+
+
+def keeps_nothing(optimizer: Any) -> bool:
+    """Whether an optimizer's steps follow from its settings alone: plain SGD, without momentum.
+
+    torch cannot load the state of such a one into shards ("Expected device to be set": it takes the device from the
+    state's tensors), and there is nothing to load.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return type(inner) is torch.optim.SGD and not any(group["momentum"] for group in inner.param_groups)
+
+
+def whole_student(accelerator: Any, model: nn.Module) -> Any:
+    """A sharded student as an ordinary model on the CPU, to save, merge or hand over; on the first process only.
+
+    Args:
+        accelerator: That sharded it.
+        model: The student as it was trained, bare or inside PEFT; stays as it is. Every process must call this.
+
+    Returns:
+        The model; None on the other processes.
+    """
+    from distill.core.ranks import is_first
+
+    state = accelerator.get_state_dict(model)
+    return _rebuilt(model, state) if is_first() else None
+
+
+def _rebuilt(model: Any, state: dict[str, torch.Tensor]) -> Any:
+    """A model of the same classes and settings as `model`, with the weights `state`."""
+    import copy
+
+    from torch.distributed.fsdp import FSDPModule
+
+    from distill.models.head import bare, find_head
+
+    inner: Any = bare(model)
+    kind: Any = next(c for c in type(inner).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 puts its own before it
+    with torch.device("meta"):
+        rebuilt = kind._from_config(copy.deepcopy(inner.config))
+        tied = find_head(rebuilt).linear.weight is rebuilt.get_input_embeddings().weight
+        if hasattr(model, "peft_config"):
+            from peft import get_peft_model
+
+            rebuilt = get_peft_model(rebuilt, model.peft_config[model.active_adapter])
+    rebuilt.load_state_dict(state, assign=True)
+    embedding: Any = bare(rebuilt).get_input_embeddings()  # type: ignore[operator]
+    if tied:
+        head: Any = find_head(rebuilt).linear
+        head.weight = (embedding.get_base_layer() if hasattr(embedding, "lora_A") else embedding).weight
+    bare(rebuilt).generation_config = copy.deepcopy(inner.generation_config)
+    return rebuilt.eval()

@@ -1,0 +1,130 @@
+"""What a person reads before and after a run: what will be trained on what, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from distill.core import console
+from distill.evaluation.evaluate import HeldOut, gap_closed
+from distill.evaluation.samples import TITLES
+from distill.models.offload import offloading_of
+from distill.models.quantised import quantised_by
+from distill.models.work import parameters_of
+from distill.recipe import Recipe
+from distill.teachers.cache.identity import description
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.measure import KL, Measure
+from distill.teachers.names import model_name, teacher_name
+from distill.teachers.objective import DistillationObjective
+
+
+class Plan(NamedTuple):
+    """The size of a run.
+
+    Attributes:
+        steps: optimizer steps.
+        tokens_per_step: positions in one of them, over all devices.
+        accumulation: micro-batches a device and step.
+        world: processes.
+    """
+
+    steps: int
+    tokens_per_step: int
+    accumulation: int
+    world: int
+
+
+def preamble(
+    recipe: Recipe,
+    *,
+    teacher: nn.Module | None,
+    student: nn.Module,
+    objective: DistillationObjective,
+    plan: Plan,
+    data: Any,
+    vocabulary: str,
+    device: str,
+    kept: Sequence[int] | None = None,
+    sharing: str | None = None,
+) -> list[str]:
+    """The lines that open a run."""
+    total, trained = parameters_of(student)
+    name = model_name(recipe.student)
+    if kept is not None:
+        name += f", layers {_ranges(kept)}"
+    columns = objective.columns
+    avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * columns * 4 / 2**30
+    terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
+    lines = {
+        "teacher": f"{teacher_name(recipe)}, {_size(recipe, teacher)}",
+        "student": f"{name}, {_count(total)} parameters, {_count(trained)} trained ({trained / total:.0%})",
+        "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
+        "vocabulary": vocabulary,
+        "data": str(data).replace("\n", "\n" + " " * 12),
+        "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens ({plan.steps * plan.tokens_per_step:,} in all), "
+        f"{plan.accumulation} micro-batches a step on {plan.world} x {device}",
+        "workspace": f"logits are made in chunks; in full they would take {avoided:,.1f} GiB a micro-batch",
+    }
+    if sharing is not None:
+        lines["devices"] = sharing
+    if offloaded := offloading_of(teacher):
+        lines["offload"] = offloaded
+    if method := quantised_by(teacher):
+        lines["quantised"] = f"linear layers of the teacher by {method}, its head not; what that costs is not measured"
+    if objective.caveat is not None:
+        lines["divergences"] = objective.caveat
+    return [f"{key:<12}{value}" for key, value in lines.items()]
+
+
+def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:
+    """Heading, rows and the closing line of the table of held-out figures."""
+    heading = ["held out", f"{measure.name} to teacher", "agreement", "perplexity"]
+    rows = [
+        ["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"],
+        *(
+            [title, f"{row.forward_kl:.4f}", f"{row.agreement:.1%}", f"{row.student_perplexity:,.2f}"]
+            for title, row in (("student before", before), ("student after", after))
+        ),
+    ]
+    return (
+        heading,
+        rows,
+        f"gap closed  {gap_closed(before, after):.1%} of the {measure.name}, over {after.tokens:,} held-out "
+        f"{measure.unit}s",
+    )
+
+
+def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:
+    """Print each prompt with everybody's answer."""
+    for number, prompt in enumerate(prompts):
+        console.say(f"\nprompt: {prompt}")
+        for name, texts in answers.items():
+            console.say(f"  {TITLES.get(name, name) + ':':<16}{' '.join(texts[number].split()) or '(nothing)'}")
+
+
+def _size(recipe: Recipe, teacher: nn.Module | None) -> str:
+    """A teacher's parameters; of one on disk what is stored."""
+    if teacher is None:
+        return description(TeacherCache(recipe.teacher.path or "").manifest)
+    return f"{_count(parameters_of(teacher)[0])} parameters"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}" if unit == "B" else f"{number / size:.1f} {unit}"
+    return str(number)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-9, 20-29 for those numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)

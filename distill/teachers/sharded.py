@@ -1,0 +1,162 @@
+"""A teacher that no device holds: built without memory, cut into shards, then filled shard by shard.
+
+Each process makes the model on the meta device, patches it, and cuts it by FSDP2; only then do its shards get memory.
+The first process alone reads the weights, whole, into host memory, and hands every other its part of one parameter
+after the other, so that a device never holds more than its shards and one whole parameter, and what can be loaded at
+all (any checkpoint format, GGUF, a merged adapter) can be sharded. Random weights are drawn in the shards.
+
+Kernels are swapped in by verdicts reached on a model of the same configuration with two layers: a module without
+weights cannot be tried out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import distribute_tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from distill.models.attention import keep_soft_cap
+from distill.models.load import TEACHER_SEED, load_config, load_teacher
+from distill.models.patching import PatchReport, patch
+from distill.models.pruning import cut_config
+from distill.models.sharding import shard_teacher
+from distill.recipe import Teacher
+
+log = logging.getLogger(__name__)
+
+# of processes that wait while the first one reads weights; NCCL gives up after ten minutes
+PATIENCE = datetime.timedelta(hours=4)
+
+
+def load_sharded_teacher(
+    section: Teacher,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: Callable[[nn.Module], str | None] | None = None,
+) -> tuple[PreTrainedModel, PatchReport | None]:
+    """The teacher as shards over all processes; every process must call this.
+
+    Args:
+        section: The recipe's `teacher`.
+        device: Of this process.
+        dtype: Of the weights.
+        attention: Chooses the attention back end by looking at a model of the same heads on `device`; the kernels are
+            put in with it. None leaves the model as it is.
+
+    Returns:
+        The teacher, frozen and in eval mode, its parameters DTensors, and what was patched.
+
+    Raises:
+        ValueError: naming the field, the same on every process.
+    """
+    config = load_config(section, "teacher")
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": section.trust_remote_code}
+    if section.attention != "auto":
+        options["attn_implementation"] = section.attention
+    model = _without_memory(config, options)
+    keep_soft_cap(model, section.attention, "teacher.attention")
+    report = None
+    devices = [device] if device.type == "cuda" else []
+    if attention is not None:
+        with torch.random.fork_rng(devices), device:
+            small = AutoModelForCausalLM.from_config(_two_layers(config), **options).eval()
+        backend = attention(small)
+        report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=backend).verdicts)
+        del small
+    buffers = {name: buffer.to(device, copy=True) for name, buffer in model.named_buffers()}
+    shard_teacher(model)
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        owner, _, last = name.rpartition(".")
+        model.get_submodule(owner)._buffers[last] = buffer
+    if section.init == "random":
+        with torch.random.fork_rng(devices):
+            _draw(model, TEACHER_SEED)
+    else:
+        source = _on_the_first(lambda: load_teacher(section, device="cpu", dtype=dtype))
+        _fill(model, source, device)
+    return model, report
+
+
+def _without_memory(config: Any, options: Mapping[str, Any]) -> Any:
+    """The model with parameters on the meta device and buffers, which no checkpoint may hold, in memory."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    model.tie_weights()
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False)
+
+
+def _two_layers(config: Any) -> Any:
+    """Enough layers for every kind of module, in models that alternate two kinds of layers too."""
+    return cut_config(config, range(min(2, config.get_text_config().num_hidden_layers)))
+
+
+def _draw(model: Any, seed: int) -> None:
+    """Random weights as the architecture draws them, in the shards."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            model._init_weights(module)
+
+
+def of_the_first(make: Callable[[], Any]) -> Any:
+    """What `make` returns on the first process, which alone calls it, on all; what it raises is raised on all."""
+    found = [_on_the_first(make)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _on_the_first(load: Callable[[], Any]) -> Any:
+    """What `load` returns, on the first process; None on the others. What it raises is raised on all."""
+    found, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
+    if dist.get_rank() == 0:
+        try:
+            found = load()
+        except ValueError as error:
+            fault = [str(error)]
+    dist.broadcast_object_list(fault, group=waiting)
+    dist.destroy_process_group(waiting)
+    if fault[0]:
+        raise ValueError(fault[0])
+    return found
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+    """Give every process its part of the first one's weights."""
+    weights = dict(source.named_parameters()) if source is not None else {}
+    shapes = [{name: tuple(p.shape) for name, p in weights.items()}]
+    dist.broadcast_object_list(shapes)
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if wrong := sorted(wanted.items() ^ shapes[0].items()):
+        raise ValueError(
+            f"teacher.model: its weights are not those of its configuration, which a sharded teacher needs; {wrong[0]} "
+            "is in one and not in the other. Save the merged model to a folder and name that"
+        )
+    for name, parameter in model.named_parameters():
+        shard: Any = parameter
+        whole = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+        if source is not None:
+            whole.copy_(weights[name])
+        shard.to_local().copy_(distribute_tensor(whole, shard.device_mesh, shard.placements).to_local())
+    kept = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in model.named_buffers():
+        if source is not None:
+            buffer.copy_(kept[name])
+        dist.broadcast(buffer, 0)
+    # where an answer ends, which must be the same everywhere
+    told = [getattr(source, "generation_config", None)]
+    dist.broadcast_object_list(told)
+    if told[0] is not None:
+        model.generation_config = told[0]

@@ -1,0 +1,207 @@
+"""`lock.yaml`: everything a run's figures depend on, written beside them, and held against a second run.
+
+    text = to_yaml(lock_of(recipe, ...))
+    require_same(read_lock(path), now)     # ValueError names the first thing that differs
+
+What it holds: the recipe as resolved, versions of the libraries, the fingerprints of both models' weights, the hashes
+of the tokenizer and of the tokenised data, the chat template with the day it is frozen at, seeds, attention back ends,
+the GPU and the number of processes. How many rows the loss takes at a time follows from these (versions, shapes, GPU).
+
+Made at every start, so it must be cheap at any size: `fingerprint` reads every byte of the weights, where they are,
+with integer sums that run at the speed of memory (measured: CPU 7 GB/s a core where SHA-256 makes 1.6).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from distill.core.environment import environment
+from distill.core.faults import RecipeError
+from distill.data.chat import load_template
+from distill.models.attention import BACKENDS
+from distill.models.head import bare
+from distill.models.load import STUDENT_SEED, TEACHER_SEED
+from distill.models.quantised import plain_tensors, quantised_by_transformers
+from distill.recipe import Recipe
+from distill.recipe.yaml_text import parse_yaml, to_yaml
+from distill.teachers.cache.format import cache_hash
+
+LOCK_FILE = "lock.yaml"
+FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environment")
+
+
+def lock_of(
+    recipe: Recipe, *, teacher: nn.Module | None, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
+    processes: int, source: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """Everything the run depends on, as plain data.
+
+    Args:
+        recipe: as resolved.
+        teacher: as loaded, its attention chosen, None where it is a cache; likewise `student`, before training.
+        tokenizer: of the data; None for random tokens.
+        rows: the tokenised training data.
+        processes: of the run.
+        source: hash of what the data were read from (a hub data set's fingerprint).
+    """
+    seed = recipe.train.seed
+    return {
+        "recipe": recipe.model_dump(mode="json", exclude={"name"}),
+        "data": {"source": source, "rows_sha256": hash_of_rows(rows), **_text_to_tokens(recipe, tokenizer)},
+        "teacher": {"cache_sha256": cache_hash(recipe.teacher.path)} if recipe.teacher.path else _model(teacher),
+        "student": _model(student),
+        "seeds": {"init": {"teacher": TEACHER_SEED, "student": STUDENT_SEED, "adapters": seed}, "data": seed,
+                  "dropout": seed, "sampling": "greedy"},
+        "processes": processes,
+        "environment": environment(),
+    }  # fmt: skip
+
+
+def hash_of_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+    """SHA-256 of the token ids, labels and positions, in order.
+
+    A data set is read column by column as it lies on the disk; other rows one by one, to the same hash.
+    """
+    digests = {name: (hashlib.sha256(), hashlib.sha256()) for name in ("input_ids", "labels", "position_ids")}
+    for columns in _columns(rows, tuple(digests)):
+        for (lengths, values), column in zip(digests.values(), columns, strict=True):
+            lengths.update(column[0].astype("<i8").tobytes())
+            values.update(column[1].astype("<i4").tobytes())
+    return hashlib.sha256(b"".join(part.digest() for pair in digests.values() for part in pair)).hexdigest()
+
+
+def _columns(rows: Any, names: tuple[str, ...]) -> Iterator[list[tuple[np.ndarray, np.ndarray]]]:
+    """Lengths and values of each column, some thousand rows at a time."""
+    if hasattr(rows, "with_format"):
+        for table in rows.with_format("arrow").iter(batch_size=4096):
+            columns = [table.column(name).combine_chunks() for name in names]
+            yield [(column.value_lengths().to_numpy(), column.flatten().to_numpy()) for column in columns]
+        return
+    for row in rows:
+        yield [(np.array([len(row[name])]), np.array(row[name], dtype=np.int32)) for name in names]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 over each parameter's name, shape, dtype and checksum.
+
+    The checksum: a parameter's bytes as rows of 4,096 integers of 64 bits, summed along the rows and along the
+    columns, modulo 2^64. Any change of one value changes both, and so does exchanging two that differ; it is no
+    defence against weights made to collide, which the commit of a hub model is. Of a sharded model each process takes
+    its own shards, and the result is the hash of those hashes: it depends on the number of processes, and every
+    process must call this.
+    """
+    digest, sharded = hashlib.sha256(), False
+    # quantised weights may be buffers, and their scales neither
+    packed = quantised_by_transformers(model)
+    for name, parameter in sorted(plain_tensors(model) if packed else model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
+        held: Any = parameter.detach()
+        if isinstance(held, DTensor):
+            held, sharded = held.to_local(), True
+        for sums in _sums(held):
+            digest.update(sums.cpu().numpy().tobytes())
+    if not sharded:
+        return digest.hexdigest()
+    parts: list[str] = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, digest.hexdigest())
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+
+def _sums(tensor: torch.Tensor, width: int = 4096) -> Iterator[torch.Tensor]:
+    """Sums of a tensor's bytes, as int64 [rows, width] along either dimension, and the bytes that fill no row."""
+    held = tensor.contiguous().flatten().view(torch.uint8)
+    held = held.clone() if held.storage_offset() % 8 else held  # a view of int64 begins on a multiple of 8
+    whole = len(held) // (8 * width) * (8 * width)
+    table = held[:whole].view(torch.int64).view(-1, width)
+    yield table.sum(dim=1)
+    yield table.sum(dim=0)
+    yield held[whole:]
+
+
+def _model(model: Any) -> dict[str, Any]:
+    config: Any = bare(model).config
+    return {
+        "weights": fingerprint(model),
+        "commit": getattr(config, "_commit_hash", None),
+        "attention": getattr(config, "_attn_implementation", None),
+    }
+
+
+def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+    """The tokenizer, and the chat template in use, with the day that it stamps in place of today."""
+    if tokenizer is None:
+        return {"tokenizer_sha256": None, "chat_template": None, "chat_template_date": None}
+    words = "\n".join(f"{number} {token}" for token, number in sorted(tokenizer.get_vocab().items()))
+    template = load_template(recipe.data.chat_template, tokenizer)
+    return {
+        "tokenizer_sha256": hashlib.sha256(words.encode()).hexdigest(),
+        "chat_template": template.source if template else None,
+        "chat_template_date": str(template.frozen_date) if template and template.frozen_date else None,
+    }
+
+
+def lock_text(lock: Mapping[str, Any]) -> str:
+    """The lock as YAML."""
+    return to_yaml(dict(lock))
+
+
+def read_lock(path: Path) -> dict[str, Any]:
+    """A lock from its file.
+
+    Raises:
+        RecipeError: there is none, or it is not a lock.
+    """
+    try:
+        lock = parse_yaml(path.read_text(encoding="utf-8"), f"--lock {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise RecipeError([f"--lock {path}: cannot be read: {reason}"]) from None
+    if not set(FIRST) <= lock.keys():
+        raise RecipeError([f"--lock {path}: expected a lock.yaml that a run has written"])
+    return lock
+
+
+def locked_attention(lock: Mapping[str, Any] | None, path: str) -> dict[str, Any]:
+    """The attention back ends of a lock, as `AttentionChoices` takes them: they are used here, not timed again.
+
+    Raises:
+        RecipeError: a back end that is none of ours.
+    """
+    found = (lock or {}).get("attention") or {}
+    if not isinstance(found, Mapping) or any(name not in BACKENDS for name in found.values()):
+        raise RecipeError([f"--lock {path}: attention: expected back ends of {', '.join(BACKENDS)}; came {found}"])
+    return {role: {"backend": name} for role, name in found.items()}
+
+
+def require_same(locked: Mapping[str, Any], now: Mapping[str, Any], origin: str) -> None:
+    """Hold that a run is the one that is locked.
+
+    Raises:
+        RecipeError: naming the first thing that differs, what is locked and what is here.
+    """
+    imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
+    for name, old, new in differences(imposed, now):
+        raise RecipeError([f"{origin}: {name} differs: locked {_short(old)}, here {_short(new)}"])
+
+
+def differences(locked: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, locked and present value of everything that differs, the recipe first."""
+    for key in [*locked, *(key for key in now if key not in locked)]:
+        old, new, name = locked.get(key), now.get(key), f"{prefix}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{name}.")
+        elif old != new:
+            yield name, old, new
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:56] + "..."

@@ -1,0 +1,265 @@
+"""The shape of the house, counted: floors, imports upward, cycles, branches on the kind of teacher, lines.
+
+    python -m scripts.house
+
+A package imports from packages on lower floors only. Imports inside functions and under TYPE_CHECKING count.
+`tests/test_house.py` holds these figures.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# the longest name that fits a module counts
+FLOORS = {
+    "distill_kernels": 0,
+    "distill.core": 1,
+    "distill.recipe": 2,
+    "distill.models": 3,
+    "distill.data": 3,
+    "distill.generation": 4,
+    "distill.teachers": 5,
+    "distill.planning": 6,
+    "distill.training": 7,
+    "distill.evaluation": 7,
+    "distill.doctor": 8,
+    "distill.reports": 8,
+    "distill.caching": 8,
+    "distill.run": 9,
+    "distill.commands": 9,
+    "distill.cli": 9,
+    "distill.__main__": 9,
+}
+TOP = max(FLOORS.values())
+MOST_LINES = 420
+# a line counts as a branch on the kind of teacher where it is an `if`, `elif`, `while`, conditional expression,
+# comprehension's `if`, `and`/`or`, `isinstance` or `getattr` that reads one of these
+KIND = re.compile(
+    r"""\.members\b | getattr\([^()]*"(members|head|describe|describe_batch|unshard)" | \bis_cached\b
+    | \bvocabulary\s*(==|!=|in)\s*\(?"cross" | \.teachers\b | \btype\s*==\s*"cache" | teacher\.path\b
+    | \bin\s+EIGHT_BITS | \bdtype\s*(==|!=|in)\s*\(?"(fp8|int8)" | \.offload\b | \bteacher_sharded\b
+    | isinstance\([^()]*(TeacherGroup|TeacherCache|Objective|Cached|Across|Several)\w*""",
+    re.VERBOSE,
+)
+BRANCH = re.compile(r"\b(if|elif|while|and|or|not|isinstance|getattr|for)\b|==|!=")
+HOME = ("distill/teachers/", "distill/recipe/")
+
+
+class Arrow(NamedTuple):
+    """An import: the file and line it stands in, the module that imports, the one that is imported, the names."""
+
+    place: str
+    importer: str
+    imported: str
+    names: tuple[str, ...]
+
+
+def module_name(path: Path, root: Path = ROOT) -> str:
+    """`distill.models.head` for distill/models/head.py, `distill_kernels.launch` for kernels/distill_kernels/launch.py."""
+    parts = list(path.relative_to(root).with_suffix("").parts)
+    parts = parts[1:] if parts[0] == "kernels" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def files(*folders: str, root: Path = ROOT) -> list[Path]:
+    """All Python files of these folders, in order."""
+    return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
+
+
+def arrows(root: Path = ROOT) -> list[Arrow]:
+    """Every import of one module of ours by another."""
+    paths = files("distill", "kernels", root=root)
+    modules = {module_name(path, root) for path in paths}
+    found = []
+    for path in paths:
+        importer = module_name(path, root)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            place = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Import):
+                found += [Arrow(place, importer, alias.name, ()) for alias in node.names if alias.name in modules]
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    if inner in modules:
+                        found.append(Arrow(place, importer, inner, ()))
+                    elif node.module in modules:
+                        found.append(Arrow(place, importer, node.module, (alias.name,)))
+    return found
+
+
+def package_of(module: str) -> str | None:
+    """The entry of `FLOORS` that a module belongs to; None for a package that is not in it."""
+    parts = module.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((name for name in names if name in FLOORS), None)
+
+
+def homeless(root: Path = ROOT) -> list[str]:
+    """Modules whose package has no floor."""
+    names = [module_name(path, root) for path in files("distill", "kernels", root=root)]
+    return [name for name in names if name != "distill" and package_of(name) is None]
+
+
+def upward(root: Path = ROOT) -> list[Arrow]:
+    """Imports from a higher floor, or from another package of the same one."""
+    wrong = []
+    for arrow in arrows(root):
+        here, there = package_of(arrow.importer), package_of(arrow.imported)
+        if here is None or there is None or here == there:
+            continue
+        same_top = FLOORS[here] == FLOORS[there] == TOP
+        if FLOORS[there] >= FLOORS[here] and not same_top:
+            wrong.append(arrow)
+    return wrong
+
+
+def private(root: Path = ROOT) -> list[Arrow]:
+    """Imports of a private name of another package of ours."""
+    return [
+        arrow
+        for arrow in arrows(root)
+        if any(name.startswith("_") and not name.startswith("__") for name in arrow.names)
+        and arrow.importer.rpartition(".")[0] != arrow.imported.rpartition(".")[0]
+    ]
+
+
+def cycles(root: Path = ROOT) -> list[list[str]]:
+    """Sets of files that import each other, each of two or more, sorted (Tarjan, 1972)."""
+    graph: dict[str, set[str]] = {}
+    for arrow in arrows(root):
+        if arrow.importer != arrow.imported:
+            graph.setdefault(arrow.importer, set()).add(arrow.imported)
+            graph.setdefault(arrow.imported, set())
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    components: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = low[name] = len(order)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in order:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], order[other])
+        if low[name] == order[name]:
+            component = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(component) > 1:
+                components.append(sorted(component))
+
+    for name in sorted(graph):
+        if name not in order:
+            visit(name)
+    return components
+
+
+def branches(root: Path = ROOT) -> list[tuple[str, str]]:
+    """Lines outside of recipe/ and teachers/ that ask for the kind of teacher: place and text.
+
+    Comments and docstrings do not count, nor lines that only pass such a value on.
+    """
+    found = []
+    for path in files("distill", root=root):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(HOME):
+            continue
+        found += [(f"{name}:{number}", line.strip()) for number, line in code_lines(path) if asks(line)]
+    return found
+
+
+def asks(line: str) -> bool:
+    """Whether a line of code branches on the kind of teacher."""
+    return bool(KIND.search(line) and BRANCH.search(line))
+
+
+def code_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Number and text of the lines of a file that are neither comment nor docstring."""
+    text = path.read_text(encoding="utf-8")
+    skipped: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            skipped.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    for number, line in enumerate(text.splitlines(), 1):
+        if number not in skipped and not line.lstrip().startswith("#"):
+            yield number, line.split("  # ")[0]
+
+
+def lines_of(folder: str, root: Path = ROOT) -> int:
+    """Lines of all Python files of a folder."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files(folder, root=root))
+
+
+def too_long(root: Path = ROOT) -> list[str]:
+    """Files over `MOST_LINES`, with their length."""
+    lengths = {path: len(path.read_text().splitlines()) for path in files("distill", "kernels", "scripts", "tests", root=root)}
+    return [f"{path.relative_to(root)} {length}" for path, length in lengths.items() if length > MOST_LINES]
+
+
+def any_names(folder: str, root: Path = ROOT) -> int:
+    """How often `Any` is written in code, imports aside; aliases of it count as they are used."""
+    count = 0
+    for path in files(folder, root=root):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {"Any"} | {
+            target.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == "Any"
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        count += sum(isinstance(node, ast.Name) and node.id in names for node in ast.walk(tree))
+    return count
+
+
+def long_signatures(root: Path = ROOT, most: int = 6) -> list[tuple[str, int]]:
+    """Functions of distill/ with more than `most` arguments (`self` and `cls` aside): place and count."""
+    found = []
+    for path in files("distill", root=root):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                given = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                count = len([name for name in given if name not in ("self", "cls")])
+                if count > most:
+                    found.append((f"{path.relative_to(root).as_posix()}:{node.name}", count))
+    return found
+
+
+def main() -> None:
+    """Print all of it."""
+    wrong, rings, asked, hidden, long = upward(), cycles(), branches(), private(), long_signatures()
+    print(f"{'imports upward or sideways':<44}{len(wrong):>6}")
+    for arrow in wrong:
+        print(f"    {arrow.place:<48}{arrow.importer} -> {arrow.imported} {', '.join(arrow.names)}")
+    print(f"{'cycles of files':<44}{len(rings):>6}")
+    for ring in rings:
+        print(f"    {', '.join(ring)}")
+    print(f"{'private names of other packages':<44}{len(hidden):>6}")
+    for arrow in hidden:
+        print(f"    {arrow.place:<48}{arrow.imported}: {', '.join(arrow.names)}")
+    print(f"{'branches on the kind of teacher outside':<44}{len(asked):>6}")
+    for place, line in asked:
+        print(f"    {place:<44}{line}")
+    print(f"{'functions over six arguments':<44}{len(long):>6}")
+    for place, number in long:
+        print(f"    {place:<64}{number:>4}")
+    for name in too_long():
+        print(f"over {MOST_LINES} lines: {name}")
+    for folder in ("distill", "kernels", "tests", "scripts"):
+        print(f"{folder + '/':<44}{lines_of(folder):>6} lines, Any {any_names(folder)}")
+    for name in ("distill/teachers/base.py", "distill/recipe", "distill/core"):
+        path = ROOT / name
+        if path.exists():
+            print(f"{name:<44}{any_names(name) if path.is_dir() else path.read_text().count('Any'):>6} Any")
+
+
+if __name__ == "__main__":
+    main()
