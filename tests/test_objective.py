@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.models.head import LogitShape, find_head, probe_logits, read_head
+from distill.models.head import LogitTransform, find_head, probe_logits, read_head
 from distill.teachers.objective import STATISTICS, DistillationObjective
 
 EXACT = 1e-9  # both sides in fp64
@@ -265,7 +265,7 @@ def test_a_model_with_a_twist_between_head_and_logits_is_refused():
         output.logits = output.logits * 1.25
         return output
 
-    assert probe_logits(model, "student") == LogitShape()
+    assert probe_logits(model, "student") == LogitTransform()
     model.forward = twisted
     with pytest.raises(ValueError, match="student: the logits of LlamaForCausalLM do not follow"):
         probe_logits(model, "student")
@@ -291,7 +291,7 @@ def test_a_model_that_a_trainer_has_prepared_for_autocast_is_read_in_its_own_pre
     ids = torch.arange(4)[None]
     exact = type(model).forward(model, input_ids=ids, use_cache=False).logits
     assert not torch.equal(model(input_ids=ids, use_cache=False).logits, exact), "no autocast: nothing is tested"
-    assert probe_logits(model, "student") == LogitShape()
+    assert probe_logits(model, "student") == LogitTransform()
     assert not torch.equal(model(input_ids=ids, use_cache=False).logits, exact), "the autocast is gone"
 
 
@@ -306,7 +306,7 @@ def test_logits_scaling_that_multiplies_is_found_out():
         return output
 
     model.forward = scaled
-    assert probe_logits(model, "student") == LogitShape(4.0)
+    assert probe_logits(model, "student") == LogitTransform(4.0)
 
 
 def test_heads_that_would_be_read_wrongly_are_refused():

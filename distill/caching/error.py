@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from distill.caching.make import Loaded
 from distill.data.collator import Collator
 from distill.data.packing import IGNORED
-from distill.models.head import HeadWeights, LogitShape, decoder_of, find_head, read_head
+from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.teachers.cache.encode import Said, encode, log_probabilities, normalised, surplus_of
 from distill.teachers.cache.settings import TAILS
+from distill.teachers.losses import LogitTransforms
 
 KS = (8, 16, 32, 64, 128, 256)
 
@@ -48,7 +49,7 @@ class Sample(NamedTuple):
     Attributes:
         teacher_hidden, student_hidden: [M, H] of each.
         teacher_head, student_head: weights.
-        teacher_shape, student_shape: scales and soft caps.
+        teacher_transform, student_transform: scales and soft caps.
         labels: int64 [M].
         columns: that count.
     """
@@ -57,8 +58,8 @@ class Sample(NamedTuple):
     student_hidden: torch.Tensor
     teacher_head: HeadWeights
     student_head: HeadWeights
-    teacher_shape: LogitShape
-    student_shape: LogitShape
+    teacher_transform: LogitTransform
+    student_transform: LogitTransform
     labels: torch.Tensor
     columns: int
 
@@ -66,7 +67,7 @@ class Sample(NamedTuple):
 @torch.no_grad()
 def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
     """Run both models over held-out rows until that many positions are had."""
-    student = loaded.models.student
+    student = loaded.pair.student
     training, device = student.training, loaded.teacher.device
     student.eval()
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -85,8 +86,8 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
         student.train(training)
     teacher_hidden, student_hidden, labels = (torch.cat(parts)[:positions] for parts in zip(*found, strict=True))
     return Sample(
-        teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.shape,
-        loaded.student_shape, labels, loaded.columns,
+        teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.transform,
+        loaded.student_transform, labels, loaded.columns,
     )  # fmt: skip
 
 
@@ -105,10 +106,9 @@ def measure(
         advance: called after each row.
     """
     s = sample
-    _, p = log_probabilities(s.teacher_hidden, s.teacher_head, s.teacher_shape, s.columns, temperature)
+    _, p = log_probabilities(s.teacher_hidden, s.teacher_head, s.teacher_transform, s.columns, temperature)
     full = FusedKLLoss(
-        temperature=temperature, student_logit_scale=s.student_shape.scale, student_softcap=s.student_shape.softcap,
-        teacher_logit_scale=s.teacher_shape.scale, teacher_softcap=s.teacher_shape.softcap,
+        temperature=temperature, **LogitTransforms(s.student_transform, s.teacher_transform),
     )  # fmt: skip
     shared = {
         "student_bias": s.student_head.bias, "student_lora": s.student_head.lora, "vocab_size": s.columns,
@@ -124,13 +124,13 @@ def measure(
         for tail in TAILS:
             generator = torch.Generator(s.labels.device).manual_seed(seed)
             said = encode(
-                s.teacher_hidden, s.teacher_head, s.teacher_shape, s.labels, columns=s.columns, k=k, tail=tail,
+                s.teacher_hidden, s.teacher_head, s.teacher_transform, s.labels, columns=s.columns, k=k, tail=tail,
                 temperature=temperature, generator=generator,
             ).to(dtype)  # fmt: skip
             given = said.logprobs.float() if tail == "sampled" else normalised(said.logprobs, said.tail)
             loss = FusedTopKKLLoss(
-                "forward", tail, temperature, student_logit_scale=s.student_shape.scale,
-                student_softcap=s.student_shape.softcap,
+                "forward", tail, temperature, student_logit_scale=s.student_transform.scale,
+                student_softcap=s.student_transform.softcap,
             )  # fmt: skip
             ids = said.ids
             made = _differentiated(s, lambda x, w: loss(x, w, ids, given, **shared))  # noqa: B023

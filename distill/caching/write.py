@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from distill.data.collator import Collator
 from distill.data.packing import IGNORED, best_fit
-from distill.models.head import HeadWeights, LogitShape
+from distill.models.head import HeadWeights, LogitTransform
 from distill.teachers.cache.encode import encode
 from distill.teachers.cache.format import (
     DTYPES,
@@ -131,20 +131,20 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
     return Work(entries, shards)
 
 
-class Teacher(NamedTuple):
+class EncodableTeacher(NamedTuple):
     """The teacher in parts.
 
     Attributes:
         hidden_states: of a collated batch, [B, S, H].
-        head: what makes logits of them; likewise `shape`.
-        shape: scale and soft cap.
+        head: what makes logits of them; likewise `transform`.
+        transform: scale and soft cap.
         device: where it is.
         sharded: whether the processes hold it together, so that all must call it as often.
     """
 
     hidden_states: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     head: HeadWeights
-    shape: LogitShape
+    transform: LogitTransform
     device: torch.device
     sharded: bool = False
 
@@ -221,7 +221,7 @@ def write_shards(
     plan: Mapping[str, Any],
     work: Work,
     splits: Sequence[Any],
-    teacher: Teacher,
+    teacher: EncodableTeacher,
     *,
     batch_size: int,
     pad: int = 0,
@@ -282,7 +282,7 @@ def shard_tensors(
     work: Work,
     number: int,
     tables: Sequence[Any],
-    teacher: Teacher,
+    teacher: EncodableTeacher,
     batch_size: int,
     pad: int,
     generator: torch.Generator,
@@ -320,7 +320,7 @@ def _laid_out(documents: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
 
 @torch.no_grad()  # FSDP2's gathered weights must not be made under inference mode
 def _stored(
-    plan: Mapping[str, Any], batch: Mapping[str, torch.Tensor], teacher: Teacher, generator: torch.Generator
+    plan: Mapping[str, Any], batch: Mapping[str, torch.Tensor], teacher: EncodableTeacher, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """What is stored of a batch, on the CPU."""
     dtype = DTYPES[plan["dtype"]]
@@ -329,7 +329,7 @@ def _stored(
         return {"hidden": hidden.to(dtype).cpu()}
     labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()[batch["valid_rows"]]
     said = encode(
-        hidden, teacher.head, teacher.shape, labels, columns=plan["vocabulary"], k=plan["k"], tail=plan["tail"],
+        hidden, teacher.head, teacher.transform, labels, columns=plan["vocabulary"], k=plan["k"], tail=plan["tail"],
         temperature=plan["temperature"], generator=generator,
     ).to(dtype)  # fmt: skip
     low, high = split_ids(said.ids.cpu().numpy(), plan["vocabulary"])

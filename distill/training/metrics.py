@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from distill.models.work import Work, peak_flops
-from distill.teachers.objective import STATISTICS
+from distill.teachers.losses import STATISTICS
 from distill.training.phases import PAUSED, Phases
 
 

@@ -23,7 +23,7 @@ from distill.data.collator import Collator
 from distill.evaluation.judge import judge
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import Engine, end_tokens, engine_for
-from distill.models.head import LogitShape, find_head, probe_logits
+from distill.models.head import LogitTransform, find_head, probe_logits
 from distill.recipe import Recipe
 from distill.teachers.cache.objective import TopKObjective
 from distill.teachers.cache.read import TeacherCache
@@ -46,7 +46,7 @@ class TeacherBench(Bench):
         self._right: dict[str, list[int]] = {}
         super().__init__(setups, held_out)
 
-    def shape(self) -> LogitShape:
+    def shape(self) -> LogitTransform:
         """How the teacher makes its logits."""
         return probe_logits(self.teacher, "teacher")
 
