@@ -51,7 +51,7 @@ from distill.recipe import Recipe, dump
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
-from distill.teachers.base import OpenContext, TeacherSource
+from distill.teachers.base import OpenContext
 from distill.teachers.identity import model_name
 from distill.teachers.opening import Pair, compile_models, open_pair, patch_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
@@ -235,7 +235,7 @@ def _run(
     # --- what came of it
     after = _held_out(recipe, pair, trainer, splits, precision)
     result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
-    _save(recipe, source, pair, trainer, splits, result, answers)
+    _save(recipe, pair, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
 
@@ -333,7 +333,6 @@ def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
 
 def _save(
     recipe: Recipe,
-    source: TeacherSource,
     pair: Pair,
     trainer: DistillationTrainer,
     splits: Splits,
@@ -341,7 +340,7 @@ def _save(
     answers: dict[str, list[str]],
 ) -> None:
     """The student with its card, samples, curves and the result; prints the table."""
-    folder, sharded = result.folder, trainer.is_fsdp_enabled
+    folder, sharded, source = result.folder, trainer.is_fsdp_enabled, source_of(recipe)
     student: Any = trainer.accelerator.unwrap_model(trainer.model)
     if pair.tokenizer is not None and recipe.generate.prompts and (is_first() or sharded):
         answers["after"] = _generate(recipe, pair, student)

@@ -183,7 +183,7 @@ def test_one_of_several_leaves_with_its_code_and_all_it_had_to_do(tmp_path):
     """What happens at exit happens, threads end, output arrives; the interpreter's own end is never reached."""
     code = """
 import atexit, sys, threading, time
-from distill.core.launch import leave
+from distill.core.ranks import leave
 
 def late():
     time.sleep(0.5)
@@ -207,7 +207,7 @@ def test_one_of_several_leaves_though_executors_wait_for_work(tmp_path):
     code = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from distill.core.launch import leave
+from distill.core.ranks import leave
 
 pool = ThreadPoolExecutor()
 pool.submit(len, "").result()

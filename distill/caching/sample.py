@@ -226,7 +226,7 @@ def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_t
     """Whether that many processes answer with the teacher in shards; prompts count as `data.max_length` tokens."""
     kept = batch_size * (recipe.data.max_length + max_new_tokens)
     device = resolve_device(recipe.train)
-    return asked_in_shards(recipe, device, processes, batch_size=batch_size, kept_tokens=kept, alone=True)
+    return asked_in_shards(recipe, device, processes, batch_size=batch_size, cached_tokens=kept, alone=True)
 
 
 def _processes(recipe: Recipe, who: str, engine: str, batch_size: int, max_new_tokens: int) -> int:

@@ -76,7 +76,7 @@ def _print(report: Preflight, measured: Any) -> None:
     device, memory = report.device, report.memory
     where = f"{report.gpus} x {device.name}" if report.gpus > 1 else device.name
     lines = [
-        f"teacher     {report.cache or f'{report.teacher.parameters / 1e6:,.2f} M parameters'}",
+        f"teacher     {report.teacher_text}",
         f"student     {report.student.parameters / 1e6:,.2f} M parameters, "
         f"{report.student.trained / 1e6:,.2f} M trained",
         f"vocabulary  {report.vocabulary}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from distill.recipe.models import EIGHT_BITS
 from distill.recipe.teachers import Kind, Sections, kind_of
 
 
@@ -143,9 +142,3 @@ def require_command(recipe: Sections, command: str) -> None:
     """
     if message := COMMANDS[command].get(kind_of(recipe)):
         raise ValueError(message)
-
-
-def loses_nothing_in_8_bits(recipe: Sections) -> bool:
-    """Whether 8 bits or host memory are ways of holding the recipe's teacher that it does not use yet."""
-    one = kind_of(recipe) in ("model", "cross")
-    return one and recipe.teacher.offload is None and recipe.teacher.dtype not in EIGHT_BITS

@@ -286,6 +286,24 @@ class Footprint(NamedTuple):
     wide_head_gradient: bool = False
 
 
+class SmallerTeacher(NamedTuple):
+    """A way of holding the teacher that takes less of a GPU's memory.
+
+    Attributes:
+        override: of the recipe.
+        recipe: with it.
+        words: for a person whose run did not fit.
+        note: what it costs.
+        same_targets: whether the teacher says the same, so that a run may be resumed with it.
+    """
+
+    override: str
+    recipe: Recipe
+    words: str
+    note: str = ""
+    same_targets: bool = False
+
+
 class OpenContext(NamedTuple):
     """What a source is opened with.
 
@@ -314,10 +332,17 @@ class TeacherSource(Protocol):
     Attributes:
         recipe: the run's.
         sections: of the models that will be loaded, by field; none for a cache.
+        shardable: whether its weights may be cut over the devices.
     """
 
     recipe: Recipe
     sections: Mapping[str, TeacherSection]
+    shardable: bool = True
+
+    @property
+    def is_to_be_made(self) -> bool:
+        """Whether it is a cache that another command makes first."""
+        return False
 
     @property
     def config_section(self) -> ModelSection:
@@ -356,6 +381,10 @@ class TeacherSource(Protocol):
     def footprint(self, context: FootprintContext) -> Footprint:
         """Bytes and FLOPs, by arithmetic."""
         ...
+
+    def smaller(self) -> list[SmallerTeacher]:
+        """Other ways of holding it on GPUs that take less of their memory."""
+        return []
 
     def identity(self) -> dict[str, object]:
         """For caches: name, revision, hashes of its files."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from distill.core import console
 from distill.core.ranks import is_first
+from distill.core.units import GIB
 from distill.generation.answers import generate
 from distill.models.fingerprint import model_identity
 from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
@@ -41,6 +42,7 @@ from distill.teachers.base import (
     FootprintContext,
     OpenContext,
     Pairing,
+    SmallerTeacher,
     Teacher,
     TeacherSource,
 )
@@ -146,6 +148,7 @@ class ModelSource(TeacherSource):
     def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
         self.recipe, self.section, self.field = recipe, section or recipe.teacher, field
         self.sections = {field: self.section}
+        self.shardable = self.section.offload is None and self.section.dtype != "int8"
 
     @property
     def config_section(self) -> ModelSection:
@@ -191,6 +194,28 @@ class ModelSource(TeacherSource):
         """Bytes of the whole teacher in 16 bits beside the student; 0 where that does not fit and goes by layers."""
         whole = whole_bytes(self, context.precision)
         return whole if whole <= USABLE * context.memory_bytes else 0.0
+
+    def smaller(self, *, fp8: bool = True) -> list[SmallerTeacher]:
+        """In fp8 (unless that is ruled out), or in host memory; none of one that is held so already."""
+        recipe, section = self.recipe, self.section
+        if section.offload is not None or section.dtype in EIGHT_BITS:
+            return []
+        moved = self.meta().shape.layered * (4 if section.dtype == "float32" else 2) / GIB
+        in_fp8 = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": "fp8"})})
+        copied = recipe.parallel.model_copy(update={"teacher": "copied"})
+        offloaded = section.model_copy(update={"offload": "cpu"})
+        ways = [
+            SmallerTeacher(
+                "teacher.dtype=fp8", in_fp8, "teacher.dtype to fp8, half of the teacher's layers",
+                "moves the teacher a little: the run prints by how much",
+            ),
+            SmallerTeacher(
+                "teacher.offload=cpu", recipe.model_copy(update={"teacher": offloaded, "parallel": copied}),
+                "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead",
+                f"{moved:.1f} GiB cross the bus in every micro-batch", same_targets=True,
+            ),
+        ]  # fmt: skip
+        return ways if fp8 else ways[1:]
 
     def identity(self) -> dict[str, object]:
         """Name, revision, adapter, and the hash of its files where they lie on this machine."""
@@ -254,7 +279,9 @@ def loading_problems(source: ModelSource, *, cuda: bool, sharded: bool) -> list[
     section, student, problems = source.section, source.recipe.student, []
     if section.dtype == "int8" and not cuda:
         problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
-    if sharded and section.dtype == "fp8":
+    if sharded and section.dtype == "fp8" and source.recipe.parallel.teacher == "sharded":
+        problems.append("teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
+    elif sharded and section.dtype == "fp8":
         problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
     if sharded and student.is_cut:
         problems.append(

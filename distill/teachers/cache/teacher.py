@@ -173,6 +173,8 @@ def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
 class CacheSource(TeacherSource):
     """The cache that the recipe's `teacher.path` names, complete or still to be made by the model beside it."""
 
+    shardable = False
+
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.section, self.sections = recipe, recipe.teacher, {}
         self.folder = Path(recipe.teacher.path or "").expanduser()
@@ -200,8 +202,8 @@ class CacheSource(TeacherSource):
 
     @property
     def config_section(self) -> ModelSection:
-        """The configuration that lies in the cache."""
-        if self.is_to_be_made:
+        """The configuration that the recipe names, else the one that lies in the cache."""
+        if self.is_to_be_made or self.section.config is not None:
             return self.section.model_copy(update={"type": "model", "path": None})
         return ModelSection(model=stored_folder(str(self.folder), TEACHER))
 

@@ -33,6 +33,7 @@ from distill.teachers.base import (
     LossResult,
     OpenContext,
     Pairing,
+    SmallerTeacher,
     TargetFormat,
     Teacher,
     TeacherSource,
@@ -231,7 +232,7 @@ class CrossSource(TeacherSource):
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.inner = recipe, ModelSource(recipe)
-        self.sections = self.inner.sections
+        self.sections, self.shardable = self.inner.sections, self.inner.shardable
 
     @property
     def config_section(self) -> ModelSection:
@@ -264,6 +265,10 @@ class CrossSource(TeacherSource):
         return self.inner.footprint(context)._replace(
             workspace=context.memory_bytes / CHUNK_SHARE * CHUNK_COPIES, wide_head_gradient=True
         )
+
+    def smaller(self) -> list[SmallerTeacher]:
+        """In host memory: fp8 does not work across tokenizers."""
+        return self.inner.smaller(fp8=False)
 
     def identity(self) -> dict[str, object]:
         """Of the model."""
