@@ -9,8 +9,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from distill.data.chat import FROZEN_DAY
+from distill.data.labels import IGNORE_INDEX
 from distill.data.load import load_data
-from distill.data.packing import IGNORED
 from distill.evaluation.targets import find_target, held_out_rows
 from distill.generation.answers import encode_prompt
 from distill.recipe import Data, parse
@@ -35,7 +35,7 @@ def load(source, tokenizer, **more):
 
 
 def learned(row, tokenizer):
-    return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+    return tokenizer.decode([label for label in row["labels"] if label != IGNORE_INDEX])
 
 
 def all_rows(splits):
@@ -54,7 +54,7 @@ def test_a_template_that_writes_the_beginning_itself_gives_one_and_not_two(tmp_p
                  chat_template="none")  # fmt: skip
     for row in [*all_rows(chats), *all_rows(pairs)]:
         assert row["input_ids"][0] == number and row["input_ids"].count(number) == 1
-        assert row["labels"][0] == IGNORED and learned(row, tokenizer) == "A<|end|>"
+        assert row["labels"][0] == IGNORE_INDEX and learned(row, tokenizer) == "A<|end|>"
 
 
 @pytest.mark.parametrize(

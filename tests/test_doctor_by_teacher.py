@@ -8,7 +8,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from two_tokenizers import MERGED, PIECES
 
 from distill.cli import run_command
-from distill.data.packing import IGNORED
+from distill.data.labels import IGNORE_INDEX
 from distill.doctor import doctor, invariants_runs
 from distill.doctor.invariants import CHECKS, Finding
 from distill.doctor.subject_cross import AcrossTokenizers
@@ -125,7 +125,7 @@ def test_rows_of_two_readings_are_cut_behind_a_span(place):
         spans = [row["spans"][at : at + 4] for at in range(0, len(row["spans"]), 4)]
         assert all(0 < a < b <= len(row["input_ids"]) for a, b, _, _ in spans)
         assert all(0 < c < d <= len(row["teacher_input_ids"]) for _, _, c, d in spans)
-        assert [at for at, label in enumerate(row["labels"]) if label != IGNORED] == [a for a, *_ in spans]
+        assert [at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX] == [a for a, *_ in spans]
         assert max(spans)[1] == len(row["input_ids"]) < 2 * doctor.TOKENS
     apart = [part for row in subject.rows for part in subject.documents(row)]
     assert subject.documents(subject.joined(apart[:2])) == apart[:2]
@@ -143,7 +143,9 @@ def test_documents_of_a_cache_stay_whole(place):
 def test_the_students_words_are_asked_behind_the_datas_prompts(place):
     subject = doctor.prepare(load("answering.yaml"))
     learned = [
-        sum(label != IGNORED for label in part["labels"]) for row in subject.rows for part in subject.documents(row)
+        sum(label != IGNORE_INDEX for label in part["labels"])
+        for row in subject.rows
+        for part in subject.documents(row)
     ]
     assert len(learned) == len(subject.prompts) and max(learned) <= 6
     subject.prompts[0] = subject.prompts[0][1:]

@@ -18,6 +18,7 @@ from distill.models.load import load_student, load_teacher
 from distill.models.patching import AutoFusedModelForCausalLM
 from distill.recipe import Student, Teacher
 from distill.recipe.models import FromTeacher
+from distill.teachers import sharded
 from distill.training.trainer import DistillationTrainer
 
 IDS = torch.randint(3, 259, (2, 11), generator=torch.Generator().manual_seed(1))

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
-from torch.nn import functional as F
 
 from distill.caching.make import Loaded
 from distill.data.collator import Collator
-from distill.data.packing import IGNORED
+from distill.data.labels import shift_labels
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.teachers.cache.encode import Said, encode, log_probabilities, normalised, surplus_of
 from distill.teachers.cache.settings import TAILS
@@ -78,7 +77,7 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
             rows = batch["valid_rows"]
             body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
             hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state
-            labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()[rows]
+            labels = shift_labels(batch["labels"]).flatten()[rows]
             found.append((loaded.teacher.hidden_states(batch).flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
             if sum(len(part[2]) for part in found) >= positions:
                 break

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.data.packing import IGNORED, best_fit
+from distill.data.labels import IGNORE_INDEX, shift_labels
+from distill.data.packing import best_fit
 from distill.models.head import HeadWeights, LogitTransform
 from distill.teachers.cache.encode import encode
 from distill.teachers.cache.format import (
@@ -310,7 +310,7 @@ def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
     row = tables[entry.split][entry.row]
     ids = np.asarray(row["input_ids"])[entry.start : entry.stop]
     labels = np.array(np.asarray(row.get("labels", row["input_ids"]))[entry.start : entry.stop])
-    labels[0] = IGNORED
+    labels[0] = IGNORE_INDEX
     return {"input_ids": ids, "labels": labels, "position_ids": np.arange(len(ids))}
 
 
@@ -327,7 +327,7 @@ def _stored(
     hidden = teacher.hidden_states(batch).flatten(0, 1)[batch["valid_rows"]]
     if plan["kind"] == "hidden":
         return {"hidden": hidden.to(dtype).cpu()}
-    labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()[batch["valid_rows"]]
+    labels = shift_labels(batch["labels"]).flatten()[batch["valid_rows"]]
     said = encode(
         hidden, teacher.head, teacher.transform, labels, columns=plan["vocabulary"], k=plan["k"], tail=plan["tail"],
         temperature=plan["temperature"], generator=generator,

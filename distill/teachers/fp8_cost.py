@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 from distill_kernels import FusedKLLoss
 from torch import nn
-from torch.nn import functional as F
 
+from distill.data.labels import shift_labels
 from distill.models.fp8_teacher import quantise
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, last_hidden, read_head
 from distill.teachers.base import Batch, Pairing
 from distill.teachers.hidden import HiddenFormat
-from distill.teachers.losses import IGNORE, LogitTransforms
+from distill.teachers.losses import LogitTransforms
 
 
 class Fp8Cost(NamedTuple):
@@ -60,7 +60,7 @@ def quantise_and_measure(
     modes = [(module, module.training) for module in student.modules()]
     student.eval()
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
-    labels = F.pad(batch["labels"], (0, 1), value=IGNORE)[..., 1:]
+    labels = shift_labels(batch["labels"])
     before = last_hidden(teacher, batch)
     student_hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
     for module, training in modes:

@@ -11,7 +11,6 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
 from distill.models.head import LogitTransform
 from distill.recipe.loss import Loss
 
-IGNORE = -100
 KL = ({"forward_kl"}, {"reverse_kl"})
 STATISTICS = TokenStats._fields
 DIVERGENCES = frozenset({"forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"})

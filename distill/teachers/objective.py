@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from distill_kernels import LossTerm
 from torch import nn
-from torch.nn import functional as F
 
+from distill.data.labels import shift_labels
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.teachers.base import Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
-from distill.teachers.losses import IGNORE, KL, LossSpec, TargetLoss, soft_terms
+from distill.teachers.losses import KL, LossSpec, TargetLoss, soft_terms
 from distill.teachers.measure import Measure
 from distill.teachers.model import LoadedTeacher
 
@@ -183,7 +183,7 @@ class DistillationObjective:
         for key in ("output_attentions", "output_hidden_states", "return_dict", "use_cache"):
             inputs.pop(key, None)
         hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
-        shifted = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+        shifted = shift_labels(labels)
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:
             result = self.loss_of(hidden, head, loss_inputs, shifted, valid_rows)

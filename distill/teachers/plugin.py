@@ -29,11 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels import ChunkedLoss, LossTerm
 
+from distill.data.labels import IGNORE_INDEX
 from distill.models.head import LogitTransform
 from distill.recipe.loss import Loss, PlainTerm, PluginTerm
 from distill.teachers.base import HeadCall, Pairing, TargetFormat
 from distill.teachers.hidden import HiddenFormat
-from distill.teachers.losses import IGNORE, LossSpec, TargetLoss, zero_like
+from distill.teachers.losses import LossSpec, TargetLoss, zero_like
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -195,6 +196,6 @@ def _with_transforms(
 
     def of_raw(raw: torch.Tensor, teacher_raw: Any, labels: Any) -> torch.Tensor:
         losses = function(transformed(raw, student), transformed(teacher_raw, teacher), labels)
-        return torch.where(labels == IGNORE, 0.0, losses) if labels is not None else losses
+        return torch.where(labels == IGNORE_INDEX, 0.0, losses) if labels is not None else losses
 
     return of_raw
