@@ -1,10 +1,11 @@
 """Compiles what a Python snippet launches for an H100-class GPU, without a GPU: run as a program by a test.
 
     python tests/compile_for_gpu.py "from distill_kernels import rms_norm; rms_norm(torch.ones(4, 64), torch.ones(64))"
+    compiled(snippet)     # the same in a process that was forked: [(kernel, registers, bytes spilled)]
 
 Triton's interpreter does not know types, layouts or registers, so a kernel can pass there and not compile. Here every
 launch on CPU tensors compiles its kernel down to machine code (ptxas included) and is not run; results are garbage.
-Prints one line a kernel: its name, registers and bytes spilled.
+Prints one line a kernel: its name, registers and bytes spilled. TRITON_INTERPRET may not be set.
 """
 
 import os
@@ -12,8 +13,6 @@ import re
 import subprocess
 import sys
 import tempfile
-
-os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 import triton
@@ -34,6 +33,16 @@ class Driver:
 
     def get_current_stream(self, device):
         return 0
+
+
+def compiled(snippet: str, **environment: str) -> list[tuple[str, int, int]]:
+    """Each kernel's name, registers and bytes spilled."""
+    from forked import clean_environment, run
+
+    made = run([__file__, snippet], cwd=os.getcwd(), env=clean_environment(**environment))
+    assert made.returncode == 0, made.stderr[-3000:]
+    lines = re.findall(r"(\w+): (\d+) registers, (\d+) bytes spilled", made.stdout)
+    return [(name, int(registers), int(spilled)) for name, registers, spilled in lines]
 
 
 def figures(ptx: str) -> str:

@@ -1,13 +1,8 @@
 """Kernels compile for an H100-class GPU, which the interpreter cannot tell, and keep their registers. No GPU needed."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compile_for_gpu import compiled
 
-ROOT = Path(__file__).resolve().parents[1]
 MOST_SPILLED = 64  # bytes a thread
 SETUP = """
 import distill_kernels as ours
@@ -147,10 +142,6 @@ for columns in (8192, 128256):
 def test_kernels_compile_for_sm_90(name):
     pytest.importorskip("triton")
     snippet, kernels = SNIPPETS[name]
-    command = [sys.executable, str(ROOT / "tests" / "compile_for_gpu.py"), SETUP + snippet]
-    environment = {"PYTHONPATH": str(ROOT / "kernels"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    made = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert made.returncode == 0, made.stderr[-3000:]
-    found = re.findall(r"\.(\w+): (\d+) registers, (\d+) bytes spilled", made.stdout)
-    assert kernels <= {kernel for kernel, *_ in found}, made.stdout
-    assert all(int(spilled) <= MOST_SPILLED for _, _, spilled in found), made.stdout
+    figures = compiled(SETUP + snippet)
+    assert kernels <= {kernel for kernel, *_ in figures}, figures
+    assert all(spilled <= MOST_SPILLED for _, _, spilled in figures), figures

@@ -9,7 +9,7 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.doctor import doctor, invariants_runs
+from distill.doctor import examine, invariants_runs
 from distill.teachers.objective import DistillationObjective
 
 NAMES = ["fused loss", "divergence", "accumulation", "packing", "padding", "patching", "workspace", "same tokens",
@@ -74,18 +74,18 @@ def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_proc
 
 
 def test_two_layers_of_large_models(workplace, monkeypatch, no_second_process):
-    monkeypatch.setattr(doctor, "LARGE", 1000)
+    monkeypatch.setattr(examine, "LARGE", 1000)
     from distill.recipe import load
 
-    subject = doctor.prepare(load("r.yaml", ["student.lora=null"]))
+    subject = examine.prepare(load("r.yaml", ["student.lora=null"]))
     assert subject.student.config.num_hidden_layers == subject.teacher.config.num_hidden_layers == 2
-    assert subject.student.config.num_hidden_layers == 2 and len(subject.rows) == doctor.ROWS
+    assert subject.student.config.num_hidden_layers == 2 and len(subject.rows) == examine.ROWS
 
 
 def test_a_student_of_the_first_and_last_layer_is_not_held_against_itself(workplace):
     from distill.recipe import load
 
-    subject = doctor.prepare(load("r.yaml", ["student={from_teacher: {layers: 2}}"]), small=True)
+    subject = examine.prepare(load("r.yaml", ["student={from_teacher: {layers: 2}}"]), small=True)
     ours, theirs = (model.state_dict() for model in (subject.student, subject.teacher))
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours), "two equal models have nothing to compare"
 
@@ -110,17 +110,17 @@ def test_rows_are_cut_around_what_is_learned():
         "labels": [-100] * 200 + list(range(200, 400)),
         "position_ids": list(range(400)),
     }
-    (cut, _) = doctor.some_rows([row, row, row], count=2)
+    (cut, _) = examine.some_rows([row, row, row], count=2)
     assert len(cut["input_ids"]) == 216 and cut["labels"][-1] == 215
     with pytest.raises(ValueError, match=r"data\.source: expected at least 2 rows"):
-        doctor.some_rows([row])
+        examine.some_rows([row])
 
 
 def test_lines_about_the_machine(tmp_path, monkeypatch):
-    lines = {line.name: line for line in doctor.environment_lines(tmp_path)}
+    lines = {line.name: line for line in examine.environment_lines(tmp_path)}
     assert {"torch", "transformers", "triton", "memory", "disk", "hub"} <= lines.keys()
     usage = namedtuple("usage", "free")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage(2**30))
-    monkeypatch.setattr(doctor, "environment", dict)
-    line = next(line for line in doctor.environment_lines(tmp_path) if line.name == "disk")
+    monkeypatch.setattr(examine.shutil, "disk_usage", lambda folder: usage(2**30))
+    monkeypatch.setattr(examine, "environment", dict)
+    line = next(line for line in examine.environment_lines(tmp_path) if line.name == "disk")
     assert not line.fine and "make room" in str(line)

@@ -9,7 +9,7 @@ from two_tokenizers import MERGED, PIECES
 
 from distill.cli import run_command
 from distill.data.labels import IGNORE_INDEX
-from distill.doctor import doctor, invariants_runs
+from distill.doctor import examine, invariants_runs
 from distill.doctor.invariants import CHECKS, Finding
 from distill.doctor.subject_cross import AcrossTokenizers
 from distill.recipe import load
@@ -111,28 +111,28 @@ def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
 
 
 def test_shrunken_copies(place):
-    several = doctor.prepare(load("several.yaml"), small=True)
+    several = examine.prepare(load("several.yaml"), small=True)
     assert [model.config.num_hidden_layers for model in several.models] == [2, 2, 2] and several.weights == [3.0, 1.0]
     assert several.shrunk().teacher.shares == (0.75, 0.25)
-    cached = doctor.prepare(load("cache.yaml"), small=True)
+    cached = examine.prepare(load("cache.yaml"), small=True)
     assert cached.teachers == [] and cached.shrunk().student.config.num_hidden_layers == 2
 
 
 def test_rows_of_two_readings_are_cut_behind_a_span(place):
-    subject = doctor.prepare(load("across.yaml"))
-    assert isinstance(subject, AcrossTokenizers) and len(subject.rows) == doctor.ROWS
+    subject = examine.prepare(load("across.yaml"))
+    assert isinstance(subject, AcrossTokenizers) and len(subject.rows) == examine.ROWS
     for row in subject.rows:
         spans = [row["spans"][at : at + 4] for at in range(0, len(row["spans"]), 4)]
         assert all(0 < a < b <= len(row["input_ids"]) for a, b, _, _ in spans)
         assert all(0 < c < d <= len(row["teacher_input_ids"]) for _, _, c, d in spans)
         assert [at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX] == [a for a, *_ in spans]
-        assert max(spans)[1] == len(row["input_ids"]) < 2 * doctor.TOKENS
+        assert max(spans)[1] == len(row["input_ids"]) < 2 * examine.TOKENS
     apart = [part for row in subject.rows for part in subject.documents(row)]
     assert subject.documents(subject.joined(apart[:2])) == apart[:2]
 
 
 def test_documents_of_a_cache_stay_whole(place):
-    subject = doctor.prepare(load("cache.yaml"))
+    subject = examine.prepare(load("cache.yaml"))
     cache = TeacherCache(subject.stored.path)
     cache.require(subject.rows, "rows")
     cut = [{name: values[:-1] for name, values in row.items()} for row in subject.rows]
@@ -141,7 +141,7 @@ def test_documents_of_a_cache_stay_whole(place):
 
 
 def test_the_students_words_are_asked_behind_the_datas_prompts(place):
-    subject = doctor.prepare(load("answering.yaml"))
+    subject = examine.prepare(load("answering.yaml"))
     learned = [
         sum(label != IGNORE_INDEX for label in part["labels"])
         for row in subject.rows

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
+from distill.data.labels import IGNORE_INDEX
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
-
-IGNORED = -100
 
 
 class HeldOut(NamedTuple):
@@ -156,7 +155,7 @@ def _sums(
         batch = collator([rows[number] for number in range(start, min(start + batch_size, len(rows)))])
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         output = student(**objective.compare(inputs, num_items=1))
-        trained = (inputs["labels"][:, 1:] != IGNORED).sum().double()[None]
+        trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double()[None]
         sums += torch.cat([output["statistics"].double(), trained]) * mine
     if distributed:
         torch.distributed.all_reduce(sums)

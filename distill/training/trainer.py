@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from distill.data.collator import Collator
+from distill.data.labels import IGNORE_INDEX
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
@@ -196,7 +197,7 @@ class DistillationTrainer(Trainer):
         """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
         if not batch_samples:
             return None
-        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
+        count = sum((batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batch_samples)
         count = torch.as_tensor(count, dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
@@ -288,7 +289,7 @@ class DistillationTrainer(Trainer):
             for batch in batches:
                 inputs = self._prepare_inputs(batch)
                 output = model(**self.objective.compare(inputs, num_items=1))
-                trained = (inputs["labels"][:, 1:] != -100).sum().double()[None]
+                trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double()[None]
                 sums += torch.cat([output["statistics"].double(), output["loss"].double()[None], trained])
         model.train(training)
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()
