@@ -7,7 +7,10 @@ import contextlib
 import os
 import sys
 import threading
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -18,6 +21,16 @@ def world_size() -> int:
 def is_first() -> bool:
     """Whether this process is the one that speaks and writes: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def of_the_first(make: Callable[[], T]) -> T:
+    """What `make` returns on the first process, which alone calls it, on all of them."""
+    if world_size() == 1:
+        return make()
+    from accelerate.utils import broadcast_object_list
+
+    (result,) = broadcast_object_list([make() if is_first() else None])
+    return result
 
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -23,6 +23,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from distill.core.faults import RunError
+from distill.core.files import sync
+from distill.core.manifest import write_manifest
 from distill.data.collator import Collator
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
@@ -31,7 +34,7 @@ from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
 from distill.models.work import NO_WORK, work_of
 from distill.teachers.blame import teacher_fault
 from distill.teachers.objective import STATISTICS, DistillationObjective, LossSpec
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
 from distill.training.metrics import Meter, named_means
@@ -249,9 +252,15 @@ class DistillationTrainer(Trainer):
         return super()._run_epoch(*args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As `Trainer`'s, which misses a tied head in every checkpoint: safetensors holds shared weights once."""
+        """Refuse a checkpoint that lacks weights; of a tied head, safetensors holds one copy only.
+
+        Raises:
+            RunError: `Trainer` would only warn, and go on with weights that were never trained.
+        """
         tied = getattr(self.objective.student, "all_tied_weights_keys", None) or {}
-        if load_result.unexpected_keys or not set(load_result.missing_keys) <= set(tied):
+        if missing := sorted(set(load_result.missing_keys) - set(tied)):
+            raise RunError(f"--resume: the checkpoint lacks the weights of {missing[0]}; move it away to use another")
+        if load_result.unexpected_keys:
             super()._issue_warnings_after_load(load_result)
 
     @torch.no_grad()
@@ -332,8 +341,9 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
-                make_lasting(unfinished / name)
+                write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
+                sync(folder, deep=False)
                 drop_old(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
