@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, doctor, judge, plan, sample, share
+from distill.commands import cache, doctor, judge, plan, sample, share, verify
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -63,6 +63,7 @@ app = typer.Typer(
     distill compare quickstart quickstart-2    runs beside each other
     distill generate quickstart -p "Hello"     let the student answer
     distill export quickstart -o student       a folder to hand over
+    distill verify quickstart                  is every file still as it was written?
     """,
 )
 recipes_app = typer.Typer(
@@ -75,6 +76,7 @@ doctor.register(app)
 judge.register(app)
 share.register(app)
 sample.register(app)
+verify.register(app)
 
 
 @app.callback()

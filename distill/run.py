@@ -228,8 +228,7 @@ def _run(
             sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
         console.say("\n".join([*lines, *described, *notes, f"{'run':<12}{folder}"]))
-    process.wait_for_everyone()
-    held.share()
+    held.share(process.wait_for_everyone)
     before, answers = _before(recipe, models, trainer, splits, precision, folder)
 
     # --- train

@@ -23,6 +23,7 @@ from distill.caching.write import (
     write_shards,
 )
 from distill.core.environment import environment
+from distill.core.files import write_json
 from distill.core.ranks import is_first, world_size
 from distill.data.load import DataReport, Splits, load_data
 from distill.evaluation.samples import generate
@@ -43,7 +44,6 @@ from distill.teachers.cache.format import (
     TOKENIZER,
     VERSION,
     bytes_a_token,
-    write_json,
     write_tensors,
 )
 from distill.teachers.cache.identity import teacher_identity, text_hashes

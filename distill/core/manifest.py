@@ -30,10 +30,10 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sums_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and checksum of every file below `folder` but its manifest, by its path in it."""
+def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below `folder`, by its path in it; its manifest and names in `skip` left out."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    names = [name for name in names if name != MANIFEST]
+    names = [name for name in names if name != MANIFEST and not name.startswith((".", skip))]
     with ThreadPoolExecutor(THREADS) as pool:  # hashing and reading leave Python to the others
         sums = list(pool.map(lambda name: checksum(folder / name), names))
     return {

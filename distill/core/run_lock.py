@@ -2,7 +2,7 @@
 
     with RunLock(folder) as lock:
         lock.take()           # the first process, before it reads or writes anything there
-        lock.share()          # every process, once the folder is there
+        lock.share(wait)      # every process, once the folder is there
         lock.check()          # is it still our folder?
 
 The lock is the system's (flock on a file in the folder), so that it ends with its processes however they end. That of
@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,12 +82,18 @@ class RunLock:
         self._beats = threading.Thread(target=self._count, daemon=True, name="run lock")
         self._beats.start()
 
-    def share(self) -> None:
+    def share(self, wait: Callable[[], None] = lambda: None) -> None:
         """Hold the lock with all processes of the run, so that it outlives the first one; every process calls it.
+
+        Args:
+            wait: until all processes have called it.
 
         Raises:
             RunError: another run has taken it.
         """
+        if self._handle is not None:
+            try_lock(self._handle, shared=True)
+        wait()
         if self._handle is None:
             if not self.path.exists():  # a machine that does not share the folder
                 return

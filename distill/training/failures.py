@@ -43,6 +43,8 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
                 f"train.batch_size (now {recipe.train.batch_size}), or data.max_length (now {recipe.data.max_length}) "
                 f"in a new run, or close what else runs{_continue(folder)}"
             ) from error
+        if world_size() > 1 and "by peer" in text:  # what gloo says; that process has said why
+            raise RunError(f"another process of this run has ended, and so does this one{_continue(folder)}") from error
         if "DataLoader worker" in text:
             raise RunError(
                 f"a data worker died ({text.splitlines()[0]}); most often the machine ran out of memory: lower "

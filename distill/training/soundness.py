@@ -132,6 +132,12 @@ def _fault_of_states(checkpoint: Path) -> str | None:
     return None
 
 
+def shapes_of(path: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in a safetensors file."""
+    with safe_open(str(path), framework="pt") as file:
+        return {str(name): list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
 def not_finite(path: Path) -> str | None:
     """The first tensor of a safetensors file that holds NaN or infinity; None where all are finite."""
     with safe_open(str(path), framework="pt") as file:

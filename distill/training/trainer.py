@@ -38,6 +38,7 @@ from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
 from distill.training.metrics import Meter, named_means
+from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class DistillationTrainer(Trainer):
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
+        self._begun = 0  # micro-batches
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),
             self.accelerator.num_processes,
@@ -169,6 +171,7 @@ class DistillationTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `Trainer.training_step`; remembers the batch until its step is known to be finite."""
+        self._begun += 1
         with self.meter.phases.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
         self.health.see_batch(inputs, loss)
@@ -231,7 +234,7 @@ class DistillationTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C, behind the step that was being made and its checkpoint.
         """
         self.meter.restart()
-        with self.health.stops_on_signals():
+        with self.health.stops_on_signals(), watching(Path(self.args.output_dir or "."), lambda: self._begun):
             result = super().train(*args, **kwargs)
         if self.health.interrupted and self.state.global_step < self.state.max_steps:
             raise KeyboardInterrupt
