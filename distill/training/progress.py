@@ -67,17 +67,17 @@ def _number(value: float) -> float | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file; a line cut short by a kill is left out, and so is a missing file."""
+    """Rows of a metrics file; a line cut short by a kill, and what is no number, are left out; so is a missing file."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append({name: value for name, value in row.items() if value is None or type(value) in (int, float)})
     return rows
 
 
