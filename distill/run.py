@@ -28,13 +28,15 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from distill.core import console
 from distill.core.environment import environment
-from distill.core.folders import RECIPE_FILE, RESULT_FILE, claim, run_folder
+from distill.core.files import write_json, write_text
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder
 from distill.core.launch import forget_accelerates_settings
-from distill.core.ranks import is_first, world_size
+from distill.core.manifest import sums_of
+from distill.core.ranks import is_first, of_the_first, world_size
+from distill.core.run_lock import RunLock
 from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
@@ -113,20 +115,22 @@ def run(
     device = resolve_device(recipe.train)
     forget_accelerates_settings(os.environ)
     process = PartialState(cpu=device.type == "cpu")
-    (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if is_first() else None])
-    with explained(recipe, folder):
-        return _run(recipe, folder, device, process, resume, lock, own_terms)
+    folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume))
+    with explained(recipe, folder), RunLock(folder) as held:
+        return _run(recipe, held, device, process, resume, lock, own_terms)
 
 
 def _run(
-    recipe: Recipe, folder: Path, device: torch.device, process: PartialState, resume: bool, lock: Path | None,
+    recipe: Recipe, held: RunLock, device: torch.device, process: PartialState, resume: bool, lock: Path | None,
     own_terms: Any,
 ) -> RunResult:  # fmt: skip
     # --- what was asked for
-    last = told = None
+    folder, last, told = held.folder, None, None
     if resume:
+        if is_first():
+            held.take()
         told = told_anew(recipe, folder, processes=world_size())
-        last, refused = resumable(folder)
+        last, refused = of_the_first(lambda: resumable(folder))
         if is_first():
             _say_where_it_goes_on(folder, last, [*refused, *told.lines()])
         if _is_finished(folder, last):
@@ -179,7 +183,7 @@ def _run(
         train_dataset=splits.train,
         eval_dataset=splits.validation,
         processing_class=pair.tokenizer,
-        callbacks=[MetricsFile(folder / "metrics.jsonl"), progress],
+        callbacks=[MetricsFile(folder / "metrics.jsonl", held.check), progress],
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
     )
     progress.measure = trainer.objective.measure
@@ -206,18 +210,19 @@ def _run(
     # --- from here on the run exists
     if locked is not None:
         if not resume:
-            claim(folder, LOCK_FILE)
+            held.take()
+            require_free(folder)
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
+        write_text(folder / RECIPE_FILE, dump(recipe) if told is None else told.recipe_text(last))
         if not (resume and (folder / LOCK_FILE).exists()):
-            _write(folder / LOCK_FILE, lock_text(locked))
-        _write(folder / RECIPE_FILE, dump(recipe) if told is None else told.recipe_text(last))
+            write_text(folder / LOCK_FILE, lock_text(locked))
         attention.write(folder)
         lines = preamble(
             source, pair, trainer.objective, plan=plan, data=splits.report, device=str(device.type),
             sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
         console.say("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
-    process.wait_for_everyone()
+    held.share(process.wait_for_everyone)
     before, answers = _before(recipe, pair, trainer, splits, precision, folder)
 
     # --- train
@@ -233,6 +238,7 @@ def _run(
         raise SystemExit(0)
 
     # --- what came of it
+    held.check()
     after = _held_out(recipe, pair, trainer, splits, precision)
     result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
     _save(recipe, pair, trainer, splits, result, answers)
@@ -265,13 +271,6 @@ def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str
 def _is_finished(folder: Path, last: Path | None) -> bool:
     """A run that wrote its result, last of all, and kept no checkpoint: to go on would be to do it all again."""
     return last is None and (folder / RESULT_FILE).is_file()
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file that is whole or absent."""
-    beside = path.with_name(path.name + ".unfinished")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
 
 
 def _first_held_out(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> Any:
@@ -321,7 +320,7 @@ def _before(
     if is_first():
         measure = trainer.objective.measure
         kept = {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
-        _write(path, json.dumps(console.plain(kept), indent=1))
+        write_json(path, console.plain(kept))
     return before, answers
 
 
@@ -386,5 +385,6 @@ def _save(
         "prompts": recipe.generate.prompts,
         "answers": answers,
         "environment": environment(),
+        "files": sums_of(folder / "student"),
     }
-    _write(folder / RESULT_FILE, json.dumps(console.plain(summary), indent=1))
+    write_json(folder / RESULT_FILE, console.plain(summary))

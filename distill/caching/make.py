@@ -22,7 +22,8 @@ from distill.caching.write import (
     write_shards,
 )
 from distill.core.environment import environment
-from distill.core.ranks import is_first, world_size
+from distill.core.files import write_json
+from distill.core.ranks import is_first, of_the_first, world_size
 from distill.data.load import DataReport, Splits
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import HeadWeights, LogitTransform, probe_logits
@@ -42,7 +43,6 @@ from distill.teachers.cache.format import (
     TOKENIZER,
     VERSION,
     bytes_a_token,
-    write_json,
     write_tensors,
 )
 from distill.teachers.cache.identity import text_hashes
@@ -51,7 +51,6 @@ from distill.teachers.cache.settings import MOST_ON_GPUS, Settings
 from distill.teachers.cache.teacher import section_to_load
 from distill.teachers.model import LoadedTeacher, ModelSource
 from distill.teachers.opening import Pair, open_pair, patch_models
-from distill.teachers.sharded import of_the_first
 
 
 class Loaded(NamedTuple):

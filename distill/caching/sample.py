@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from accelerate import PartialState
 
-from distill.core.ranks import is_first, world_size
+from distill.core.ranks import is_first, of_the_first, world_size
 from distill.data.chat import load_template
 from distill.generation.engines import Engine, TransformersEngine, end_tokens, engine_for
 from distill.generation.prompts import Prompt, read_prompts
@@ -35,7 +35,7 @@ from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
 from distill.teachers.cache.teacher import maker_section
 from distill.teachers.registry import source_of
-from distill.teachers.sharded import load_sharded_teacher, of_the_first
+from distill.teachers.sharded import load_sharded_teacher
 
 log = logging.getLogger(__name__)
 

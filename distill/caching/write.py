@@ -21,6 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distill.core.files import write_json
+from distill.core.manifest import sums_of
+from distill.core.units import GIB
 from distill.data.collator import Collator
 from distill.data.labels import IGNORE_INDEX, shift_labels
 from distill.data.packing import best_fit
@@ -33,19 +36,19 @@ from distill.teachers.cache.format import (
     MANIFEST,
     PLAN,
     bytes_a_token,
+    document_sums,
     documents_of,
     read_json,
     rows_of,
     shard_path,
     sizes_of,
     split_ids,
-    write_json,
+    sum_of_sums,
     write_tensors,
 )
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 SHARDS, LEAST_ROWS = 64, 32
 BEGINS_WITHIN_S = 1800.0  # machines load a teacher at different speeds
 
@@ -198,7 +201,7 @@ def require_room(folder: Path, plan: Mapping[str, Any], work: Work, extra: int =
         ValueError: the disk has less.
     """
     width = bytes_a_token(plan)
-    total = width * work.learned + (KEY_BYTES + 8) * len(work.entries) + extra
+    total = width * work.learned + (KEY_BYTES + 16) * len(work.entries) + extra
     missing = missing_shards(folder, work)
     left = sum(width * work.learned_in(number) for number in missing) + extra
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -303,7 +306,10 @@ def shard_tensors(
     offsets = np.concatenate([[0], np.cumsum([entry.learned for entry in documents])]).astype(np.int64)
     tensors = {name: torch.cat(values) for name, values in parts.items()}
     assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"
-    return tensors | {"keys": torch.from_numpy(keys.copy()), "offsets": torch.from_numpy(offsets)}
+    tensors |= {"keys": torch.from_numpy(keys.copy()), "offsets": torch.from_numpy(offsets)}
+    # bfloat16, which numpy does not know, as its bits
+    arrays = {name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
+    return tensors | {"sums": torch.tensor(document_sums(arrays, range(len(documents))))}
 
 
 def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -343,6 +349,8 @@ def close(folder: Path, plan: Mapping[str, Any], work: Work, more: Mapping[str, 
     manifest = {
         **plan, **more, "documents": len(work.entries), "positions": work.learned,
         "shards": list(sizes_of(folder, len(work.shards))),
+        "sums": [sum_of_sums(shard_path(folder, number)) for number in range(len(work.shards))],
+        "files": {name: entry for name, entry in sums_of(folder, skip="shard-").items() if name != PLAN},
     }  # fmt: skip
     write_json(folder / MANIFEST, manifest)
     return manifest

@@ -12,6 +12,7 @@ import typer
 
 from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
 from distill.core import console, launch, ranks
+from distill.core.files import write_text
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
@@ -95,11 +96,7 @@ def evaluate(
     found = find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
     if processes > 1 and takes_shards(found, teacher, processes, batch_size):
-        again = ["eval", target, "--batch-size", str(batch_size)] + ["--json"] * as_json
-        again += [] if data is None else ["--max-rows", str(max_rows), "--max-length", str(max_length)]
-        for name, value in (("--teacher", teacher), ("--data", data), ("--before", before)):
-            again += [] if value is None else [name, value]
-        raise typer.Exit(launch.start(processes, again))
+        raise typer.Exit(launch.restart(processes))
     first, world = ranks.is_first(), world_size()
     if world > 1:
         if not takes_shards(found, teacher, world, batch_size):
@@ -224,7 +221,7 @@ def compare(
     groups = group_runs(read)
     if plot is not None:
         _require_a_file("--plot", plot)
-        plot.write_text(curves_page(read), encoding="utf-8")
+        write_text(plot, curves_page(read))
     if as_json:
         say_json([group.as_dict() for group in groups])
         return

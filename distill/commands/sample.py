@@ -68,14 +68,7 @@ def sample(
         from distill.caching.sample import answers_in_shards
 
         if answers_in_shards(resolved, processes, batch_size, max_new_tokens):
-            again = ["sample", recipe, *(overrides or []), "--prompts", prompts, "--out", str(out)]
-            again += ["--from", who.value, "--engine", engine.value] + ["--json"] * as_json
-            for name, value in (
-                ("--max-new-tokens", max_new_tokens), ("--temperature", temperature), ("--batch-size", batch_size),
-                ("--seed", seed),
-            ):  # fmt: skip
-                again += [name, str(value)]
-            raise typer.Exit(launch.start(processes, again))
+            raise typer.Exit(launch.restart(processes))
     from distill.caching.sample import sample as run
 
     without_bars()

@@ -10,12 +10,9 @@ False): with a cache, packed documents would attend to each other.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from distill.core.files import replacing_folder
 from distill.models.adapters import add_lora, load_and_merge, merged
 from distill.models.attention import keep_soft_cap
 from distill.models.offload import offload_layers
@@ -289,7 +287,7 @@ def save_student(
     if is_lora and state_dict is not None:
         raise ValueError("state_dict: a LoRA student is merged from its own weights; gather them into the model first")
     plain = merged(model) if is_lora else model
-    with _appearing(folder) as unfinished:
+    with replacing_folder(folder, over=True) as unfinished:
         used, plain.config.use_cache = plain.config.use_cache, True
         try:
             plain.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
@@ -298,18 +296,6 @@ def save_student(
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     if is_lora:
-        with _appearing(folder.parent / "adapter") as unfinished:
+        with replacing_folder(folder.parent / "adapter", over=True) as unfinished:
             model.save_pretrained(unfinished)
     return folder
-
-
-@contextlib.contextmanager
-def _appearing(folder: Path) -> Any:
-    """A folder to write into that takes its name at the end, so that a crash leaves nothing half-written."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    yield unfinished
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(unfinished, folder)

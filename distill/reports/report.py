@@ -9,12 +9,12 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.faults import RecipeError
+from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.reports.curves import Panel, panels_of
 from distill.reports.style import STYLE
@@ -121,10 +121,7 @@ def read_run(folder: Path) -> Run:
 def write_report(folder: Path, destination: Path | None = None) -> Path:
     """Write the page about the run in `folder` to `destination` (`report.html` in the folder); returns its path."""
     target = destination or folder / "report.html"
-    text = page(read_run(folder))
-    beside = target.with_name(target.name + ".unfinished")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, target)
+    write_text(target, page(read_run(folder)))
     return target
 
 

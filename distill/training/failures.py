@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from distill.core.faults import DISK, RunError
+from distill.core.faults import DISK, RunError, disk_code
+from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.recipe import Recipe
@@ -22,13 +22,7 @@ from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
 
 MOST_WAYS = 4  # named where memory ran out, so that it stays one line; `distill check` has them all
-# what libraries that are not Python's put into exceptions of their own
-CUT_SHORT = (
-    "inline_container",
-    "PytorchStreamWriter",
-    "iostream error",
-)  # torch.save, which keeps the reason to itself
-SAID = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)}
+CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # torch.save, which says no reason
 
 
 @contextmanager
@@ -38,23 +32,20 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(out_of_memory(recipe, error, folder)) from error
-    except OSError as error:
-        if error.errno not in DISK:
-            raise
-        raise RunError(_disk(error.errno, error.filename or folder, folder)) from error
-    except Exception as error:  # libraries wrap what the system said into their own exceptions
-        text = str(error)
-        full = next((code for code, words in SAID.items() if words in text), None)
-        if full is None and any(words in text for words in CUT_SHORT):
-            full = errno.ENOSPC if _free(folder) < GIB else errno.EFBIG
-        if full is not None:
-            raise RunError(_disk(full, folder, folder)) from error
+    except Exception as error:
+        text, code = str(error), disk_code(error)
+        if code is None and any(words in text for words in CUT_SHORT):
+            code = errno.ENOSPC if _free(folder) < GIB else errno.EFBIG
+        if code is not None:
+            raise RunError(_disk(code, getattr(error, "filename", None) or folder, folder)) from error
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             raise RunError(
                 f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
                 f"train.batch_size (now {recipe.train.batch_size}), or data.max_length (now {recipe.data.max_length}) "
                 f"in a new run, or close what else runs{_continue(folder)}"
             ) from error
+        if world_size() > 1 and "by peer" in text:  # what gloo says; that process has said why
+            raise RunError(f"another process of this run has ended, and so does this one{_continue(folder)}") from error
         if "DataLoader worker" in text:
             raise RunError(
                 f"a data worker died ({text.splitlines()[0]}); most often the machine ran out of memory: lower "
@@ -142,4 +133,7 @@ def _free(folder: Path) -> int:
 
 def _continue(folder: Path) -> str:
     whole = checkpoints(folder) if folder.is_dir() else []
-    return f", then continue from {whole[-1]} with --resume" if whole else ", then start again"
+    if whole:
+        return f", then continue from {whole[-1]} with --resume"
+    begun = f", then start again with --name {folder.name} --resume, since {folder} has begun"
+    return begun if (folder / RECIPE_FILE).is_file() else ", then start again"

@@ -23,6 +23,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from distill.core.faults import RunError
+from distill.core.files import sync
+from distill.core.manifest import write_manifest
 from distill.data.collator import Collator
 from distill.data.labels import IGNORE_INDEX
 from distill.generation.on_policy import OnPolicy
@@ -34,10 +37,11 @@ from distill.teachers.base import Teacher
 from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import STATISTICS, LossSpec
 from distill.teachers.objective import DistillationObjective
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
 from distill.training.metrics import Meter, named_means
+from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +126,7 @@ class DistillationTrainer(Trainer):
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
+        self._begun = 0  # micro-batches
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),
             self.accelerator.num_processes,
@@ -168,6 +173,7 @@ class DistillationTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `Trainer.training_step`; remembers the batch until its step is known to be finite."""
+        self._begun += 1
         with self.meter.phases.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
         self.health.see_batch(inputs, loss)
@@ -230,7 +236,7 @@ class DistillationTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C, behind the step that was being made and its checkpoint.
         """
         self.meter.restart()
-        with self.health.stops_on_signals():
+        with self.health.stops_on_signals(), watching(Path(self.args.output_dir or "."), lambda: self._begun):
             result = super().train(*args, **kwargs)
         if self.health.interrupted and self.state.global_step < self.state.max_steps:
             raise KeyboardInterrupt
@@ -251,9 +257,15 @@ class DistillationTrainer(Trainer):
         return super()._run_epoch(*args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As `Trainer`'s, which misses a tied head in every checkpoint: safetensors holds shared weights once."""
+        """Refuse a checkpoint that lacks weights; of a tied head, safetensors holds one copy only.
+
+        Raises:
+            RunError: `Trainer` would only warn, and go on with weights that were never trained.
+        """
         tied = getattr(self.objective.student, "all_tied_weights_keys", None) or {}
-        if load_result.unexpected_keys or not set(load_result.missing_keys) <= set(tied):
+        if missing := sorted(set(load_result.missing_keys) - set(tied)):
+            raise RunError(f"--resume: the checkpoint lacks the weights of {missing[0]}; move it away to use another")
+        if load_result.unexpected_keys:
             super()._issue_warnings_after_load(load_result)
 
     @torch.no_grad()
@@ -334,8 +346,9 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
-                make_lasting(unfinished / name)
+                write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
+                sync(folder, deep=False)
                 drop_old(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()
