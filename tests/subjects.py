@@ -1,12 +1,13 @@
 """What the invariants look at in tests: several teachers, two tokenizers, a teacher on disk, a student that answers."""
 
 import functools
+import json
 from dataclasses import replace
 
 import numpy as np
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from two_tokenizers import WORDS, readers
+from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.caching.make import load, make_cache
 from distill.data.formats import Format
@@ -186,6 +187,42 @@ CACHED = ("bucket", "renormalize", "sampled", "hidden")
 SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
 # by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
 KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"], "cache": list(CACHED)}
+
+
+COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
+TEXT = "data: {source: text.txt, max_length: 64, cache: false}\n" + COMMON
+RECIPES = {
+    "one": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
+    "answering": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n"
+    "data: {source: chat.jsonl, max_length: 96, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
+    "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,
+    "several": "teachers: [{model: teacher, weight: 3}, {model: other}]\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
+    "across": "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
+    + TEXT,
+    "bucket": "teacher: {type: cache, path: %s}\nstudent: {model: %s/student}\n"
+    "data: {source: %s/text.txt, max_length: 48, cache: false, validation: {fraction: 0.1}}\n" + COMMON,
+}
+
+
+def write_recipes(root, caches):
+    """Models, texts and `RECIPES` in a folder, which is given back."""
+    tokenizer = tiny_tokenizer()
+    save_tiny(root / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
+    save_tiny(root / "other", tiny_model(tokenizer, layers=3, hidden=64, seed=5), tokenizer)
+    save_tiny(root / "merged", tiny_model(MERGED, 3, 64, seed=1), MERGED)
+    save_tiny(root / "pieces", tiny_model(PIECES, 3, seed=3, tie=False), PIECES)
+    lines = [f"The teacher explains line {n} and the student listens to it once more." for n in range(40)]
+    (root / "text.txt").write_text("\n".join(lines))
+    chats = [
+        {"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "It does."}]}
+        for line in lines
+    ]
+    (root / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    cache, _ = caches.store(1.0, k=8)
+    for name, text in RECIPES.items():
+        text = text % (cache.path, caches.folder, caches.folder) if name == "bucket" else text
+        (root / f"{name}.yaml").write_text(text)
+    return root
 
 
 def mean_of_means(patch):

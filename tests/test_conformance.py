@@ -4,12 +4,8 @@ Loss and gradients equal doctor's fp64 reference, accumulation, packing, padding
 a resumed run is the same to the bit, two processes make the step of one; and `distill doctor` says so of its recipe.
 """
 
-import json
-
 import pytest
-from subjects import CACHED, KINDS, SUBJECTS, Caches
-from tiny import save_tiny, tiny_model, tiny_tokenizer
-from two_tokenizers import MERGED, PIECES
+from subjects import CACHED, KINDS, RECIPES, SUBJECTS, Caches, write_recipes
 
 from distill.cli import run_command
 from distill.doctor import examine, invariants_runs
@@ -17,19 +13,6 @@ from distill.doctor.invariants import CHECKS
 from distill.doctor.references import REFERENCES
 from distill.teachers.registry import SOURCES
 
-COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
-TEXT = "data: {source: text.txt, max_length: 64, cache: false}\n" + COMMON
-RECIPES = {
-    "one": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
-    "answering": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n"
-    "data: {source: chat.jsonl, max_length: 96, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
-    "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,
-    "several": "teachers: [{model: teacher, weight: 3}, {model: other}]\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
-    "across": "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
-    + TEXT,
-    "bucket": "teacher: {type: cache, path: %s}\nstudent: {model: %s/student}\n"
-    "data: {source: %s/text.txt, max_length: 48, cache: false, validation: {fraction: 0.1}}\n" + COMMON,
-}
 SAYS = {
     "one": "same ids and positions",
     "answering": "answers of the student's own after the data's prompts",
@@ -82,25 +65,7 @@ def test_ranks_change_nothing(subject_of):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, caches):
-    root = tmp_path_factory.mktemp("place")
-    tokenizer = tiny_tokenizer()
-    save_tiny(root / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
-    save_tiny(root / "other", tiny_model(tokenizer, layers=3, hidden=64, seed=5), tokenizer)
-    save_tiny(root / "merged", tiny_model(MERGED, 3, 64, seed=1), MERGED)
-    save_tiny(root / "pieces", tiny_model(PIECES, 3, seed=3, tie=False), PIECES)
-    lines = [f"The teacher explains line {n} and the student listens to it once more." for n in range(40)]
-    (root / "text.txt").write_text("\n".join(lines))
-    chats = [
-        {"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "It does."}]}
-        for line in lines
-    ]
-    (root / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    cache, _ = caches.store(1.0, k=8)
-    for name, text in RECIPES.items():
-        (root / f"{name}.yaml").write_text(
-            text % (cache.path, caches.folder, caches.folder) if name == "bucket" else text
-        )
-    return root
+    return write_recipes(tmp_path_factory.mktemp("place"), caches)
 
 
 @pytest.mark.parametrize("name", RECIPES)

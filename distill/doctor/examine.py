@@ -195,13 +195,18 @@ def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
 
 def _in_float32(recipe: Recipe) -> Recipe:
     """The recipe over some of its rows, weights in float32, without adapters: those are added to shrunken copies."""
-    plain = recipe.model_copy(deep=True)
-    plain.data.max_rows = min(plain.data.max_rows or 512, 512)
-    plain.student.lora = None
-    sections = [plain.teacher, *plain.teachers, plain.student]
-    for section in sections:
-        section.dtype = "auto"
-    return plain
+
+    def wide(section: Any) -> Any:
+        return section.model_copy(update={"dtype": "auto"})
+
+    return recipe.model_copy(
+        update={
+            "data": recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or 512, 512)}),
+            "teacher": wide(recipe.teacher),
+            "teachers": list(map(wide, recipe.teachers)),
+            "student": wide(recipe.student).model_copy(update={"lora": None}),
+        }
+    )
 
 
 def _with_rollouts(subject: Subject, recipe: Recipe, pair: Pair, format: str) -> Subject:

@@ -212,8 +212,7 @@ def both_read_the_same(subject: Subject) -> Finding:
         return hook
 
     hooks = [
-        decoder.register_forward_pre_hook(remember(place), with_kwargs=True)
-        for place, (decoder, _) in enumerate(reads)
+        decoder.register_forward_pre_hook(remember(place), with_kwargs=True) for place, (decoder, _) in enumerate(reads)
     ]
     try:
         with torch.no_grad(), subject.quiet():
