@@ -263,8 +263,8 @@ def test_objective_follows_the_definition(folders):
             )
         )  # fmt: skip
         losses.append(dense_spans(
-            z_s, z_t, row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]), objective.teacher.format.shared,
-            [LossTerm("forward_kl", 1.0)], 1.5,
+            z_s, z_t, row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]),
+            objective.teacher.format.shared, [LossTerm("forward_kl", 1.0)], 1.5,
         ))  # fmt: skip
     exact = torch.cat(losses).mean()
     assert_as_good_as_torch(output["loss"], exact, exact, torch.float32)

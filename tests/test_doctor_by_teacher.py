@@ -1,5 +1,5 @@
-"""`distill doctor` on recipes with several teachers, another tokenizer, a cache, and a student that answers: what is cut
-from their rows, and how faults are reported. That all invariants hold for them is in tests/test_conformance.py."""
+"""`distill doctor` on recipes with several teachers, another tokenizer, a cache, and a student that answers: what it
+cuts from their rows, and how it reports faults. That all invariants hold for them is in tests/test_conformance.py."""
 
 import pytest
 from subjects import Caches, write_recipes

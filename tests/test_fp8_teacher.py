@@ -79,8 +79,15 @@ def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
     from types import SimpleNamespace
 
+    from distill.models.attention_choice import AttentionChoices
     from distill.models.precision import resolve_precision
+    from distill.models.sharding import ALONE
+    from distill.teachers import model
+    from distill.teachers.base import OpenContext
 
+    ways = []
+    for name in ("load_a_layer_at_a_time", "load_teacher"):
+        monkeypatch.setattr(model, name, lambda *given, name=name, **more: ways.append(name))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
     recipe = parse(

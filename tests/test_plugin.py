@@ -9,8 +9,8 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill import cli
 from distill.recipe import dump, parse
 from distill.recipe.loss import Loss
-from distill.teachers.objective import DistillationObjective
 from distill.teachers.model import LoadedTeacher
+from distill.teachers.objective import DistillationObjective
 from distill.teachers.opening import use_plugin
 from distill.teachers.plugin import Plugin, allowed_plugin, load_plugin
 
