@@ -125,7 +125,7 @@ def test_padded_vocabulary_is_cut():
     student, teacher = double(vocab_size=270), double(seed=1, vocab_size=264)
     objective = DistillationObjective(teacher, student, MIXED, vocab_size=259)
     assert_same_as_reference(student, teacher, objective, batch(), vocab=259)
-    assert DistillationObjective(teacher, student, MIXED).reading.vocab_size == 264
+    assert DistillationObjective(teacher, student, MIXED).pairing.vocab_size == 264
     with pytest.raises(ValueError, match="vocab_size"):
         DistillationObjective(teacher, student, MIXED, vocab_size=265)
 
@@ -247,7 +247,7 @@ def test_ways_to_name_a_loss(loss, terms):
 
 def test_a_loss_that_ignores_the_soft_cap_is_refused():
     student, teacher = tiny_model(), tiny_model(kind="gemma2", seed=1)
-    with pytest.raises(ValueError, match=r"teacher_softcap: these models need 30\.0"):
+    with pytest.raises(ValueError, match=r"loss\.teacher_softcap: expected 30\.0 for these models, got 0\.0"):
         DistillationObjective(teacher, student, FusedKLLoss())
 
 

@@ -268,6 +268,13 @@ class MixtureVocabulary(Vocabulary):
         super().__init__(source.recipe, source.tokenizer_section)
         self.source = source
 
+    def tokenizers(self) -> list[Any] | None:
+        """Of each teacher, and the student's."""
+        if self.tokenizer is None:
+            return None
+        others = [load_tokenizer(member.section, member.field) for member in self.source.members[1:]]
+        return [self.tokenizer, *others, self.student_tokenizer]
+
     def prepare(self) -> None:
         """Compare every teacher's tokenizer, and the student's, with the first one's."""
         for member in self.source.members[1:]:

@@ -63,6 +63,10 @@ class Vocabulary:
         sections += [] if student.is_cut else [(student, "student")]
         return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
 
+    def tokenizers(self) -> list[Any] | None:
+        """Of every teacher and, last, of the student, as they were read; None for random tokens."""
+        return None if self.tokenizer is None else [self.tokenizer, self.student_tokenizer]
+
     def read(self, data: Data, seed: int) -> Splits:
         """Rows to learn and rows held out."""
         return load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)

@@ -100,7 +100,10 @@ class CrossCollator:
         self.plain = plain
         inner = getattr(plain, "collator", plain)
         self.padding_side: Literal["right", "left"] = getattr(inner, "padding_side", "right")
-        self.teacher = Collator(pad_token_id, padding_side=self.padding_side, omit_plain_positions=True)
+        self.teacher = Collator(
+            pad_token_id, getattr(inner, "pad_to_multiple_of", None), self.padding_side,
+            getattr(inner, "omit_plain_positions", True),
+        )  # fmt: skip
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """As `Collator`, and `teacher_input_ids`, `teacher_position_ids` (where a row holds several documents), `spans`

@@ -312,6 +312,10 @@ class CrossVocabulary(Vocabulary):
         """What the two share."""
         return compare_by_bytes(*self.readers)
 
+    def tokenizers(self) -> list[Any]:
+        """`Reader`s: the teacher's and the student's."""
+        return list(reversed(self.readers))
+
     @property
     def id_bound(self) -> int | None:
         """There are no random tokens."""
