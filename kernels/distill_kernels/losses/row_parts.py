@@ -8,6 +8,7 @@ from __future__ import annotations
 from distill_kernels.launch import HAS_TRITON, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal, reciprocal
 from distill_kernels.losses import divergence, terms
+from distill_kernels.losses.shards import ON_ANOTHER_RANK
 
 if HAS_TRITON:
     FORWARD_KL = tl.constexpr(terms.FORWARD_KL)
@@ -17,6 +18,7 @@ if HAS_TRITON:
     SKEW_REVERSE_KL = tl.constexpr(terms.SKEW_REVERSE_KL)
     TVD = tl.constexpr(terms.TVD)
     MOST_LOG_RATIO = tl.constexpr(divergence.MOST_LOG_RATIO)
+    ELSEWHERE = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
@@ -77,6 +79,15 @@ def all_divergences(log_s, log_t, weights, shares, KINDS: tl.constexpr):
 
 
 @triton.jit
+def centred(g, p_s, sums, APART: tl.constexpr):
+    """`g - p_s sum(g)`, as `divergence.centred`: the second and third sum leave out a token of p_s > 1/2."""
+    plain = g - p_s * sums[0]
+    if APART:
+        plain = tl.where(p_s > 0.5, g * sums[2] - p_s * sums[1], plain)
+    return plain
+
+
+@triton.jit
 def normaliser(shift_ptr, total_ptr, tiles, inverse_t, TILES: tl.constexpr):
     """Row maximum and `log sum exp(z / T)` from the row's tiles."""
     tile = tl.arange(0, TILES)
@@ -100,6 +111,27 @@ def logit_at(values_ptr, shift_ptr, column, V, TILE: tl.constexpr):
     inside = (column >= 0) & (column < V)
     value = tl.load(values_ptr + column, mask=inside, other=-float("inf")).to(tl.float32)
     return value + tl.load(shift_ptr + column // TILE, mask=inside, other=0.0)
+
+
+@triton.jit
+def narrow(index, V):
+    """Indices as int32; what 32 bits cannot hold stays outside of 0 to V - 1, and small negative ones as they are."""
+    return tl.maximum(tl.minimum(index.to(tl.int64), V), -3).to(tl.int32)
+
+
+@triton.jit
+def label_logprob(logit, label, lse, V, SHARDED: tl.constexpr):
+    """Log-probability of a label from its logit: NaN outside of the vocabulary, 0 where another rank adds it."""
+    value = tl.where((label >= 0) & (label < V), logit - lse, float("nan"))
+    if SHARDED:
+        value = tl.where(label == ELSEWHERE, 0.0, value)
+    return value
+
+
+@triton.jit
+def not_negative(x):
+    """`max(x, 0)` that keeps NaN."""
+    return tl.where(x < 0.0, 0.0, x)
 
 
 @triton.jit

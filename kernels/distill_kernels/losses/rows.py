@@ -15,27 +15,28 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import exp
 from distill_kernels.losses import terms
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_parts import (
     all_divergences,
+    centred,
     clear_row,
     eights,
     hard_gradient,
     hard_loss,
+    label_logprob,
     load_tiles,
     logit_at,
+    narrow,
     normaliser,
+    not_negative,
     store_figures,
     to_raw,
 )
-from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard, join_normalisers
+from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
-
-if HAS_TRITON:
-    ELSEWHERE = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
@@ -81,12 +82,13 @@ def _row_kernel(
     inverse_t, weights, shares, stats_weights, hard, student_scale, inverse_cap, first_rank,
     KINDS: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
     SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_TEACHER: tl.constexpr, SWEEP_FIRST: tl.constexpr,
-    GRADIENT: tl.constexpr, STATS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    APART: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One row. With `norms_ptr` its normalisers are given, and loss and statistics are this rank's parts of them.
 
-    With `mean_ptr` as well: without `GRADIENT`, `sum(g)` over this rank's columns goes there; with it, the sum over all
-    ranks comes from there, and loss and statistics were made before.
+    With `mean_ptr` as well: without `GRADIENT`, what `centred` needs goes there, summed over this rank's columns; with
+    it, the sums over all ranks come from there, and loss and statistics were made before.
     """
     student_ptr, student_shift_ptr, student_total_ptr, student_hard_ptr = student
     teacher_ptr, teacher_shift_ptr, teacher_total_ptr, teacher_hard_ptr = teacher
@@ -111,7 +113,8 @@ def _row_kernel(
         if FIGURES:
             tl.store(loss_ptr + row, 0.0)
         if HAS_MEAN and not GRADIENT:
-            tl.store(mean_ptr + here, 0.0)
+            for i in tl.static_range(3):
+                tl.store(mean_ptr + i * norms_stride + here, 0.0)
         if STATS and FIGURES:
             store_figures(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
         if GRADIENT:
@@ -138,26 +141,31 @@ def _row_kernel(
     student_label = 0.0
     teacher_label = 0.0
     if labels_ptr is not None:
-        label = tl.load(labels_ptr + row).to(tl.int32)
-        student_label = logit_at(student_ptr, student_shift_ptr, label, V, TILE) - lse1_s
+        label = narrow(tl.load(labels_ptr + row), V)
+        student_label = logit_at(student_ptr, student_shift_ptr, label, V, TILE)
+        student_label = label_logprob(student_label, label, lse1_s, V, SHARDED)
         if HAS_TEACHER and STATS:
-            teacher_label = logit_at(teacher_ptr, teacher_shift_ptr, label, V, TILE) - lse1_t
-        if SHARDED:
-            student_label = tl.where(label == ELSEWHERE, 0.0, student_label)
-            teacher_label = tl.where(label == ELSEWHERE, 0.0, teacher_label)
+            teacher_label = logit_at(teacher_ptr, teacher_shift_ptr, label, V, TILE)
+            teacher_label = label_logprob(teacher_label, label, lse1_t, V, SHARDED)
         if GRADIENT:
             tl.debug_barrier()  # gradients take the place of what every warp has read
 
     f_sum = tl.zeros((BLOCK, TILE // 8), tl.float32)
     g_sum = f_sum
+    rest_g = f_sum
+    rest_p = f_sum
     z_sum = f_sum
     stat_f = f_sum
     entropy_s = f_sum
     entropy_t = f_sum
     common_top = f_sum
-    g_mean = 0.0
+    sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
     if HAS_MEAN and GRADIENT:
-        g_mean = tl.load(mean_ptr + here)
+        sums = (
+            tl.load(mean_ptr + here),
+            tl.load(mean_ptr + norms_stride + here),
+            tl.load(mean_ptr + 2 * norms_stride + here),
+        )
     for sweep in tl.static_range(0 if SWEEP_FIRST else 1, 2 if GRADIENT else 1):
         for count in range(blocks):
             block = blocks - 1 - count if sweep == 1 else count
@@ -178,6 +186,9 @@ def _row_kernel(
                     f_sum += eights(f)
                 if sweep == 0:
                     g_sum += eights(g)
+                    if APART:
+                        rest_g += eights(tl.where(p_s > 0.5, 0.0, g))
+                        rest_p += eights(tl.where(p_s > 0.5, 0.0, p_s))
             p1 = p_s  # the student at T = 1
             if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
                 p1 = exp(z_s - lse1_s)
@@ -198,22 +209,23 @@ def _row_kernel(
                     common_top += eights(tl.where(both, 1.0, 0.0))
             if sweep == 1:
                 if SWEEP_FIRST or HAS_MEAN:
-                    g -= p_s * g_mean
+                    g = centred(g, p_s, sums, APART)
                 g *= inverse_t
                 if HARD:
                     g += hard_gradient(p1, columns, label, lse1_s, whole_vocab, hard, SMOOTHED, Z_LOSS)
                 g = to_raw(g, z_s, scale, student_scale, inverse_cap, SCALED, CAPPED)
                 tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         if sweep == 0:
-            g_mean = tl.sum(g_sum)
+            sums = tl.sum(g_sum), tl.sum(rest_g), tl.sum(rest_p)
 
     if HAS_MEAN and not GRADIENT:
-        tl.store(mean_ptr + here, g_mean)
+        for i in tl.static_range(3):
+            tl.store(mean_ptr + i * norms_stride + here, sums[i])
     if FIGURES:
-        loss = tl.maximum(tl.sum(f_sum), 0.0)
+        loss = not_negative(tl.sum(f_sum))
         divergence = loss
         if TEMPERED:
-            divergence = tl.maximum(tl.sum(stat_f), 0.0)
+            divergence = not_negative(tl.sum(stat_f))
         if HARD:
             once = lse1_s  # what belongs to a row, not to its columns
             if SHARDED:
@@ -282,7 +294,7 @@ def run_rows(
             (o.hard_weight, o.label_smoothing, o.z_loss), o.student_scale, inverse_cap,
             1.0 if shard is None or shard.speaks else 0.0,
             KINDS=o.kinds, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0, SCALED=o.student_scale != 1.0,
-            CAPPED=o.student_softcap != 0.0, SWEEP_FIRST=sweep_first, GRADIENT=gradient is not None,
+            CAPPED=o.student_softcap != 0.0, SWEEP_FIRST=sweep_first, APART=o.top_apart, GRADIENT=gradient is not None,
             TILE=TILE, BLOCK=8, num_warps=8, **flags,
         )  # fmt: skip
 
@@ -294,7 +306,7 @@ def run_rows(
             )
         norms = join_normalisers(shard.ranks.gather(norms))
         if sweep_first and gradient is not None:
-            mean = torch.zeros(n, dtype=torch.float32, device=loss.device)
+            mean = torch.zeros(3, n, dtype=torch.float32, device=loss.device)
             launch(None, sweep_first=True)
             shard.ranks.add_(mean)
             sweep_first = False

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_parts import (
@@ -24,20 +24,21 @@ from distill_kernels.losses.row_parts import (
     clear_row,
     hard_gradient,
     hard_loss,
+    label_logprob,
     load_tiles,
     logit_at,
+    narrow,
     normaliser,
+    not_negative,
     store_figures,
     to_raw,
 )
-from distill_kernels.losses.shards import ON_ANOTHER_RANK, VocabShard
+from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 from distill_kernels.losses.topk_rows import TopK
 from distill_kernels.losses.topk_shards import join_top_k, tail_normaliser
 
 BLOCK = 16  # tiles
-if HAS_TRITON:
-    ELSEWHERE = tl.constexpr(ON_ANOTHER_RANK)
 
 
 @triton.jit
@@ -90,25 +91,26 @@ def _top_k_kernel(
     rate = inverse_t * LOG2_E
     if TEMPERED and (HARD or STATS) and not SHARDED:
         _, lse1 = normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
+    lane = tl.arange(0, LANES)
+    given = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")).to(tl.float32)
+    used = given != -float("inf")
+    ids = narrow(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
+    if SHARDED:
+        ids -= start
+    there = used & (ids >= 0) & (ids < V)
+    if SHARDED:
+        z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
+    else:
+        z_top = logit_at(values_ptr, shift_ptr, tl.where(used, ids, -1), V, TILE)
+        z_top = tl.where(used & (there == 0), float("nan"), z_top)
     label = tl.full((), -1, tl.int32)
     at_label = 0.0
     if HAS_LABELS:
-        label = tl.load(labels_ptr + row).to(tl.int32)
-        at_label = logit_at(values_ptr, shift_ptr, label, V, TILE) - lse1
-    lane = tl.arange(0, LANES)
-    ids = tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1).to(tl.int32)
-    given = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")).to(tl.float32)
-    if SHARDED:
-        ids -= start
-    there = (ids >= 0) & (ids < V)
-    if SHARDED:
-        z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
-        if HAS_LABELS and SOFT and BUCKET:  # the row holds -inf where the label is one of the K
-            at_label = tl.maximum(at_label, tl.max(tl.where(there & (ids == label), z_top - lse1, -float("inf")), 0))
-        if HAS_LABELS:
-            at_label = tl.where(label == ELSEWHERE, 0.0, at_label)
-    else:
-        z_top = logit_at(values_ptr, shift_ptr, ids, V, TILE)
+        label = narrow(tl.load(labels_ptr + row), V)
+        at_label = logit_at(values_ptr, shift_ptr, label, V, TILE)
+        if SHARDED and SOFT and BUCKET:  # the row holds -inf where the label is one of the K
+            at_label = tl.maximum(at_label, tl.max(tl.where(there & (ids == label), z_top, -float("inf")), 0))
+        at_label = label_logprob(at_label, label, lse1, V, SHARDED)
     tl.debug_barrier()  # -inf and gradients take the place of what every warp has read
     if SOFT and BUCKET and not SHARDED:  # from here on the row holds the other tokens
         tl.store(values_ptr + ids, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=there)
@@ -153,7 +155,7 @@ def _top_k_kernel(
             total = tl.sum(w, 0)
             log_s = z_top * inverse_t - lse
             f = tl.where(w > 0.0, w * (given - log_s), 0.0)
-            loss = weights[0] * tl.maximum(tl.sum(f, 0) + (1.0 - total), 0.0)
+            loss = weights[0] * not_negative(tl.sum(f, 0) + (1.0 - total))
             slope = weights[0] * inverse_t * (total * tl.exp(log_s) - w)
             others = weights[0] * inverse_t * total
         else:
@@ -167,6 +169,7 @@ def _top_k_kernel(
                         values_ptr, shift_ptr, V, tiles, inverse_t, lse, tl.sum(mass), tl.max(maxima), TILE, BLOCK
                     )
                 missing = tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0)
+                missing = tl.where(tl.sum(used.to(tl.int32), 0) < whole_vocab, missing, 0.0)
                 log_s = tl.where(lane == K, base, log_s)
                 log_t = tl.where(lane == K, tl.log(missing), log_t)
             peak = tl.max(log_s, 0)
@@ -175,7 +178,7 @@ def _top_k_kernel(
                 peak = tl.max(log_t, 0)
                 log_t -= peak + tl.log(tl.sum(tl.exp(log_t - peak), 0))
             f, g_top, p_s, _ = all_divergences(log_s, log_t, weights, shares, KINDS)
-            loss = tl.maximum(tl.sum(f, 0), 0.0)
+            loss = not_negative(tl.sum(f, 0))
             slope = (g_top - p_s * tl.sum(g_top, 0)) * inverse_t
             if BUCKET:
                 others = tl.sum(tl.where(lane == K, slope, 0.0), 0)
@@ -242,13 +245,13 @@ def run_top_k_rows(
     assert teacher is None
     tiles, k = cdiv(vocab, TILE), top.ids.shape[1]
     out = student.values if gradient is None else gradient
-    ids, given = (x if x.stride(1) == 1 else x.contiguous() for x in top[:2])
-    bucket = top.tail == "bucket" and k < (vocab if shard is None else shard.vocab)  # else there is no tail
+    ids, given, tail = top
+    bucket = tail == "bucket"
     norms = at_top = None
     if shard is not None:
         at_one = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
         norms, at_top = join_top_k(
-            student, ids, row_scale, rows, shard, temperature=o.temperature, bucket=bucket and bool(o.kinds),
+            student, top, row_scale, rows, shard, temperature=o.temperature, bucket=bucket and bool(o.kinds),
             at_one=at_one, block=BLOCK,
         )  # fmt: skip
         if vocab == 0:
@@ -261,7 +264,7 @@ def run_top_k_rows(
         (o.hard_weight, o.label_smoothing, o.z_loss), o.student_scale,
         1.0 / o.student_softcap if o.student_softcap else 0.0,
         None if shard is None else shard.vocab, None if shard is None else shard.start,
-        KINDS=o.kinds, BUCKET=bucket, SAMPLED=top.tail == "sampled", TEMPERED=o.temperature != 1.0,
+        KINDS=o.kinds, BUCKET=bucket, SAMPLED=tail == "sampled", TEMPERED=o.temperature != 1.0,
         HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0,
         SCALED=o.student_scale != 1.0, CAPPED=o.student_softcap != 0.0, GRADIENT=gradient is not None,
         SPEAKS=shard is None or shard.speaks, TILE=TILE, BLOCK=BLOCK, TILES=next_power_of_2(tiles),

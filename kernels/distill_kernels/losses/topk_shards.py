@@ -18,8 +18,9 @@ import torch
 from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp2
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.row_parts import load_tiles, logit_at, normaliser
+from distill_kernels.losses.row_parts import load_tiles, logit_at, narrow, normaliser
 from distill_kernels.losses.shards import VocabShard, join_normalisers
+from distill_kernels.losses.topk_rows import TopK
 
 NORMS = 4  # maximum, log sums of exps at T, at T = 1, and at T of the others
 SMALLEST_TAIL = 1e-30  # a tail of less, relative to the row, is summed again relative to its own maximum
@@ -32,7 +33,8 @@ class Joint(NamedTuple):
 
     Attributes:
         norms: fp32 [4, n], see `NORMS`.
-        top: fp32 [n, K], the student's logits at the K tokens; -inf at an id outside of the vocabulary.
+        top: fp32 [n, K], the student's logits at the K tokens; -inf at places that are not used, NaN at an id outside
+            of the vocabulary.
     """
 
     norms: torch.Tensor
@@ -59,14 +61,15 @@ def tail_normaliser(
 
 @triton.jit
 def _fold_top_k_kernel(
-    student, ids_ptr, scale_ptr, rows_ptr, norms_ptr, top_ptr, sizes, start, strides, inverse_t,
+    student, teacher, scale_ptr, rows_ptr, norms_ptr, top_ptr, sizes, start, strides, inverse_t,
     BUCKET: tl.constexpr, AT_ONE: tl.constexpr, SPEAKS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One row's part of `Joint` over the columns of this rank, which count from `start`."""
     values_ptr, shift_ptr, total_ptr, hard_ptr = student
     V, whole_vocab, tiles, K = sizes
-    values_stride, ids_stride, norms_stride = strides
+    values_stride, ids_stride, given_stride, norms_stride = strides
+    ids_ptr, given_ptr = teacher
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
     if rows_ptr is not None:
@@ -84,12 +87,14 @@ def _fold_top_k_kernel(
     tl.store(norms_ptr + 2 * norms_stride + here, lse1)
 
     lane = tl.arange(0, LANES)
-    ids = tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1).to(tl.int32)
+    ids = narrow(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
+    used = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")) != -float("inf")
     own = ids - start
-    there = (own >= 0) & (own < V)
+    there = used & (own >= 0) & (own < V)
     z_top = tl.where(there, logit_at(values_ptr, shift_ptr, own, V, TILE), 0.0)
     if SPEAKS:
-        z_top = tl.where((ids < 0) | (ids >= whole_vocab), -float("inf"), z_top)
+        z_top = tl.where((ids < 0) | (ids >= whole_vocab), float("nan"), z_top)
+        z_top = tl.where(used, z_top, -float("inf"))
     tl.store(top_ptr + here * K + lane, z_top, mask=lane < K)
     if BUCKET:
         tl.debug_barrier()
@@ -114,7 +119,7 @@ def _fold_top_k_kernel(
 
 def join_top_k(
     student: Logits,
-    ids: torch.Tensor,
+    teacher: TopK,
     row_scale: torch.Tensor,
     rows: torch.Tensor | None,
     shard: VocabShard,
@@ -128,7 +133,7 @@ def join_top_k(
 
     Args:
         student: relative logits of this rank's columns, [n, V], V maybe 0. With `bucket`, -inf is written at the ids.
-        ids: token ids of the whole vocabulary, [N, K].
+        teacher: of all tokens, with ids of the whole vocabulary.
         row_scale, rows: as of `run_rows`.
         shard: who holds which columns.
         temperature: of the divergence.
@@ -136,14 +141,15 @@ def join_top_k(
         at_one: the normaliser at T = 1 is needed, and T differs.
         block: tiles of one step of the sweep.
     """
-    (n, vocab), k = student.values.shape, ids.shape[1]
+    (n, vocab), (ids, given, _) = student.values.shape, teacher
+    k = ids.shape[1]
     norms = torch.full((NORMS, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     top = torch.zeros(n, k, dtype=torch.float32, device=student.values.device)
     if vocab:
         tiles = cdiv(vocab, TILE)
         _fold_top_k_kernel[(n,)](
-            tuple(student), ids, row_scale, rows, norms, top, (vocab, shard.vocab, tiles, k), shard.start,
-            (student.values.stride(0), ids.stride(0), norms.stride(0)), 1.0 / temperature,
+            tuple(student), (ids, given), row_scale, rows, norms, top, (vocab, shard.vocab, tiles, k), shard.start,
+            (student.values.stride(0), ids.stride(0), given.stride(0), norms.stride(0)), 1.0 / temperature,
             BUCKET=bucket, AT_ONE=at_one, SPEAKS=shard.speaks,
             TILE=TILE, BLOCK=block, TILES=next_power_of_2(tiles), LANES=next_power_of_2(k + 1),
             num_warps=8 if bucket else 4,
