@@ -39,7 +39,8 @@ def _accumulate_kernel(
 
 
 def _aligned(matrix: torch.Tensor) -> bool:
-    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    one_by_one = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+    return one_by_one and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
 
 
 def add_product_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

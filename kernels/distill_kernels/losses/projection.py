@@ -153,6 +153,7 @@ def fits_descriptors(head: Head, hidden: torch.Tensor, capability: tuple[int, in
     def aligned(matrix: torch.Tensor) -> bool:
         return (
             matrix.stride(-1) == 1
+            and matrix.stride(0) >= matrix.shape[1]
             and matrix.data_ptr() % 16 == 0
             and matrix.stride(0) * matrix.element_size() % 16 == 0
         )
