@@ -46,6 +46,7 @@ from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.operands import check_tensor
 
 
 @triton.jit
@@ -254,6 +255,7 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or arguments that do not fit.
     """
+    check_tensor("q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k))

@@ -10,6 +10,7 @@ import torch
 
 from distill_kernels.attention.decode import decode_attention
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.operands import rows_of
 
 
 class KVCache:
@@ -162,7 +163,7 @@ def put_newest(
         cached_values[sequence, lengths - 1] = values[:, :, 0].to(cached_values.dtype)
         return
     assert cached_keys.is_contiguous() and cached_values.is_contiguous()
-    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    keys, values, lengths = rows_of(keys), rows_of(values), rows_of(lengths)
     _put_kernel[(batch, kv_heads)](
         cached_keys, cached_values, keys, values, lengths, *cached_keys.stride()[:3], keys.stride(0), keys.stride(1),
         values.stride(0), values.stride(1), limit, SIZE=size, BLOCK=next_power_of_2(size), num_warps=1,

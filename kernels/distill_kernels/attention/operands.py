@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.launch import DeviceFacts, next_power_of_2, tl, triton
+from distill_kernels.operands import check_tensor
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Masking(NamedTuple):
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
     """ValueError that names what does not fit."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected [batch, heads, positions, head size], got shape {tuple(tensor.shape)}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
@@ -64,6 +66,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
     for name, lengths in (("cu_seqlens_q", masking.cu_seqlens_q), ("cu_seqlens_k", masking.cu_seqlens_k)):
         if lengths is None:
             continue
+        check_tensor(name, lengths)
         if lengths.dim() != 1 or lengths.numel() < 2 or lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name}: expected int [documents + 1], got {lengths.dtype} {tuple(lengths.shape)}")
         if lengths.device != q.device:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rows import affine_forward_rows, as_rows, opaque, two_sums_rows
+from distill_kernels.operands import rows_of
 
 MAX_HIDDEN = 16_384
 SUMS_APART_FROM = 8192
@@ -213,6 +214,7 @@ def _launch_forward(
     n_rows = x.numel() // hidden
     config = affine_forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
     x, x_stride = as_rows(x)
+    weight, bias = rows_of(weight), rows_of(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean = torch.empty(n_rows if stats else 0, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
@@ -253,6 +255,7 @@ def _launch_backward(
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
+    weight = rows_of(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not n_rows:
         return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
@@ -327,6 +330,7 @@ def layer_norm(
     Raises:
         ValueError: On a shape that does not fit, or a dtype that the kernels do not compute in.
     """
+    check_floats(x=x, weight=weight, bias=bias)
     if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_HIDDEN:
         raise ValueError(f"x: expected a last dimension of 1 to {MAX_HIDDEN}, got shape {tuple(x.shape)}")
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -334,9 +338,8 @@ def layer_norm(
             raise ValueError(
                 f"{name}: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(tensor.shape)}"
             )
-    check_dtype("x", x)
     if not runs_on_triton(x):
-        return reference_layer_norm(x, weight, bias, eps)
+        return as_from_kernel(reference_layer_norm(x, weight, bias, eps))
     stats = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     return _forward_op(x, weight, bias, eps, stats)[0]
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.operands import check_tensor, has_aligned_rows, rows_of
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -90,10 +91,10 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: If x is not a matrix.
     """
+    check_tensor("x", x)
     if x.dim() != 2:
         raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
-    x = x if x.stride(1) == 1 else x.contiguous()
-    return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(x)
+    return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(rows_of(x))
 
 
 def _product(x8, scale, weight, weight_scale, bias, dtype):
@@ -101,9 +102,10 @@ def _product(x8, scale, weight, weight_scale, bias, dtype):
     if not x8.is_cuda:
         y = (x8.float() @ weight.float().T) * scale * weight_scale
         return (y if bias is None else y + bias.float()).to(dtype)
-    y = torch._scaled_mm(
-        x8, weight.t(), scale_a=scale, scale_b=weight_scale.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    if not torch.compiler.is_compiling() and not has_aligned_rows(weight):
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    scale_b = rows_of(weight_scale).view(1, -1)
+    y = torch._scaled_mm(x8, weight.t(), scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
     return y if bias is None else y + bias
 
 
@@ -131,6 +133,7 @@ def fp8_linear(
 
 
 def _check(x: torch.Tensor) -> None:
+    check_tensor("x", x)
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
     if x.requires_grad and torch.is_grad_enabled():

@@ -19,6 +19,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.matmul.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
+from distill_kernels.operands import check_tensor, has_aligned_rows, rows_of
 
 DEPTH = 64
 
@@ -78,13 +79,14 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ti
         return y
     multiprocessors = device_facts(x.device).multiprocessors
     tile = tile or choose_tile(rows, outputs, multiprocessors)
+    x, weight = (m if has_aligned_rows(m) else m.clone(memory_format=torch.contiguous_format) for m in (x, weight))
     programs = min(multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
     _tiled_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tile.rows, DEPTH]),
         TensorDescriptor.from_tensor(weight, [tile.columns, DEPTH]),
         TensorDescriptor.from_tensor(y, [tile.rows, tile.columns]),
-        bias, rows, outputs, inputs, HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH,
-        num_warps=tile.warps, num_stages=tile.stages,
+        rows_of(bias), rows, outputs, inputs, HAS_BIAS=bias is not None,
+        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -116,6 +118,7 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     Raises:
         ValueError: For shapes, dtypes or a GPU other than these.
     """
+    check_tensor("x", x)
     inputs = x.shape[-1]
     flat = x.reshape(-1, inputs)
     if flat.shape[0] <= MAX_ROWS:
@@ -128,4 +131,4 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         )
     if x.is_cuda and device_facts(x.device).capability < (9, 0):
         raise ValueError("x: more than 64 rows need a GPU with TMA (sm_90 and later)")
-    return _op(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return _op(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
