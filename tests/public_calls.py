@@ -137,7 +137,8 @@ def adamw(gradient: torch.Tensor, parameter: torch.Tensor, other: torch.Tensor):
 
 
 def cached(keys: torch.Tensor, values: torch.Tensor, newest: torch.Tensor, counts: torch.Tensor, q: torch.Tensor):
-    cache = ours.KVCache(2, 12, 2, 16, dtype=q.dtype, device=q.device)
+    like = next(tensor for tensor in (q, keys) if isinstance(tensor, torch.Tensor))
+    cache = ours.KVCache(2, 12, 2, 16, dtype=like.dtype, device=like.device)
     cache.append(keys, values, counts)
     cache.append(newest, newest)
     return cache.attend(q)

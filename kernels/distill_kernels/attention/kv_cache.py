@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.attention.decode import decode_attention
+from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import rows_of
 
@@ -67,6 +68,7 @@ class KVCache:
         Raises:
             ValueError: the shapes differ, or the cache would overflow by what `longest` says.
         """
+        check_tensors(keys=keys, values=values, counts=counts)
         batch, slots, kv_heads, size = self.keys.shape
         new = keys.shape[2]
         if keys.shape != (batch, kv_heads, new, size) or values.shape != keys.shape:
@@ -151,6 +153,7 @@ def put_newest(
     Raises:
         ValueError: shapes that do not fit.
     """
+    check_tensors(keys=keys, values=values, lengths=lengths)
     batch, limit, kv_heads, size = cached_keys.shape
     if keys.shape != (batch, kv_heads, 1, size) or values.shape != keys.shape or lengths.shape != (batch,):
         raise ValueError(

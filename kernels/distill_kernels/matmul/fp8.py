@@ -18,8 +18,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
-from distill_kernels.operands import check_tensor, has_aligned_rows, rows_of
+from distill_kernels.operands import has_aligned_rows, rows_of
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -91,7 +92,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: If x is not a matrix.
     """
-    check_tensor("x", x)
+    check_tensors(x=x)
     if x.dim() != 2:
         raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
     return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(rows_of(x))
@@ -126,6 +127,7 @@ def fp8_linear(
     Raises:
         ValueError: For other dtypes, or if x asks for a gradient.
     """
+    check_tensors(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
     _check(x)
     flat = x.reshape(-1, x.shape[-1])
     x8, scale = quantize_rows(flat)
@@ -133,7 +135,7 @@ def fp8_linear(
 
 
 def _check(x: torch.Tensor) -> None:
-    check_tensor("x", x)
+    check_tensors(x=x)
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
     if x.requires_grad and torch.is_grad_enabled():
@@ -186,6 +188,7 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
+        check_tensors(weight=weight, bias=bias)
         if weight.dim() != 2 or weight.shape[0] % 16 or weight.shape[1] % 16:
             raise ValueError(f"weight: expected [N, K] with N and K divisible by 16, got {tuple(weight.shape)}")
         self.out_features, self.in_features = weight.shape

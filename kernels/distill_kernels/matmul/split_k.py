@@ -266,6 +266,7 @@ class SplitKLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
+        check_tensors(weight=weight, bias=bias)
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
 
@@ -275,6 +276,7 @@ class SplitKLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
+        check_tensors(x=x)
         few = x.numel() <= MAX_ROWS * self.in_features
         return (split_k_linear if few else F.linear)(x, self.weight, self.bias)
 
