@@ -170,7 +170,7 @@ class Pace(NamedTuple):
 def choose_pace(block_d: int, rows: int, narrow: bool, slots: int, heads: int, facts: DeviceFacts) -> Pace:
     """Read off a sweep on an H200, 16 bits: keys of 64 elements in long steps of one program or short ones of four."""
     if block_d == 64 and rows == 16 and narrow and heads <= facts.multiprocessors:
-        if heads * slots >= 3072 * facts.multiprocessors and facts.large_shared:
+        if heads * slots >= 3072 * facts.multiprocessors and facts.shared_bytes >= 160 << 10:
             return Pace(keys=256, programs=1, stages=3)
         return Pace(keys=64, programs=4, warps=2, stages=3)
     return Pace(keys=min(128, 8192 // block_d))

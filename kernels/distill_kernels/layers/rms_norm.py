@@ -21,7 +21,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, opaque
+from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, opaque, stages_that_fit
 from distill_kernels.operands import rows_of
 
 Form = Literal["llama", "gemma"]
@@ -178,7 +178,7 @@ def _launch_backward(
     # returns dx in x's dtype, and dweight (empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
-    config = one_sum_rows(hidden, narrow, facts.large_shared)
+    config, block = one_sum_rows(hidden, narrow), next_power_of_2(hidden)
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
@@ -192,14 +192,16 @@ def _launch_backward(
     elif not n_rows:
         return dx, torch.zeros_like(weight)
     early = need_dweight and facts.starts_early
+    tile_bytes = config.rows * block * sum(t.element_size() for t in (x, dy, dsum) if t is not None)
     programs = min(cdiv(n_rows, config.rows), facts.multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
         _backward_kernel[(programs,)](
             dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows, 0,
-            H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
+            H=hidden, BLOCK_H=block, ROWS=config.rows, FORM="none" if weight is None else form,
             HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight,
-            TWICE=config.twice and narrow, STAGES=config.stages, EARLY=early,
+            TWICE=config.twice and narrow, EARLY=early,
+            STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
             num_warps=config.warps,
         )  # fmt: skip
     if weight is None or not need_dweight:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from distill_kernels.kernel_op import check_tensors
-from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import has_aligned_rows, rows_of
 
 FP8 = torch.float8_e4m3fn
@@ -136,6 +136,8 @@ def fp8_linear(
 
 def _check(x: torch.Tensor) -> None:
     check_tensors(x=x)
+    if x.is_cuda and not device_facts(x.device).fp8:
+        raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
     if x.requires_grad and torch.is_grad_enabled():
