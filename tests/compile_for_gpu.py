@@ -10,6 +10,8 @@ tiles.
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 
 import torch
