@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from distill.models.adapters import add_lora
 from distill.models.load import load_config
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
+from distill.models.source import ModelSource, loading
 from distill.recipe import ModelSection, Recipe
 
 
@@ -39,8 +40,5 @@ def _config(section: ModelSection, field: str) -> Any:
 
 
 def _meta(config: Any, field: str) -> Any:
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{field}: this configuration makes no causal language model: {error}") from error
+    with loading("this configuration", ModelSource(""), field), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.faults import RecipeError
+from distill.models.guard import check_config, read_json
+from distill.models.source import ModelSource, loading, resolve_model_source
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -45,7 +47,13 @@ def export(folder: Path, destination: Path, *, dtype: str | None = None, shard_s
         raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, came {shard_size!r}"])
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    try:
+        resolve_model_source(str(source), "student")
+        check_config(read_json(source / "config.json", "student"), "student", str(source))
+        with loading(str(source), ModelSource(str(source)), "student"):
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True)
+    except ValueError as error:
+        raise RecipeError([str(error)]) from error
     if dtype is not None:
         model = model.to(getattr(torch, dtype))
         for name, tensor in model.named_parameters():
@@ -76,7 +84,7 @@ def export(folder: Path, destination: Path, *, dtype: str | None = None, shard_s
 
 def _check(model: Any, folder: Path) -> None:
     """Hold that what was written is what was meant."""
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True)
     written = dict(again.named_parameters())
     for name, tensor in model.named_parameters():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
