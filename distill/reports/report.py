@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core.console import visible
 from distill.core.faults import RecipeError
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.reports.curves import Panel, panels_of
@@ -121,7 +122,7 @@ def write_report(folder: Path, destination: Path | None = None) -> Path:
     target = destination or folder / "report.html"
     text = page(read_run(folder))
     beside = target.with_name(target.name + ".unfinished")
-    beside.write_text(text, encoding="utf-8")
+    beside.write_text(visible(text), encoding="utf-8")
     os.replace(beside, target)
     return target
 
