@@ -1,12 +1,18 @@
 """Test set-up: where no GPU is present, Triton kernels run in Triton's interpreter, with its bf16 faults mended.
 
-The interpreter must be chosen before triton is first imported, so this happens at import time.
+The interpreter must be chosen before triton is first imported, so this happens at import time. Tests run in a worker a
+core (one process with a GPU, and for a single file), with one thread each; a file's tests stay on one worker.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import os
+import sys
+from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # read when torch and numpy are first imported
+    os.environ.update({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -23,10 +29,11 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, supp
 hypothesis.settings.register_profile("own", deadline=None, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "own")
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+torch.set_num_threads(1 if IS_WORKER else min(2, os.cpu_count() or 1))
 
 
 def _mend_interpreter() -> None:
@@ -70,12 +77,30 @@ if not HAS_GPU:
         _mend_interpreter()
 
 
+# Files whose tests take longest begin first, so that no worker ends long after the others.
+LONGEST = ()
+
+
+def pytest_xdist_auto_num_workers(config) -> int:
+    """What `-n auto` is: a worker a core and 5 GiB; 0, this very process, for a GPU's tests and for one file."""
+    one = len(config.args) == 1 and not Path(config.args[0].partition("::")[0]).is_dir()
+    if HAS_GPU or "gpu" in config.option.markexpr.split() or one or config.option.collectonly:
+        return 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(memory / 5)))
+
+
 def pytest_collection_modifyitems(items):
-    if HAS_GPU:
-        return
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_unconfigure():
+    if "forked" in sys.modules:
+        sys.modules["forked"].close()
 
 
 @pytest.fixture(scope="session")
@@ -111,16 +136,36 @@ def smollm2_path() -> str:
 
 
 @pytest.fixture(scope="session")
-def smollm2_folder(smollm2_path, tmp_path_factory):
+def made_once(tmp_path_factory):
+    """`made_once(name, make)`: a folder that `make(folder)` fills, once for all workers; to be read, not written."""
+    shared = tmp_path_factory.getbasetemp()
+    shared = shared.parent if IS_WORKER else shared
+
+    def folder_of(name, make) -> Path:
+        folder, done = shared / name, shared / f"{name}.done"
+        with (shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                folder.mkdir()
+                make(folder)
+                done.touch()
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder(smollm2_path, made_once):
     """SmolLM2-135M-Instruct read from its GGUF once (about 20 s) and saved as a local folder in float32."""
     from distill.models.load import load_teacher, load_tokenizer
     from distill.recipe import Teacher
 
-    folder = tmp_path_factory.mktemp("smollm2")
-    section = Teacher(model=smollm2_path)
-    load_teacher(section).save_pretrained(folder)
-    load_tokenizer(section).save_pretrained(folder)
-    return folder
+    def make(folder):
+        section = Teacher(model=smollm2_path)
+        load_teacher(section).save_pretrained(folder)
+        load_tokenizer(section).save_pretrained(folder)
+
+    return made_once("smollm2", make)
 
 
 @pytest.fixture(scope="session")

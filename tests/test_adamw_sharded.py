@@ -1,12 +1,10 @@
 """FusedAdamW over DTensor parameters: two processes that share every parameter equal one that holds them whole."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from two_ranks import run_as_two
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -17,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from distill_kernels.optim.adamw import FusedAdamW
 
-dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 values = [torch.randn(5, 8), torch.randn(1, 8), torch.randn(7)]  # the second leaves rank 1 with nothing
@@ -55,17 +53,5 @@ os._exit(0)  # a thread of gloo may still run, and the interpreter's own end wou
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_ranks_equal_one(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels"), "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(tmp_path / "store"), str(rank)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [worker.communicate(timeout=400)[0] for worker in workers]
-    assert all(output.strip().endswith("equal") for output in outputs), "\n".join(outputs)
+def test_two_ranks_equal_one():
+    assert run_as_two("-c", WORKER).split() == ["equal"] * 2

@@ -1,22 +1,18 @@
 """A teacher on disk with real processes: two that share the work, and one that is killed."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
+from forked import PIPE, Forked, clean_environment
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from two_ranks import run_as_two
 
 from distill.caching.write import open_folder
-from distill.core import ranks
 from distill.evaluation.evaluate import HeldOut
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 teacher: {model: teacher}
 student: {from_teacher: {layers: 2}}
@@ -44,14 +40,7 @@ def workplace(tmp_path):
 
 
 def start(workplace, code, *arguments):
-    environment = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHED}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
-                    "OMP_NUM_THREADS": "1"}  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
-    return subprocess.Popen(
-        [sys.executable, *code, *arguments], cwd=workplace, env=environment, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    return Forked([*code, *arguments], cwd=workplace, env=clean_environment(), stdout=PIPE, stderr=PIPE)
 
 
 def test_a_process_that_is_early_waits_until_the_first_has_begun(tmp_path, monkeypatch):
@@ -85,8 +74,8 @@ def test_two_processes_cache_and_train_as_one(workplace):
     assert json.loads(out[out.index("{") :])["cache"]["positions"] > 500
     program(workplace, ALONE, "cache", "tiny.yaml", "--top-k", "16", "--out", "one", "--json")
     assert shards(workplace / "one") == shards(workplace / "two")
-    for name, code, folder in (("one", ALONE, "two"), ("two", TWO, "one")):
-        program(workplace, code, "run", "tiny.yaml", f"teacher={{type: cache, path: {folder}}}", "--name", name)
+    program(workplace, ALONE, "run", "tiny.yaml", "teacher={type: cache, path: two}", "--name", "one")
+    run_as_two(*ALONE, "run", "tiny.yaml", "teacher={type: cache, path: one}", "--name", "two", cwd=workplace)
     results = [json.loads((workplace / "runs" / name / "result.json").read_text()) for name in ("one", "two")]
     one, two = ({name: value for name, value in result["after"].items() if value is not None} for result in results)
     assert two == pytest.approx(one, rel=1e-5)

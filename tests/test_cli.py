@@ -271,8 +271,8 @@ def test_resume_takes_the_latest_run_of_the_recipe(tmp_path):
 
 def test_names_of_the_library_come_lazily():
     code = (
-        "import sys, distill; assert 'torch' not in sys.modules; from distill import cli; from distill.core import console;"
-        "assert 'torch' not in sys.modules; import distill_kernels;"
+        "import sys, distill; assert 'torch' not in sys.modules; from distill import cli;"
+        "from distill.core import console; assert 'torch' not in sys.modules; import distill_kernels;"
         "assert all(getattr(distill, name) is getattr(distill_kernels, name) for name in distill_kernels.__all__);"
         "assert set(distill_kernels.__all__) < set(dir(distill))\n"
         "try: distill.FusedNothing\n"

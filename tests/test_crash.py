@@ -14,14 +14,13 @@ import subprocess
 import sys
 import termios
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked, clean_environment
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS = 60
 RECIPE = f"""
 teacher: {{model: teacher}}
@@ -46,24 +45,17 @@ def workplace(tmp_path_factory):
     return folder
 
 
-def start(workplace, *arguments, gpu="", program=("-m", "distill"), **more):
+def start(workplace, *arguments, gpu="", program=("-m", "distill"), forked=False, **more):
     """`distill run` in a process of its own; `gpu` is the one it sees, by default none; `more` is for Popen."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
-        "CUDA_VISIBLE_DEVICES": gpu,
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, *program, "run", "recipe.yaml", *arguments]
+    environment = clean_environment(CUDA_VISIBLE_DEVICES=gpu)
+    command = [*program, "run", "recipe.yaml", *arguments]
     with (workplace / "out.txt").open("a") as out:
-        streams = {"stdout": out, "stderr": subprocess.STDOUT} | more
-        return subprocess.Popen(command, cwd=workplace, env=environment, **streams)
+        settings = {"cwd": workplace, "env": environment, "stdout": out, "stderr": subprocess.STDOUT} | more
+        return Forked(command, **settings) if forked else subprocess.Popen([sys.executable, *command], **settings)
 
 
 def finish(workplace, *arguments, **more):
-    code = start(workplace, *arguments, **more).wait(timeout=300)
+    code = start(workplace, *arguments, **{"forked": not more.get("gpu")} | more).wait(timeout=300)
     assert code == 0, (workplace / "out.txt").read_text()[-4000:]
 
 
@@ -85,7 +77,7 @@ def kill_at_random_moments(workplace, name, kills, generator, **more):
     folder, found, killed = workplace / "runs" / name, [], 0
     while killed < kills:
         resume = ["--resume"] if (folder / "recipe.yaml").exists() else []
-        process = start(workplace, "--name", name, *resume, **more)
+        process = start(workplace, "--name", name, *resume, forked=killed > 0 and not more.get("gpu"), **more)
         before = time.monotonic()
         seen = {path.name for path in folder.glob("checkpoint-*")}
         # most kills fall into training: from the first new checkpoint on, at any moment of writing or computing

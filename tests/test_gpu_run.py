@@ -14,7 +14,7 @@ from test_crash import check, finish, start
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
-from distill.doctor import doctor, invariants
+from distill.doctor import examine, invariants
 from distill.models import attention, patching
 from distill.recipe import load
 
@@ -220,10 +220,10 @@ def test_all_invariants_hold(there, machine, capsys):
 @pytest.fixture
 def subject(there, machine):
     if machine == "cuda":
-        return doctor.prepare(load("recipe.yaml", [PLAIN]), small=True)
+        return examine.prepare(load("recipe.yaml", [PLAIN]), small=True)
     from distill_kernels.launch import interpreted
 
-    made = doctor.prepare(load("recipe.yaml", [PLAIN, "data.max_length=64", "train.tokens_per_step=128"]), small=True)
+    made = examine.prepare(load("recipe.yaml", [PLAIN, "data.max_length=64", "train.tokens_per_step=128"]), small=True)
     made.rows = made.rows[:2]  # which make one of two documents
     return made, interpreted
 

@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from forked import PIPE, Forked, clean_environment
+from forked import run as run_forked
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill import cli
@@ -18,7 +19,6 @@ from distill.recipe import parse
 from distill.run import run
 from distill.training.progress import read_metrics
 
-ROOT = Path(__file__).resolve().parents[1]
 RECIPE = """
 teacher: {model: teacher}
 student: {from_teacher: {layers: 2}}
@@ -86,20 +86,8 @@ def test_json_is_all_that_standard_output_gets(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("processes   2, one a GPU")
 
 
-def popen(workplace, code, *arguments, **more):
-    environment = {name: value for name, value in os.environ.items() if name not in ranks.LAUNCHED}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
-                    "OMP_NUM_THREADS": "1"}  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, *code, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=workplace, env=environment, **pipes, **more)
-
-
 def program(workplace, code, *arguments):
-    with popen(workplace, code, *arguments) as started:
-        out, err = started.communicate(timeout=240)
-    return subprocess.CompletedProcess(started.args, started.returncode, out, err)
+    return run_forked([*code, *arguments], cwd=workplace, env=clean_environment(), timeout=240)
 
 
 START = ["-c", "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"]
@@ -150,11 +138,23 @@ sys.exit(launch.start(2, sys.argv[1:]))
 """
 
 
+def launcher(folder, *arguments):
+    """Of two processes of `WORKER`, in a session of its own."""
+    environment, command = clean_environment(), ["-c", STARTS_WORKERS, *arguments]
+    return Forked(command, cwd=folder, env=environment, stdout=PIPE, stderr=PIPE, start_new_session=True)
+
+
+def started(folder, code):
+    """A program in a Python that was started, and ends as one does."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=240)
+
+
 @pytest.mark.parametrize("signals, code", [(["SIGTERM"], 0), (["SIGINT"], 130), (["SIGINT", "SIGINT"], 130)])
 def test_processes_hear_each_signal_once_and_end_as_one_would(tmp_path, signals, code):
     """A second Ctrl-C, which is to stop at once, is one to the processes too, and SIGTERM is no failure."""
     (tmp_path / "worker.py").write_text(WORKER)
-    with popen(tmp_path, ["-c", STARTS_WORKERS], str(len(signals)), start_new_session=True) as started:
+    with launcher(tmp_path, str(len(signals))) as started:
         while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
             assert started.poll() is None, started.communicate()
             time.sleep(0.05)
@@ -168,7 +168,7 @@ def test_processes_hear_each_signal_once_and_end_as_one_would(tmp_path, signals,
 
 def test_a_third_ctrl_c_ends_processes_that_hear_nothing(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
-    with popen(tmp_path, ["-c", STARTS_WORKERS], "9", start_new_session=True) as started:
+    with launcher(tmp_path, "9") as started:
         while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
             assert started.poll() is None, started.communicate()
             time.sleep(0.05)
@@ -183,7 +183,7 @@ def test_one_of_several_leaves_with_its_code_and_all_it_had_to_do(tmp_path):
     """What happens at exit happens, threads end, output arrives; the interpreter's own end is never reached."""
     code = """
 import atexit, sys, threading, time
-from distill.core.launch import leave
+from distill.core.ranks import leave
 
 def late():
     time.sleep(0.5)
@@ -198,7 +198,7 @@ atexit.register(print, "at exit")
 threading.Thread(target=late).start()
 leave(7)
 """
-    done = program(tmp_path, ["-c", code])
+    done = started(tmp_path, code)
     assert (done.returncode, done.stdout.splitlines()) == (7, ["thread done", "at exit"]), done.stderr
 
 
@@ -207,14 +207,14 @@ def test_one_of_several_leaves_though_executors_wait_for_work(tmp_path):
     code = """
 import time
 from concurrent.futures import ThreadPoolExecutor
-from distill.core.launch import leave
+from distill.core.ranks import leave
 
 pool = ThreadPoolExecutor()
 pool.submit(len, "").result()
 pool.submit(lambda: (time.sleep(0.3), print("done late", flush=True)))
 leave(0)
 """
-    done = program(tmp_path, ["-c", code])
+    done = started(tmp_path, code)
     assert done.returncode == 0 and "done late" in done.stdout, done.stderr
 
 

@@ -1,13 +1,9 @@
 """Drawing tokens: the right distribution, the same draws on CPU and in the kernel, nothing shared between rows."""
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from compile_for_gpu import compiled
 from distill_kernels.sampling import _gumbel, _philox, reference_noise, reference_sample, sample_tokens
 
 
@@ -123,7 +119,6 @@ def test_mistakes_are_named():
 def test_the_step_of_decoding_compiles_for_sm_90():
     """Sampling, the cache's write and attention over it, with types and registers that the interpreter cannot see."""
     pytest.importorskip("triton")
-    root = Path(__file__).resolve().parents[1]
     code = """
 import torch
 from distill_kernels.attention.decode import decode_attention
@@ -139,15 +134,11 @@ for starts in (None, n):
 d = torch.ones(1, 512, 1, 64, dtype=torch.bfloat16)  # in several chunks, which are put together
 decode_attention(q[:1, :4], d.transpose(1, 2), d.transpose(1, 2), n[:1])
 """
-    environment = {"PYTHONPATH": str(root / "kernels"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(root / "tests" / "compile_for_gpu.py"), code]
-    made = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert made.returncode == 0, made.stderr[-3000:]
-    found = re.findall(r"\.(\w+): \d+ registers, (\d+) bytes spilled", made.stdout)
-    names = [name for name, _ in found]
-    assert set(names) == {"_sample_kernel", "_put_kernel", "_chunk_kernel", "_combine_kernel"}, made.stdout
+    figures = compiled(code)
+    names = [name for name, *_ in figures]
+    assert set(names) == {"_sample_kernel", "_put_kernel", "_chunk_kernel", "_combine_kernel"}, figures
     assert names.count("_chunk_kernel") == 3 and names.count("_sample_kernel") == 2
-    assert all(int(spilled) == 0 for _, spilled in found), made.stdout
+    assert all(spilled == 0 for _, _, spilled in figures), figures
 
 
 @pytest.mark.gpu

@@ -1,34 +1,65 @@
-"""A test file as the program of two processes, which find each other by torchrun's launcher."""
+"""A test file as the program of two processes, which find each other as torchrun's do."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked import PLACES, Forked, clean_environment
+from torch.distributed import TCPStore
 
-ROOT = Path(__file__).resolve().parents[1]
 
+def run_as_two(*arguments: object, device: str = "cpu", timeout: int = 400, cwd: Path | None = None) -> str:
+    """What two processes of `python *arguments` print, gloo's on "cpu" or NCCL's on "cuda"; fails where either fails.
 
-def run_as_two(program: str, *arguments: object, device: str = "cpu", timeout: int = 400) -> str:
-    """What two processes of `program` print, gloo's on "cpu" or NCCL's on "cuda"; fails where either fails.
-
-    The test is skipped where "cuda" is asked for and there are not two devices. Packages that come through PYTHONPATH
-    stay in reach.
+    On "cpu" both are forked from a process that has imported torch and transformers; where one fails, the other is
+    ended. The test is skipped where "cuda" is asked for and there are not two devices. Packages that come through
+    PYTHONPATH stay in reach.
     """
-    if device == "cuda" and torch.cuda.device_count() < 2:
+    if device == "cuda":
+        return _by_torchrun(list(map(str, arguments)), timeout)
+    patience = datetime.timedelta(seconds=timeout)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+              "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "two"}  # fmt: skip
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        processes = [
+            Forked(
+                list(map(str, arguments)), cwd=cwd or Path.cwd(), stdout=out, stderr=error,
+                env=clean_environment(**common, RANK=rank, LOCAL_RANK=rank),
+            )
+            for rank in "01"
+        ]  # fmt: skip
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and {each.poll() for each in processes} in ({None}, {None, 0}):
+            time.sleep(0.02)
+        late = [each.poll() is None for each in processes]
+        for each in processes:
+            each.kill()
+        codes = [each.wait() for each in processes]
+        for file in (out, error):
+            file.seek(0)
+        written = out.read()
+        assert codes == [0, 0], f"{codes}, late: {late}\n{written[-3000:]}{error.read()[-6000:]}"
+    return written
+
+
+def _by_torchrun(arguments: list[str], timeout: int) -> str:
+    if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    places = [*map(str, (ROOT, ROOT / "kernels", ROOT / "tests")), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+    path = os.pathsep.join([*PLACES, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0", program, *map(str, arguments),
+        "--rdzv-endpoint=localhost:0", *arguments,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

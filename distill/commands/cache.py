@@ -111,9 +111,10 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
     """Whether the teacher takes several GPUs, even to be looked at only."""
     import torch
 
-    from distill.planning.caching import loaded_section, plan_caching
+    from distill.planning.caching import plan_caching
+    from distill.teachers.cache.teacher import section_to_load
 
-    recipe = recipe.model_copy(update={"teacher": loaded_section(recipe.teacher)})
+    recipe = recipe.model_copy(update={"teacher": section_to_load(recipe)})
     return plan_caching(recipe, torch.device("cuda", 0), processes, batch_size).teacher_sharded
 
 

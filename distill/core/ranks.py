@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import os
 import sys
 import threading
@@ -23,13 +24,39 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+# of processes that wait while the first one reads weights; NCCL gives up after ten minutes
+PATIENCE = datetime.timedelta(hours=4)
+
+
 def of_the_first(make: Callable[[], T]) -> T:
-    """What `make` returns on the first process, which alone calls it, on all of them."""
+    """What `make` returns on the first process, which alone calls it, on all of them; what it raises is raised on all.
+
+    Raises:
+        ValueError: as `make` raised it.
+    """
     if world_size() == 1:
         return make()
-    from accelerate.utils import broadcast_object_list
+    import torch.distributed as dist
 
-    (result,) = broadcast_object_list([make() if is_first() else None])
+    results = [on_the_first(make)]
+    dist.broadcast_object_list(results)
+    return results[0]  # type: ignore[return-value]
+
+
+def on_the_first(make: Callable[[], T]) -> T | None:
+    """What `make` returns, on the first process; None on the others, which wait. What it raises is raised on all."""
+    import torch.distributed as dist
+
+    result, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
+    if is_first():
+        try:
+            result = make()
+        except ValueError as error:
+            fault = [str(error)]
+    dist.broadcast_object_list(fault, group=waiting)
+    dist.destroy_process_group(waiting)
+    if fault[0]:
+        raise ValueError(fault[0])
     return result
 
 

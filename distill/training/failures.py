@@ -15,8 +15,9 @@ from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.recipe import Recipe
-from distill.recipe.models import EIGHT_BITS
 from distill.recipe.same_step import why_batch_size_stays
+from distill.teachers.base import SmallerTeacher
+from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
 
@@ -94,11 +95,7 @@ def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
         ways["train.gradient_checkpointing=true"] = (
             "train.gradient_checkpointing to true, one layer's activations at a time"
         )
-    if _holds_a_whole_teacher(recipe):
-        ways["teacher.offload=cpu"] = (
-            "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead"
-        )
-    return ways
+    return ways | {way.override: way.words for way in _smaller_teachers(recipe) if way.same_targets}
 
 
 def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
@@ -113,15 +110,11 @@ def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
         ways.append("student.lora to {}, no gradients and optimizer states of the base weights")
     if train.optimizer_states != "bfloat16" and train.optimizer == "fused_adamw":
         ways.append("train.optimizer_states to bfloat16, half of the optimizer's memory")
-    if _holds_a_whole_teacher(recipe):
-        ways.append("teacher.dtype to fp8, half of the teacher's layers")
-    return ways
+    return ways + [way.words for way in _smaller_teachers(recipe) if not way.same_targets]
 
 
-def _holds_a_whole_teacher(recipe: Recipe) -> bool:
-    teacher = recipe.teacher
-    in_full = teacher.offload is None and teacher.dtype not in EIGHT_BITS
-    return in_full and not teacher.is_cached and not recipe.teachers and recipe.parallel.teacher != "sharded"
+def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
+    return [] if recipe.parallel.teacher == "sharded" else source_of(recipe).smaller()
 
 
 def _disk(code: int, where: object, folder: Path) -> str:

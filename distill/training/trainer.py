@@ -27,13 +27,16 @@ from distill.core.faults import RunError
 from distill.core.files import sync
 from distill.core.manifest import write_manifest
 from distill.data.collator import Collator
+from distill.data.labels import IGNORE_INDEX
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
-from distill.models.work import NO_WORK, work_of
+from distill.models.work import work_of
+from distill.teachers.base import Teacher
 from distill.teachers.blame import teacher_fault
-from distill.teachers.objective import STATISTICS, DistillationObjective, LossSpec
+from distill.teachers.losses import STATISTICS, LossSpec
+from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
@@ -51,8 +54,8 @@ class DistillationTrainer(Trainer):
 
     Args:
         model: The student: a causal language model, bare or inside PEFT. Its forward is patched.
-        teacher: A causal language model over the same vocabulary; moved to the student's device and frozen. None only
-            with an `objective` that needs no model.
+        teacher: A causal language model over the same vocabulary, or any other kind of
+            `distill.teachers.base.Teacher`; moved to the student's device and frozen.
         args: As of `Trainer`. Five of its fields are set, since any other value trains wrongly here:
             `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
             `accelerator_config.dispatch_batches` (which cuts every tensor of a batch to its number of rows) to False,
@@ -62,8 +65,6 @@ class DistillationTrainer(Trainer):
         train_dataset, eval_dataset, processing_class, callbacks: As of `Trainer`.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
             On several processes each row of an epoch is taken once (`even_batches.py`).
-        objective: What makes the objective of `(teacher, model, loss, vocab_size=)`: `DistillationObjective` or a
-            subclass for another kind of teacher.
         more: Anything else of `Trainer`.
 
     Raises:
@@ -75,7 +76,7 @@ class DistillationTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        teacher: nn.Module | None,
+        teacher: nn.Module | Teacher,
         args: TrainingArguments,
         *,
         loss: LossSpec = "forward_kl",
@@ -85,7 +86,6 @@ class DistillationTrainer(Trainer):
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        objective: Callable[..., DistillationObjective] = DistillationObjective,
         **more: Any,
     ) -> None:
         args.remove_unused_columns = False
@@ -96,9 +96,9 @@ class DistillationTrainer(Trainer):
         if args.n_gpu > 1:
             log.warning("%d GPUs are visible to one process; using one. Start with torchrun to use all.", args.n_gpu)
             args._n_gpu = 1
-        for whose, owned in (("student", model), ("teacher", teacher)):
-            if owned is not None:
-                keep_soft_cap(owned, field=f"{whose}'s attention")
+        loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
+        for whose, owned in {"student": model, **loaded}.items():
+            keep_soft_cap(owned, field=f"{whose}'s attention")
         plain = Collator(_padding_token(processing_class, model), omit_plain_positions=True)
         data_collator = PlainRows(plain) if data_collator is None else OrPadding(data_collator, plain)
         super().__init__(
@@ -111,16 +111,18 @@ class DistillationTrainer(Trainer):
             callbacks=callbacks,
             **more,
         )
-        if teacher is not None and not is_sharded(teacher):
+        if not isinstance(teacher, nn.Module):
             teacher.to(args.device)
+        elif not is_sharded(teacher):
+            teacher = teacher.to(args.device)
         # FSDP places the student itself, later; the objective reads both models where they stand now
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:
             model.to(args.device)
-        self.objective: DistillationObjective = objective(teacher, model, loss, vocab_size=vocab_size)
-        self.data_collator = self.objective.collator(self.data_collator)
-        work = work_of(teacher, trains=False) if teacher is not None else NO_WORK
-        self.meter = Meter(args.device, work, work_of(model, trains=True), self.objective.divergence)
+        self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
+        self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
+        work = self.objective.teacher.work(), work_of(model, trains=True)
+        self.meter = Meter(args.device, *work, self.objective.divergence)
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
@@ -201,7 +203,7 @@ class DistillationTrainer(Trainer):
         """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
         if not batch_samples:
             return None
-        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
+        count = sum((batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batch_samples)
         count = torch.as_tensor(count, dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
@@ -299,7 +301,7 @@ class DistillationTrainer(Trainer):
             for batch in batches:
                 inputs = self._prepare_inputs(batch)
                 output = model(**self.objective.compare(inputs, num_items=1))
-                trained = (inputs["labels"][:, 1:] != -100).sum().double()[None]
+                trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double()[None]
                 sums += torch.cat([output["statistics"].double(), output["loss"].double()[None], trained])
         model.train(training)
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()

@@ -42,7 +42,7 @@ import xxhash
 
 from distill.core.faults import show
 from distill.core.files import replacing
-from distill.data.packing import IGNORED
+from distill.data.labels import IGNORE_INDEX
 from distill.recipe import Teacher
 
 log = logging.getLogger(__name__)
@@ -87,10 +87,10 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
     starts = np.zeros(1, np.int64) if positions is None else np.flatnonzero(np.asarray(positions) == 0)
     if len(starts) == 0 or starts[0] != 0:
         starts = np.concatenate([[0], starts])
-    if (labels[starts[1:]] != IGNORED).any():
+    if (labels[starts[1:]] != IGNORE_INDEX).any():
         raise ValueError("labels: expected -100 at each document's first token, which nothing before it predicts")
     for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
-        learned = labels[start + 1 : stop] != IGNORED
+        learned = labels[start + 1 : stop] != IGNORE_INDEX
         if learned.any():
             digest = hashlib.blake2b(ids[start:stop].tobytes(), digest_size=KEY_BYTES)
             digest.update(np.packbits(learned).tobytes())

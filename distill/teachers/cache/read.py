@@ -10,7 +10,7 @@ it, and what is found is one contiguous piece of a mapped file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +153,7 @@ class TeacherCache:
                 f"the first in {first}; {hint or 'it was made from other data'}"
             )
 
-    def said(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def said(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """What the teacher said of the learned positions of some rows, in their order.
 
         Returns:
@@ -241,10 +241,10 @@ class TeacherCache:
 class CachedRows:
     """A collator that puts what the teacher said of the rows beside what another collator makes of them."""
 
-    def __init__(self, collate: Callable[[list[Any]], dict[str, Any]], cache: TeacherCache) -> None:
+    def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], cache: TeacherCache) -> None:
         self.collate, self.cache = collate, cache
 
-    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Collate rows and look their documents up."""
         batch = self.collate(rows)
         if "valid_rows" not in batch:

@@ -1,0 +1,268 @@
+"""Processes of Python that begin with torch, transformers and distill imported: forked from a server that imports once.
+
+    process = Forked(["-m", "distill", "run", "r.yaml"], cwd=folder, env=environment, stdout=PIPE, stderr=PIPE)
+    out, error = process.communicate(timeout=300)
+
+A forked process has a process id, environment, working directory, streams, session, signals and an exit code of its
+own, as one that was started. It is not what a test needs of a process that must not have imported something, or of an
+environment that is read at import (threads, HF_*, TRITON_INTERPRET): those start one with `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+
+PIPE, STDOUT = subprocess.PIPE, subprocess.STDOUT
+TESTS = Path(__file__).resolve().parent
+PLACES = [str(TESTS.parent), str(TESTS.parent / "kernels"), str(TESTS)]
+PRELOADED = (
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "transformers.trainer",
+    "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "distill.cli", "distill.run", "distill.caching.make",
+    "matplotlib.pyplot", "matplotlib.backends.backend_agg", "matplotlib.ticker", "mpl_toolkits.mplot3d", "pytest",
+    "triton",
+)  # fmt: skip
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This environment without a launcher, for one thread, without GPU and interpreted kernels, and with `more`."""
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET")
+    given = {name: value for name, value in os.environ.items() if name not in launched}
+    path = os.pathsep.join([*PLACES, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return given | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | more
+
+
+class Server:
+    """The one server of this process, started at the first use; ends with it."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())], env=clean_environment(), pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+
+
+_servers: list[Server] = []
+
+
+def close() -> None:
+    """Let the server end, where there is one; its processor time and that of all it forked counts as this process's."""
+    while _servers:
+        server = _servers.pop()
+        server.socket.close()
+        server.process.wait()
+
+
+class Forked:
+    """As `subprocess.Popen([sys.executable, *arguments], text=True, ...)`.
+
+    Args:
+        arguments: `["-m", module, ...]`, `["-c", code, ...]` or `[file, ...]`.
+        terminal: standard input becomes the controlling terminal of the new session.
+    """
+
+    def __init__(
+        self, arguments, *, cwd, env, stdin=None, stdout=None, stderr=None, start_new_session=False, terminal=False
+    ) -> None:
+        if not _servers:
+            _servers.append(Server())
+        self.args, self.returncode, self.stdout, self.stderr = list(map(str, arguments)), None, None, None
+        status, theirs = os.pipe()
+        given = [theirs]
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        streams = [
+            nowhere if stdin is None else stdin,
+            1 if stdout is None else stdout,
+            2 if stderr is None else stderr,
+        ]
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            if streams[number] == PIPE:
+                reading, streams[number] = os.pipe()
+                given.append(streams[number])
+                setattr(self, name, os.fdopen(reading, encoding="utf-8", errors="replace"))
+        streams[2] = streams[1] if streams[2] == STDOUT else streams[2]
+        numbers = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
+        request = (self.args, str(cwd), dict(env), start_new_session, terminal)
+        socket.send_fds(_servers[0].socket, [pickle.dumps(request)], [theirs, *numbers])
+        for each in (*given, nowhere):
+            os.close(each)
+        self._status = os.fdopen(status, "rb")
+        self.pid = int(self._status.readline())
+
+    def poll(self):
+        """The exit code, negative for a signal; None while it runs."""
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+    def wait(self, timeout=None):
+        """The exit code, once there is one."""
+        if self.returncode is None and not select.select([self._status], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.poll()
+
+    def communicate(self, timeout=None):
+        """What it wrote to pipes, once it has ended."""
+        read, texts = {name: getattr(self, name) for name in ("stdout", "stderr")}, {}
+        threads = [
+            threading.Thread(target=lambda name=name, file=file: texts.update({name: file.read()}), daemon=True)
+            for name, file in read.items()
+            if file is not None
+        ]
+        for each in threads:
+            each.start()
+        self.wait(timeout)
+        for each in threads:
+            each.join(timeout)
+        return texts.get("stdout"), texts.get("stderr")
+
+    def send_signal(self, number):
+        """As `os.kill`, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self):
+        """kill -9."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.wait()
+        for file in (self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+
+
+def run(arguments, *, timeout=400, **more) -> subprocess.CompletedProcess:
+    """As `subprocess.run([sys.executable, *arguments], capture_output=True, text=True, ...)`."""
+    with Forked(arguments, stdout=PIPE, stderr=PIPE, **more) as process:
+        try:
+            out, error = process.communicate(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, error)
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork a process for each request until the other end is closed."""
+    import gc
+    import importlib
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    while True:
+        message, fds, *_ = socket.recv_fds(connection, 1 << 20, 4)
+        if not message:
+            break
+        if os.fork() == 0:
+            connection.close()
+            _keep(pickle.loads(message), fds)
+        for each in fds:
+            os.close(each)
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _keep(request, fds) -> None:
+    """Fork once more, tell the process id, wait, tell the exit code."""
+    status, *streams = fds
+    child = os.fork()
+    if child == 0:
+        os.close(status)
+        _become(*request, streams)
+    for each in streams:
+        os.close(each)
+    os.write(status, b"%d\n" % child)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.write(status, b"%d\n" % code)
+    os._exit(0)
+
+
+def _become(arguments, cwd, environment, session, terminal, streams) -> None:
+    """Be a new Python that runs `arguments`."""
+    import random
+
+    import numpy as np
+
+    if session:
+        os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    if terminal:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.fdopen(number, "w", 1 if number == 2 or os.isatty(number) else -1, "utf-8", closefd=False)
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place not in sys.path]
+    random.seed()
+    np.random.seed()
+    code = 0
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+    threading._shutdown()  # as an interpreter that ends does
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            file.flush()
+    os._exit(code)
+
+
+def _run(arguments) -> None:
+    import runpy
+
+    kind, *rest = arguments
+    if kind == "-m":
+        sys.argv = [rest[0], *rest[1:]]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        main = type(sys)("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [kind, *rest]
+        sys.path.insert(0, str(Path(kind).resolve().parent))
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
