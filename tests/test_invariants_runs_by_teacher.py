@@ -45,7 +45,7 @@ def test_resume_fails_where_other_words_are_drawn(subject_of, monkeypatch):
     assert not finding.passed and "logged losses" in finding.detail, finding
 
 
-def test_ranks_change_nothing(subject_of):
+def test_ranks_change_nothing(subject_of, forked_ranks):
     findings = invariants_runs.ranks_of([subject_of(kind) for kind in KINDS])
     assert all(finding.passed for finding in findings), dict(zip(KINDS, findings, strict=True))
 
@@ -80,7 +80,7 @@ invariants_runs._main(Path(sys.argv[-1]))
 
 
 @pytest.mark.slow  # that ranks can fail is shown for one teacher by tests/test_invariants.py
-def test_ranks_fail_where_the_processes_do_something_else(subject_of, tmp_path):
+def test_ranks_fail_where_the_processes_do_something_else(subject_of, tmp_path, forked_ranks):
     program = tmp_path / "faulty.py"
     program.write_text(FAULTS)
     findings = invariants_runs.ranks_of([subject_of(kind) for kind in KINDS], program=[str(program)])
