@@ -1,16 +1,20 @@
 """The command `distill`: run and validate recipes, list and copy those that ship; the rest is in `commands`.
 
-Exit codes: 0 done; 1 a check failed, or the machine or the numbers did (one line), or something broke (with its
-traceback); 2 the user's input (one line a fault, no traceback); 130 for Ctrl-C. Nothing heavy is imported before a run
+Exit codes: 0 done; 1 a check failed, or the machine or the numbers did, or something broke (one line, the trace in a
+file); 2 the user's input (one line a fault); 130 for Ctrl-C. Nothing heavy is imported before a run
 starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shlex
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, doctor, judge, plan, sample, share
+from distill.commands import cache, doctor, judge, plan, sample, share, verify
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -29,9 +33,10 @@ from distill.commands.arguments import (
     say_json,
 )
 from distill.core import console, launch, ranks
-from distill.core.faults import DISK, RunError
-from distill.core.folders import run_folder
-from distill.recipe import Recipe, dump
+from distill.core.faults import RunError, disk_line
+from distill.core.folders import RECIPE_FILE, RUNS, run_folder
+from distill.core.run_lock import RunLock
+from distill.recipe import dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
@@ -58,6 +63,7 @@ app = typer.Typer(
     distill compare quickstart quickstart-2    runs beside each other
     distill generate quickstart -p "Hello"     let the student answer
     distill export quickstart -o student       a folder to hand over
+    distill verify quickstart                  is every file still as it was written?
     """,
 )
 recipes_app = typer.Typer(
@@ -70,6 +76,7 @@ doctor.register(app)
 judge.register(app)
 share.register(app)
 sample.register(app)
+verify.register(app)
 
 
 @app.callback()
@@ -95,6 +102,9 @@ def run(
         bool,
         typer.Option("--resume", help="Continue from the last checkpoint of --name, else of the recipe's last run."),
     ] = False,
+    resume_if_any: Annotated[
+        bool, typer.Option("--resume-if-any", help="The same where the run of --name has begun; else start it.")
+    ] = False,
     lock: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Refuse to run unless all is as in this lock.yaml of a run.")
     ] = None,
@@ -116,6 +126,7 @@ def run(
 
     \b
     torchrun --nproc-per-node 8 -m distill run chat-8b-to-1b.yaml
+    torchrun --nproc-per-node 8 --max-restarts 3 -m distill run chat-8b-to-1b.yaml --name chat --resume-if-any
     accelerate launch --num_processes 8 -m distill run chat-8b-to-1b.yaml
 
     Without a hub, a shipped recipe runs on random weights and random tokens, unless its header says that it cannot:
@@ -124,11 +135,18 @@ def run(
     distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
     """
     _, resolved = load_recipe(recipe, [*(overrides or ()), *plugin_override(plugin)])
-    first = os.environ.get("RANK", "0") == "0"  # of several processes, one may have made the folder already
-    folder = run_folder(resolved.name, name=name, resume=resume) if first else None
+    if resume_if_any:
+        if name is None:
+            raise ValueError("--resume-if-any: needs --name, which says which run it may be")
+        resume = resume or (RUNS / name / RECIPE_FILE).is_file()
+    # of several processes, one may have made the folder already
+    folder = run_folder(resolved.name, name=name, resume=resume) if ranks.is_first() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
-        raise typer.Exit(_start(processes, resolved, recipe, overrides or [], name, resume, lock, plugin))
+        from distill.planning.steps import accumulation_steps
+
+        accumulation_steps(resolved.train, resolved.data, processes)  # what their number makes impossible
+        raise typer.Exit(launch.restart(processes))
     from distill.run import run as run_recipe
 
     try:
@@ -137,20 +155,6 @@ def run(
         if folder is not None:
             _say_how_to_resume(folder, recipe, overrides or [], plugin)
         raise typer.Exit(130) from None
-
-
-def _start(
-    processes: int, resolved: Recipe, recipe: str, overrides: Sequence[str], name: str | None, resume: bool,
-    lock: Path | None, plugin: Path | None,
-) -> int:  # fmt: skip
-    """Start this very command once a GPU; what the number of processes makes impossible is refused before."""
-    from distill.planning.steps import accumulation_steps
-
-    accumulation_steps(resolved.train, resolved.data, processes)
-    more = [*(["--name", name] if name else []), *(["--resume"] if resume else [])]
-    more += ["--lock", str(lock)] if lock else []
-    more += ["--plugin", str(plugin)] if plugin else []
-    return launch.start(processes, ["run", recipe, *overrides, *more])
 
 
 @app.command()
@@ -213,32 +217,51 @@ def _say_how_to_resume(folder: Path, recipe: str, overrides: Sequence[str], plug
 def run_command(arguments: Sequence[str] | None = None) -> int:
     """Run `distill` with these arguments (`sys.argv` otherwise) and return its exit code.
 
-    A `ValueError` is the user's input: its message is printed, one line a fault, and the code is 2. With
-    DISTILL_TRACEBACK=1 in the environment it is raised instead. So it is for a file that a full or read-only disk, or
-    its owner, does not let be written, with code 1. Any other exception passes through.
+    A `ValueError` is the user's input: its message is printed, one line a fault, and the code is 2. A `RunError`, and
+    what a disk refuses, is one line and 1. Of anything else the line names a file with the trace. With DISTILL_TRACE=1
+    in the environment all of them are raised instead.
     """
+    launch.command_line[:] = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(args=arguments, prog_name="distill", standalone_mode=False)
+        code = app(args=launch.command_line, prog_name="distill", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "distill"
         console.complain(f"{error.format_message()} ({command} --help says more)")
         return 2
-    except RunError as error:
-        if os.environ.get("DISTILL_TRACEBACK") == "1":
+    except (KeyboardInterrupt, typer.Abort):
+        console.complain("interrupted")
+        return 130
+    except Exception as error:
+        if os.environ.get("DISTILL_TRACE") == "1":
             raise
-        console.complain(str(error))
+        if isinstance(error, RunError | ValueError):
+            console.complain(str(error))
+            return 1 if isinstance(error, RunError) else 2
+        console.complain(disk_line(error) or _last_resort(error))
         return 1
-    except ValueError as error:
-        if os.environ.get("DISTILL_TRACEBACK") == "1":
-            raise
-        console.complain(str(error))
-        return 2
-    except OSError as error:  # a run says more: see training.failures
-        if error.errno not in DISK or error.filename is None or os.environ.get("DISTILL_TRACEBACK") == "1":
-            raise
-        console.complain(f"{error.filename}: {DISK[error.errno]}")
-        return 1
+
+
+def _last_resort(error: Exception) -> str:
+    """A line for a fault that nobody has thought of; its trace goes to a file in the run's folder."""
+    text = "".join(traceback.format_exception(error))
+    text = f"distill {shlex.join(launch.command_line)}\n\n{text}\n"
+    with contextlib.suppress(Exception):
+        from distill.core.environment import environment
+
+        text += "".join(f"{name} {value}\n" for name, value in environment().items())
+    first = (str(error).strip().splitlines() or [""])[0]
+    line = f"something broke: {type(error).__name__}: {first:.200}"
+    name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    for folder in (RunLock.latest, Path(tempfile.gettempdir())):
+        if folder is None or not folder.is_dir():
+            continue
+        try:
+            (folder / name).write_text(text, encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        return f"{line}; the trace is in {folder / name} (DISTILL_TRACE=1 shows it here)"
+    return f"{line} (DISTILL_TRACE=1 shows the trace)"
 
 
 def main() -> None:
@@ -248,6 +271,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a model says what a terminal may have no letters for
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    launch.end_with_launcher()
     code = run_command()
     if ranks.is_one_of_several():
         ranks.leave(code)

@@ -28,16 +28,19 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from distill.core import console
 from distill.core.environment import environment
-from distill.core.folders import RECIPE_FILE, RESULT_FILE, claim, run_folder
+from distill.core.files import write_json, write_text
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder
 from distill.core.launch import forget_accelerates_settings
-from distill.core.ranks import is_first, world_size
+from distill.core.manifest import sums_of
+from distill.core.ranks import is_first, of_the_first, world_size
+from distill.core.run_lock import RunLock
 from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
-from distill.evaluation.samples import generate, write_samples
+from distill.evaluation.samples import write_samples
+from distill.generation.answers import generate
 from distill.generation.on_policy import on_policy_of, require_prompts
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.compiling import uncompiled
@@ -50,17 +53,11 @@ from distill.recipe import Recipe, dump
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
-from distill.teachers.names import model_name, teacher_name
-from distill.teachers.opening import (
-    Models,
-    compile_models,
-    load_models,
-    patch_models,
-    read_data,
-    read_tokenizer,
-    with_plugin,
-)
+from distill.teachers.base import OpenContext
+from distill.teachers.identity import model_name
+from distill.teachers.opening import Pair, compile_models, open_pair, patch_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
+from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoints import half_written
 from distill.training.failures import explained
@@ -118,20 +115,22 @@ def run(
     device = resolve_device(recipe.train)
     forget_accelerates_settings(os.environ)
     process = PartialState(cpu=device.type == "cpu")
-    (folder,) = broadcast_object_list([run_folder(recipe.name, name=name, resume=resume) if is_first() else None])
-    with explained(recipe, folder):
-        return _run(recipe, folder, device, process, resume, lock, own_terms)
+    folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume))
+    with explained(recipe, folder), RunLock(folder) as held:
+        return _run(recipe, held, device, process, resume, lock, own_terms)
 
 
 def _run(
-    recipe: Recipe, folder: Path, device: torch.device, process: PartialState, resume: bool, lock: Path | None,
+    recipe: Recipe, held: RunLock, device: torch.device, process: PartialState, resume: bool, lock: Path | None,
     own_terms: Any,
 ) -> RunResult:  # fmt: skip
     # --- what was asked for
-    last = told = None
+    folder, last, told = held.folder, None, None
     if resume:
+        if is_first():
+            held.take()
         told = told_anew(recipe, folder, processes=world_size())
-        last, refused = resumable(folder)
+        last, refused = of_the_first(lambda: resumable(folder))
         if is_first():
             _say_where_it_goes_on(folder, last, [*refused, *told.lines()])
         if _is_finished(folder, last):
@@ -147,18 +146,19 @@ def _run(
     attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(wanted, str(lock)))
 
     # --- data and models, nothing written yet
-    tokenizer = read_tokenizer(recipe)
-    splits = read_data(recipe, tokenizer)
-    require_prompts(recipe, tokenizer, splits.report.format)
-    models = load_models(recipe, tokenizer, device, precision, sharing, attention)
-    if models.cache is not None:
-        models.cache.require_data(recipe, splits)
+    source = source_of(recipe)
+    vocabulary = source.vocabulary()
+    splits = vocabulary.read(recipe.data, recipe.train.seed)
+    require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
+    pair = open_pair(source, vocabulary, OpenContext(device, precision, sharing, attention))
+    if problems := source.data_problems(splits):
+        raise ValueError(problems[0])
     if own_terms is not None:
-        models = with_plugin(models, own_terms)
+        use_plugin(pair.teacher, own_terms)
     locked = None
-    if is_first() or sharing.teacher_sharded:  # every process knows the hash of its own shards only
+    if is_first() or pair.teacher.is_collective:  # every process knows the hash of its own shards only
         locked = lock_of(
-            recipe, teacher=models.teacher, student=models.student, tokenizer=tokenizer, rows=splits.train,
+            recipe, teacher=pair.teacher, student=pair.student, tokenizer=pair.tokenizer, rows=splits.train,
             processes=world_size(), source=splits.report.digest,
         )  # fmt: skip
     if not is_first():
@@ -171,32 +171,33 @@ def _run(
         recipe, folder, rows=len(splits.train), device=device, precision=precision,
         student_sharded=sharing.student_sharded,
     )  # fmt: skip
-    require_optimizer(arguments, models.student)
-    notes = [] if told is None else told.notes(arguments, models.student, rows=len(splits.train))
+    require_optimizer(arguments, pair.student)
+    notes = [] if told is None else told.notes(arguments, pair.student, rows=len(splits.train))
     progress = ProgressReport()
     trainer = DistillationTrainer(
-        models.student,
-        models.teacher,
+        pair.student,
+        pair.teacher,
         arguments,
         loss=recipe.loss,
-        vocab_size=models.vocab_size,
-        objective=models.objective,
+        vocab_size=pair.vocab_size,
         train_dataset=splits.train,
         eval_dataset=splits.validation,
-        processing_class=tokenizer,
-        callbacks=[MetricsFile(folder / "metrics.jsonl"), progress],
+        processing_class=pair.tokenizer,
+        callbacks=[MetricsFile(folder / "metrics.jsonl", held.check), progress],
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
     )
     progress.measure = trainer.objective.measure
     trainer.remove_callback(transformers.PrinterCallback)
     if device.type == "cuda":
-        patch_models(models, recipe, attention)
-    if recipe.teacher.dtype == "fp8":
-        _quantise(trainer, splits, arguments.per_device_train_batch_size)
+        patch_models(pair, attention)
+    proof = pair.teacher.prove(
+        _first_held_out(trainer, splits, arguments.per_device_train_batch_size),
+        trainer.objective.student, trainer.objective.pairing,
+    )  # fmt: skip
     if recipe.train.compile:
-        compile_models(models)
+        compile_models(pair)
     trainer.on_policy = on_policy_of(
-        recipe, models.student, tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
+        recipe, pair.student, pair.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
     )  # fmt: skip
     plan = Plan(
@@ -206,25 +207,23 @@ def _run(
         world_size(),
     )
 
-    described = _described(trainer, splits, arguments.per_device_train_batch_size)
-
     # --- from here on the run exists
     if locked is not None:
         if not resume:
-            claim(folder, LOCK_FILE)
+            held.take()
+            require_free(folder)
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
+        write_text(folder / RECIPE_FILE, dump(recipe) if told is None else told.recipe_text(last))
         if not (resume and (folder / LOCK_FILE).exists()):
-            _write(folder / LOCK_FILE, lock_text(locked))
-        _write(folder / RECIPE_FILE, dump(recipe) if told is None else told.recipe_text(last))
+            write_text(folder / LOCK_FILE, lock_text(locked))
         attention.write(folder)
         lines = preamble(
-            recipe, teacher=models.teacher, student=models.student, objective=trainer.objective, plan=plan,
-            data=splits.report, vocabulary=models.vocabulary, device=str(device.type), kept=models.kept,
+            source, pair, trainer.objective, plan=plan, data=splits.report, device=str(device.type),
             sharing=str(sharing) if world_size() > 1 else None,
         )  # fmt: skip
-        console.say("\n".join([*lines, *described, *notes, f"{'run':<12}{folder}"]))
-    process.wait_for_everyone()
-    before, answers = _before(recipe, models, trainer, splits, precision, folder)
+        console.say("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
+    held.share(process.wait_for_everyone)
+    before, answers = _before(recipe, pair, trainer, splits, precision, folder)
 
     # --- train
     try:
@@ -239,9 +238,10 @@ def _run(
         raise SystemExit(0)
 
     # --- what came of it
-    after = _held_out(recipe, models, trainer, splits, precision)
+    held.check()
+    after = _held_out(recipe, pair, trainer, splits, precision)
     result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
-    _save(recipe, models, trainer, splits, result, answers)
+    _save(recipe, pair, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
 
@@ -273,37 +273,6 @@ def _is_finished(folder: Path, last: Path | None) -> bool:
     return last is None and (folder / RESULT_FILE).is_file()
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file that is whole or absent."""
-    beside = path.with_name(path.name + ".unfinished")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-
-
-def _quantise(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> None:
-    """Turn the teacher's linear layers to fp8 and say what that costs."""
-    from distill.models.fp8_teacher import is_quantised
-    from distill.teachers.fp8_cost import quantise_teacher
-
-    if is_quantised(trainer.objective.teacher):
-        if is_first():
-            console.say(
-                f"{'fp8':<12}quantised while it was loaded, since it does not fit whole: the cost is not measured"
-            )
-        return
-    report = quantise_teacher(trainer.objective, _first_held_out(trainer, splits, batch_size))
-    if is_first():
-        console.say(f"{'fp8':<12}{report}")
-
-
-def _described(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> list[str]:
-    """What an objective that compares two tokenizers finds on held-out text, for the preamble."""
-    describe = getattr(trainer.objective, "describe", None)
-    if describe is None:
-        return []
-    return [f"{'matched':<12}{describe(_first_held_out(trainer, splits, batch_size))}"]
-
-
 def _first_held_out(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> Any:
     """A batch of the first held-out rows, on the device."""
     rows = [splits.validation[index] for index in range(min(batch_size, len(splits.validation)))]
@@ -311,22 +280,22 @@ def _first_held_out(trainer: DistillationTrainer, splits: Splits, batch_size: in
 
 
 def _held_out(
-    recipe: Recipe, models: Models, trainer: DistillationTrainer, splits: Splits, precision: Precision
+    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision
 ) -> HeldOut:
     """Figures on the held-out rows; a student that is wrapped by FSDP is called through its wrapper."""
     return evaluate(
         trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model,  # type: ignore[arg-type]
-        models.teacher,
+        pair.teacher,
         splits.validation,
         batch_size=recipe.train.batch_size,
-        vocab_size=models.vocab_size,
+        vocab_size=pair.vocab_size,
         autocast=precision.autocast,
         objective=trainer.objective,
     )
 
 
 def _before(
-    recipe: Recipe, models: Models, trainer: DistillationTrainer, splits: Splits, precision: Precision, folder: Path
+    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision, folder: Path
 ) -> tuple[HeldOut, dict[str, list[str]]]:
     """Figures and samples from before training; those of the first start where a run is resumed."""
     path = folder / "before.json"
@@ -340,53 +309,50 @@ def _before(
             return HeldOut(**figures), dict(kept["answers"])
         except (ValueError, KeyError, TypeError):
             log.warning("%s is damaged; its figures are made again", path)
-    before = _held_out(recipe, models, trainer, splits, precision)
-    answers: dict[str, list[str]] = {} if models.cache is None else models.cache.answers(recipe.generate)
-    if models.tokenizer is not None and recipe.generate.prompts:
-        for name, model in (("teacher", models.teacher), ("before", models.student)):
-            if model is None:  # its cache has answered
-                continue
-            if is_first() or is_sharded(model):  # shards answer together
-                answers[name] = _generate(recipe, models, model)
+    before = _held_out(recipe, pair, trainer, splits, precision)
+    answers: dict[str, list[str]] = {}
+    if recipe.generate.prompts:
+        with uncompiled():
+            if (texts := pair.teacher.respond(recipe.generate.prompts, recipe.generate)) is not None:
+                answers["teacher"] = texts
+        if pair.tokenizer is not None and (is_first() or is_sharded(pair.student)):
+            answers["before"] = _generate(recipe, pair, pair.student)
     if is_first():
         measure = trainer.objective.measure
         kept = {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
-        _write(path, json.dumps(console.plain(kept), indent=1))
+        write_json(path, console.plain(kept))
     return before, answers
 
 
-def _generate(recipe: Recipe, models: Models, model: Any) -> list[str]:
+def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
     # random numbers are not drawn, so that training begins the same with and without samples
-    tokenizer = models.tokenizer
-    if model is models.teacher and models.teacher_tokenizer is not None:
-        tokenizer = models.teacher_tokenizer
     with uncompiled():
-        return generate(model, tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
+        return generate(student, pair.tokenizer, recipe.generate.prompts, recipe.generate.max_new_tokens)
 
 
 def _save(
     recipe: Recipe,
-    models: Models,
+    pair: Pair,
     trainer: DistillationTrainer,
     splits: Splits,
     result: RunResult,
     answers: dict[str, list[str]],
 ) -> None:
     """The student with its card, samples, curves and the result; prints the table."""
-    folder, sharded = result.folder, trainer.is_fsdp_enabled
+    folder, sharded, source = result.folder, trainer.is_fsdp_enabled, source_of(recipe)
     student: Any = trainer.accelerator.unwrap_model(trainer.model)
-    if models.tokenizer is not None and recipe.generate.prompts and (is_first() or sharded):
-        answers["after"] = _generate(recipe, models, student)
+    if pair.tokenizer is not None and recipe.generate.prompts and (is_first() or sharded):
+        answers["after"] = _generate(recipe, pair, student)
     if sharded:
         student = whole_student(trainer.accelerator, student)
     if not is_first():
         return
-    save_student(student, models.tokenizer, folder / "student")
+    save_student(student, pair.tokenizer, folder / "student")
     measure = trainer.objective.measure
     write_model_card(
         folder / "student",
         name=recipe.name,
-        teacher=teacher_name(recipe),
+        teacher=source.title(),
         student=model_name(recipe.student),
         data=splits.report.source,
         recipe=dump(recipe),
@@ -394,9 +360,11 @@ def _save(
         after=result.after,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         hub_models=tuple(
-            section.model
-            for section in (recipe.teacher, *recipe.teachers[1:], recipe.student)
-            if section.model and not Path(section.model).exists()
+            dict.fromkeys(
+                section.model
+                for section in (recipe.teacher, *source.sections.values(), recipe.student)
+                if section.model and not Path(section.model).exists()
+            )
         ),
         measure=measure,
     )
@@ -417,5 +385,6 @@ def _save(
         "prompts": recipe.generate.prompts,
         "answers": answers,
         "environment": environment(),
+        "files": sums_of(folder / "student"),
     }
-    _write(folder / RESULT_FILE, json.dumps(console.plain(summary), indent=1))
+    write_json(folder / RESULT_FILE, console.plain(summary))

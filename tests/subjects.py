@@ -1,26 +1,28 @@
 """What the invariants look at in tests: several teachers, two tokenizers, a teacher on disk, a student that answers."""
 
 import functools
+import json
+from dataclasses import replace
 
 import numpy as np
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from two_tokenizers import WORDS, readers
+from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.caching.make import load, make_cache
 from distill.data.formats import Format
-from distill.doctor.own_words import OwnWords, prompts_of
+from distill.doctor.rollouts import StudentRollouts, prompts_of
+from distill.doctor.rows import Rows, SpanRows, nearest
 from distill.doctor.subject import Subject
-from distill.doctor.subject_cached import CachedTeacher, nearest
-from distill.doctor.subject_cross import AcrossTokenizers
-from distill.doctor.subject_several import SeveralTeachers
 from distill.recipe import parse
 from distill.recipe.loss import Loss
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
+from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.cross.encode import PairEncoder
-from distill.teachers.cross.objective import compare_by_bytes
-from distill.teachers.mixture import TeacherGroup
+from distill.teachers.cross.teacher import CrossTeacher
+from distill.teachers.cross.vocabularies import compare_by_bytes
+from distill.teachers.mixture import MixtureTeacher
 from distill.training.trainer import DistillationTrainer
 
 TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}
@@ -52,13 +54,13 @@ def several(loss=None, weights=(3.0, 1.0)):
         tiny_model(tokenizer, hidden=64, seed=1),
         tiny_model(tokenizer, seed=2, kind="gemma2", final_logit_softcapping=5.0),
     ]
-    return SeveralTeachers(
+    return Subject(
         tiny_model(tokenizer, vocab_size=272),
-        TeacherGroup(teachers, weights),
+        MixtureTeacher(teachers, weights),
         rows(),
         Loss.model_validate(loss or TWO_TERMS),
+        weights=weights,
         tokenizers=(tokenizer,) * 3,
-        weights=list(weights),
     )
 
 
@@ -78,18 +80,21 @@ def read_by_two(student="pieces", teacher="merged"):
             "position_ids": list(range(len(pair.student))), "teacher_input_ids": pair.teacher.tolist(),
             "teacher_position_ids": list(range(len(pair.teacher))), "spans": spans.ravel().tolist(),
         })  # fmt: skip
-    return both, [AcrossTokenizers.joined(documents[at : at + 2]) for at in range(0, min(len(documents), 8), 2)]
+    return both, [SpanRows.joined(documents[at : at + 2]) for at in range(0, min(len(documents), 8), 2)]
 
 
 def across(loss=None):
     both, made = read_by_two()
-    return AcrossTokenizers(
-        tiny_model(both[0].tokenizer, 1, seed=3),
-        tiny_model(both[1].tokenizer, 2, 64, seed=1, kind="gemma2", final_logit_softcapping=9.0),
+    student, teacher = both
+    return Subject(
+        tiny_model(student.tokenizer, 1, seed=3),
+        CrossTeacher(
+            tiny_model(teacher.tokenizer, 2, 64, seed=1, kind="gemma2", final_logit_softcapping=9.0),
+            compare_by_bytes(student, teacher).shared,
+        ),
         made,
         Loss.model_validate(loss or TWO_TERMS),
-        shared=compare_by_bytes(*both).shared,
-        readers=both,
+        tokenizers=(teacher, student),
     )
 
 
@@ -136,11 +141,11 @@ class Caches:
         }[kind]
         cache, train = self.store(1.0 if kind == "hidden" else loss["temperature"], **settings)
         # the last row holds one document: rows of equal counts would hide a mean of means
-        documents = nearest([part for row in train for part in Subject.documents(row)], 7)
-        return CachedTeacher(
-            tiny_model(self.tokenizer, seed=2), None,
-            [Subject.joined(documents[at : at + 2]) for at in range(0, 7, 2)],
-            Loss.model_validate(loss), tokenizers=(self.tokenizer, self.tokenizer), cache=cache,
+        documents = nearest([part for row in train for part in Rows.documents(row)], 7, 64)
+        return Subject(
+            tiny_model(self.tokenizer, seed=2), CachedTeacher(cache),
+            [Rows.joined(documents[at : at + 2]) for at in range(0, 7, 2)],
+            Loss.model_validate(loss), tokenizers=(self.tokenizer, self.tokenizer),
         )  # fmt: skip
 
 
@@ -157,24 +162,67 @@ class Silent:
         return None
 
 
-def answering():
-    """A student that answers: its words behind the data's prompts, two documents a row."""
+def one(loss=None):
+    """One teacher; its student's rows are shorter than they could be."""
     tokenizer = tiny_tokenizer()
-    student, teacher = tiny_model(tokenizer), tiny_model(tokenizer, hidden=64, seed=1)
-    words = OwnWords("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
-    asked = [part for row in rows() for part in Subject.documents(row)]
-    for number, document in enumerate(asked):  # the first tokens are the prompt
-        document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
-    answers = words.answered(student, asked, len(asked))
-    made = [Subject.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
     return Subject(
-        student, teacher, made, Loss.model_validate({"terms": [{"type": "reverse_kl"}]}),
-        tokenizers=(tokenizer, tokenizer), own_words=words, prompts=prompts_of(asked),
+        tiny_model(tokenizer), tiny_model(tokenizer, hidden=64, seed=1), rows(),
+        Loss.model_validate(loss or {"terms": [{"type": "jsd"}]}), tokenizers=(tokenizer, tokenizer),
     )  # fmt: skip
 
 
+def answering():
+    """A student that answers: its answers after the data's prompts, two documents a row."""
+    subject = one({"terms": [{"type": "reverse_kl"}]})
+    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
+    asked = subject.documents()
+    for number, document in enumerate(asked):  # the first tokens are the prompt
+        document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
+    answers = rollouts.answered(subject.student, asked, len(asked))
+    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
+    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
+
+
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
-SUBJECTS = {"several": several, "across": across, "answering": answering}
+SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
+# by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
+KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"], "cache": list(CACHED)}
+
+
+COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
+TEXT = "data: {source: text.txt, max_length: 64, cache: false}\n" + COMMON
+RECIPES = {
+    "one": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
+    "answering": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n"
+    "data: {source: chat.jsonl, max_length: 96, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
+    "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,
+    "several": "teachers: [{model: teacher, weight: 3}, {model: other}]\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
+    "across": "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
+    + TEXT,
+    "bucket": "teacher: {type: cache, path: %s}\nstudent: {model: %s/student}\n"
+    "data: {source: %s/text.txt, max_length: 48, cache: false, validation: {fraction: 0.1}}\n" + COMMON,
+}
+
+
+def write_recipes(root, caches):
+    """Models, texts and `RECIPES` in a folder, which is given back."""
+    tokenizer = tiny_tokenizer()
+    save_tiny(root / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
+    save_tiny(root / "other", tiny_model(tokenizer, layers=3, hidden=64, seed=5), tokenizer)
+    save_tiny(root / "merged", tiny_model(MERGED, 3, 64, seed=1), MERGED)
+    save_tiny(root / "pieces", tiny_model(PIECES, 3, seed=3, tie=False), PIECES)
+    lines = [f"The teacher explains line {n} and the student listens to it once more." for n in range(40)]
+    (root / "text.txt").write_text("\n".join(lines))
+    chats = [
+        {"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "It does."}]}
+        for line in lines
+    ]
+    (root / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    cache, _ = caches.store(1.0, k=8)
+    for name, text in RECIPES.items():
+        text = text % (cache.path, caches.folder, caches.folder) if name == "bucket" else text
+        (root / f"{name}.yaml").write_text(text)
+    return root
 
 
 def mean_of_means(patch):

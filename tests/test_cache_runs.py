@@ -15,7 +15,7 @@ from distill.data.load import DataReport
 from distill.models.load import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.cache.objective import CachedObjective
+from distill.teachers.cache.teacher import CachedTeacher
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
@@ -179,7 +179,7 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
         (["data.source=more.txt"], r"lacks \d+ of the \d+ documents of the .* data\.source was 'text.txt' when"),
         (["data.max_length=16"], r"data\.max_length was 32 when the cache was made and is 16 here"),
         (["loss.temperature=2.0"], r"loss\.temperature: .* at temperature 1, the recipe's loss is at 2"),
-        (["loss.terms.0.type=tvd"], r"loss\.terms: expected forward_kl or reverse_kl, .* came 1 tvd"),
+        (["loss.terms.0.type=tvd"], r"loss\.terms: expected forward_kl or reverse_kl, .* got 1 tvd"),
         (["student={from_teacher: {layers: 3}}"], r"student\.from_teacher: .* holds the student of layers \[0, 3\]"),
         (["student={model: small}"], "vocabular|token by token"),
         (["teacher.model=other"], r"teacher\.model: the model's files differ: .* made by 'teacher', the recipe names"),
@@ -232,16 +232,16 @@ def test_what_needs_weights_takes_the_model_that_made_the_cache(here, capsys):
 
 def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
     whole = run(cached("exact", "train.save_every=2"), name="whole")
-    compare, calls = CachedObjective.compare, []
+    targets, calls = CachedTeacher.targets, []
 
     def dies(self, *args, **kwargs):
         calls.append(1)
         if len(calls) > 2 * 3 + 4:
             raise KeyboardInterrupt
-        return compare(self, *args, **kwargs)
+        return targets(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CachedObjective, "compare", dies)
+        patch.setattr(CachedTeacher, "targets", dies)
         with pytest.raises(KeyboardInterrupt):
             run(cached("exact", "train.save_every=2"), name="parts")
     parts = run(cached("exact", "train.save_every=2"), name="parts", resume=True)

@@ -22,11 +22,12 @@ from distill.caching import write
 from distill.caching.make import load, make_cache
 from distill.cli import run_command
 from distill.core import launch, ranks
-from distill.planning.caching import asked_in_shards, loaded_section, plan_caching
+from distill.planning.caching import asked_in_shards, plan_caching
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.teachers.cache import format as layout
 from distill.teachers.cache.settings import Settings
+from distill.teachers.cache.teacher import section_to_load
 
 RECIPE = """
 teacher: {model: teacher}
@@ -273,7 +274,7 @@ def test_a_teacher_that_fits_no_gpu_is_cached_in_shards(monkeypatch, gib, world,
     teacher = [change for change in overrides if change.startswith("teacher")]
     rest = [change for change in overrides if change not in teacher]
     recipe = of_70b(*rest)
-    section = loaded_section(recipe.teacher)
+    section = section_to_load(recipe)
     if teacher:
         section = section.model_copy(update={"offload": "cpu"})
     recipe = recipe.model_copy(update={"teacher": section})
@@ -288,8 +289,8 @@ def test_a_teacher_that_fits_no_gpu_is_cached_in_shards(monkeypatch, gib, world,
     [
         (160, {"alone": True}, False),  # 131 GiB, and no student
         (160, {}, True),
-        (160, {"alone": True, "kept_tokens": 32 * 4096}, True),  # keys and values of 40 GiB
-        (200, {"alone": True, "kept_tokens": 32 * 4096}, False),
+        (160, {"alone": True, "cached_tokens": 32 * 4096}, True),  # keys and values of 40 GiB
+        (200, {"alone": True, "cached_tokens": 32 * 4096}, False),
     ],
 )
 def test_answers_need_less_beside_the_teacher_or_more(monkeypatch, gib, more, expected):
@@ -302,7 +303,7 @@ def test_answers_need_less_beside_the_teacher_or_more(monkeypatch, gib, more, ex
 def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
     gpu_of(monkeypatch, 40)
     recipe = of_70b()
-    section = loaded_section(recipe.teacher).model_copy(update={"dtype": "fp8"})
+    section = section_to_load(recipe).model_copy(update={"dtype": "fp8"})
     with pytest.raises(
         ValueError, match=r"teacher\.dtype: an fp8 teacher cannot be sharded, and it does not fit whole"
     ):
@@ -310,7 +311,7 @@ def test_an_fp8_teacher_that_fits_no_gpu_is_refused(monkeypatch):
 
 
 def test_check_says_what_making_the_cache_takes():
-    found = [check(of_70b(), find_device("H100"), gpus=gpus, look_at_data=False).cache for gpus in (2, 4)]
+    found = [check(of_70b(), find_device("H100"), gpus=gpus, look_at_data=False).teacher_text for gpus in (2, 4)]
     assert "GiB on each GPU meanwhile, the teacher in shards, more than there are" in found[0]
     assert found[1].endswith("GiB on each GPU meanwhile, the teacher in shards")
 

@@ -12,7 +12,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.caching.make import load, make_cache
-from distill.evaluation.samples import generate
+from distill.generation.answers import generate
 from distill.models.fp8_teacher import is_quantised
 from distill.models.load import load_teacher
 from distill.models.offload import is_offloaded

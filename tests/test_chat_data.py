@@ -9,13 +9,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from distill.data.chat import FROZEN_DAY
+from distill.data.labels import IGNORE_INDEX
 from distill.data.load import load_data
-from distill.data.packing import IGNORED
-from distill.evaluation.samples import encode_prompt
 from distill.evaluation.targets import find_target, held_out_rows
+from distill.generation.answers import encode_prompt
 from distill.recipe import Data, parse
 from distill.run import run
-from distill.teachers.opening import read_tokenizer
+from distill.teachers.registry import source_of
 
 TURNS = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 
@@ -35,7 +35,7 @@ def load(source, tokenizer, **more):
 
 
 def learned(row, tokenizer):
-    return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+    return tokenizer.decode([label for label in row["labels"] if label != IGNORE_INDEX])
 
 
 def all_rows(splits):
@@ -54,7 +54,7 @@ def test_a_template_that_writes_the_beginning_itself_gives_one_and_not_two(tmp_p
                  chat_template="none")  # fmt: skip
     for row in [*all_rows(chats), *all_rows(pairs)]:
         assert row["input_ids"][0] == number and row["input_ids"].count(number) == 1
-        assert row["labels"][0] == IGNORED and learned(row, tokenizer) == "A<|end|>"
+        assert row["labels"][0] == IGNORE_INDEX and learned(row, tokenizer) == "A<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_template_of_the_recipe_goes_with_the_student_and_is_what_it_is_judged
         "source: one.jsonl, chat_template: own.jinja, fields: {messages: turns}, max_length: 96, train_on: last}}",
         ["train.device=cpu"], name="own",
     )  # fmt: skip
-    tokenizer = read_tokenizer(recipe)
+    tokenizer = source_of(recipe).vocabulary().tokenizer
     asked = tokenizer.decode(encode_prompt(tokenizer, "Q")[0])
     assert asked == "<|start|>I am user\nQ<|end|>\n<|start|>I am assistant\n"
     target = find_target(str(run(recipe).folder))

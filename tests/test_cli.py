@@ -167,7 +167,7 @@ def test_a_user_error_within_a_run_is_one_line_and_a_bug_is_not(folder, fake_run
     fake_run.error = ValueError("data.source: x.jsonl does not exist")
     assert run_command(["run", "mine.yaml"]) == 2
     assert capsys.readouterr().err == "distill: data.source: x.jsonl does not exist\n"
-    monkeypatch.setenv("DISTILL_TRACEBACK", "1")
+    monkeypatch.setenv("DISTILL_TRACE", "1")
     with pytest.raises(ValueError, match="does not exist"):
         run_command(["run", "mine.yaml"])
     fake_run.error = RuntimeError("a bug")

@@ -84,14 +84,25 @@ def test_ctrl_c_is_130_without_a_trace(name, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, error, code",
-    [("report", ValueError("data.source: gone"), 2), ("report", RuntimeError("a bug"), None)],
+    [("report", ValueError("data.source: gone"), 2), ("report", RuntimeError("a bug\nof two lines"), None)],
 )
-def test_a_users_mistake_is_2_and_a_bug_keeps_its_trace(name, error, code, capsys, monkeypatch):
+def test_a_users_mistake_is_2_and_a_bug_keeps_its_trace(name, error, code, capsys, monkeypatch, tmp_path):
     def fails(*args, **kwargs):
         raise error
 
     monkeypatch.setattr("distill.reports.report.find_run", fails)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("distill.core.run_lock.RunLock.latest", None)
     if code is None:
+        assert run_command([name, "x"]) == 1
+        (kept,) = tmp_path.iterdir()
+        line = (
+            f"distill: something broke: RuntimeError: a bug; the trace is in {kept} (DISTILL_TRACE=1 shows it here)\n"
+        )
+        assert capsys.readouterr().err == line
+        text = kept.read_text()
+        assert text.startswith(f"distill {name} x\n") and "of two lines" in text and "\ntorch " in text
+        monkeypatch.setenv("DISTILL_TRACE", "1")
         with pytest.raises(RuntimeError, match="a bug"):
             run_command([name, "x"])
     else:
@@ -106,7 +117,7 @@ def test_a_file_that_cannot_be_written_is_one_line(capsys, monkeypatch):
     monkeypatch.setattr("distill.reports.report.find_run", fails)
     assert run_command(["report", "x"]) == 1
     assert capsys.readouterr().err == "distill: runs/x/report.html.unfinished: the disk is read-only\n"
-    monkeypatch.setenv("DISTILL_TRACEBACK", "1")
+    monkeypatch.setenv("DISTILL_TRACE", "1")
     with pytest.raises(OSError, match="Read-only"):
         run_command(["report", "x"])
 

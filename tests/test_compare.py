@@ -10,7 +10,8 @@ from distill.cli import run_command
 from distill.recipe import parse
 from distill.recipe.same_step import FREE, settings_of_steps
 from distill.reports.compare_runs import welch
-from distill.teachers.measure import KL, SPANS, measure_of
+from distill.teachers.measure import KL, SPANS
+from distill.teachers.registry import measure_of
 from distill.training.lock import FIRST, lock_text
 
 

@@ -1,11 +1,16 @@
-"""Kernels compile for an H100-class GPU, which the interpreter cannot tell, and keep their registers. No GPU needed."""
+"""Kernels compile for every family of GPUs, which the interpreter cannot tell, fit into it and keep their registers."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from compile_for_gpu import compiled
+from distill_kernels import launch
+from forked import clean_environment, run
 
+ROOT = Path(__file__).resolve().parents[1]
 MOST_SPILLED = 64  # bytes a thread
 SETUP = """
-import distill_kernels as ours
 def t(*shape, dtype=torch.bfloat16, grad=True): return torch.ones(*shape, dtype=dtype, requires_grad=grad)
 x, w, x_t, w_t = t(130, 64), t(1000, 64), t(130, 128, grad=False), t(1000, 128, grad=False)
 y = torch.ones(130, dtype=torch.int64)
@@ -91,16 +96,12 @@ everything(x, w, ids.long(), given, y, valid_rows=y, return_stats=True)[0].backw
     ),
     "norms, and sums that start early": (
         """
-from distill_kernels.attention import decode
-from distill_kernels.launch import DeviceFacts
-from distill_kernels.layers import bias_gelu, layer_norm, rms_norm
+from distill_kernels.layers import layer_norm, rms_norm
 from distill_kernels.layers.rows import RowConfig
 for hidden in (128, 5120):
     z, weight = t(64, hidden), t(hidden)
     ours.layer_norm(z, weight, weight).sum().backward(), ours.rms_norm(z, weight).sum().backward()
 turns = RowConfig(1, 16, programs=1, stages=3, twice=True)
-for module in (layer_norm, rms_norm, bias_gelu, decode):
-    module.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
 layer_norm.affine_forward_rows = layer_norm.two_sums_rows = rms_norm.one_sum_rows = lambda *_: turns
 for hidden in (5120, 8192):
     z, weight, one = t(64, hidden, grad=False), t(hidden, grad=False), torch.ones(64)
@@ -114,9 +115,6 @@ ours.decode_attention(t(1, 8, 1, 64), t(1, 2, 4096, 64), t(1, 2, 4096, 64), torc
     ),
     "attention in parts": (
         """
-from distill_kernels.attention import flash, flash_backward
-from distill_kernels.launch import DeviceFacts
-flash.device_facts = flash_backward.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
 q, k = t(1, 1, 2048, 128), t(1, 1, 2048, 128)
 ours.flash_attention(q, k, k, causal=False).sum().backward()
 q, k = t(1, 2, 64, 256, grad=False), t(1, 1, 4096, 256, grad=False)
@@ -126,9 +124,6 @@ ours.flash_attention(q, k, k, window=3000, softcap=30.0)
     ),
     "losses over logits": (
         """
-from distill_kernels.launch import DeviceFacts
-from distill_kernels.losses import logit_rows
-logit_rows.device_facts = lambda device: DeviceFacts(132, (9, 0), 50 << 20, 141 << 30)
 for columns in (8192, 128256):
     z = t(4, columns)
     ours.kl_div(z, z.detach()), ours.jsd(z, z.detach()), ours.cross_entropy(z, torch.ones(4, dtype=torch.int64))
@@ -138,10 +133,75 @@ for columns in (8192, 128256):
 }
 
 
+FAMILIES = [family for family in launch.FAMILIES if family.startswith("sm_")]
+ATTENTION = """
+for kind in ({}, {"window": 700, "softcap": 30.0}, {"cu_seqlens_q": torch.tensor([0, 900, 2048])}):
+    q, k = t(1, 8, 2048, SIZE), t(1, 2, 2048, SIZE)
+    ours.flash_attention(q, k, k, **kind).sum().backward()
+"""
+ROWS = """
+for hidden in (576, 6144, 8192):
+    for dtype in (torch.bfloat16, torch.float32):
+        z, weight = t(64, hidden, dtype=dtype), t(hidden, dtype=dtype)
+        ours.layer_norm(z, weight, weight).sum().backward(), ours.bias_gelu(z, weight).sum().backward()
+        both = ours.add_rms_norm(z, z, weight, form="gemma")
+        (both[0] + both[1]).sum().backward(), ours.swiglu(z, z).sum().backward(), ours.softmax(z).sum().backward()
+"""
+PRODUCTS = """
+from distill_kernels.losses.accumulate import add_product_
+ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False)(x, w, x_t, w_t, y).backward()
+add_product_(t(1000, 64, grad=False), t(130, 1000, grad=False), t(130, 64, grad=False))
+if facts.tma:
+    for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
+        ours.triton_linear(t(rows, 64, grad=False), t(columns, 64, grad=False))
+ours.split_k_linear(t(40, 2048), t(1000, 2048), t(1000))
+for size in (64, 128, 256):
+    for slots in (4096, 65536):
+        k = t(1, 2, slots, size)
+        ours.decode_attention(t(1, 8, 1, size), k, k, torch.ones(1, dtype=torch.int32))
+"""
+OF_FAMILIES = {
+    **{f"attention of {size}": ATTENTION.replace("SIZE", str(size)) for size in (64, 128, 256)},
+    "layers": ROWS, "products": PRODUCTS,
+}  # fmt: skip
+TILED = {"_forward_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_project_kernel", "_accumulate_kernel",
+         "_tiled_kernel"}  # fmt: skip
+
+
+class Compiled(NamedTuple):
+    """What was made of one kernel."""
+
+    kernel: str
+    spilled: int  # bytes a thread
+    shared: int  # bytes
+    instructions: set[str]
+
+
+def compiled(family: str, snippet: str) -> list[Compiled]:
+    pytest.importorskip("triton")
+    made = run([str(ROOT / "tests" / "compile_for_gpu.py"), family, SETUP + snippet], cwd=ROOT, env=clean_environment())
+    assert made.returncode == 0, made.stderr[-3000:]
+    lines = re.findall(r"\.(\w+): \d+ registers, (\d+) bytes spilled, (\d+) bytes shared, (.*)", made.stdout)
+    kernels = [Compiled(name, int(spilled), int(shared), set(moves.split())) for name, spilled, shared, moves in lines]
+    limit = launch.FAMILIES[family].shared_bytes
+    assert all(kernel.spilled <= MOST_SPILLED and kernel.shared <= limit for kernel in kernels), made.stdout
+    return kernels
+
+
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_kernels_compile_for_sm_90(name):
-    pytest.importorskip("triton")
     snippet, kernels = SNIPPETS[name]
-    figures = compiled(SETUP + snippet)
-    assert kernels <= {kernel for kernel, *_ in figures}, figures
-    assert all(spilled <= MOST_SPILLED for _, _, spilled in figures), figures
+    assert kernels <= {kernel.kernel for kernel in compiled("sm_90", snippet)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_kernels_fit_every_family(name, family):
+    """Within its shared memory, without spills, tiles loaded ahead and multiplied on tensor cores."""
+    products = [kernel for kernel in compiled(family, OF_FAMILIES[name]) if kernel.kernel in TILED]
+    if name != "layers":
+        assert products or not launch.FAMILIES[family].tma
+    for kernel in products if name != "layers" else []:
+        assert kernel.instructions & {"mma", "wgmma", "tcgen05"}, kernel
+        assert kernel.instructions & {"cp.async", "tma"}, kernel

@@ -25,7 +25,8 @@ from distill.run import run
 from distill.teachers.cross.data import NAMES, CrossCollator, load_cross_data
 from distill.teachers.cross.encode import PairEncoder, end_pairs
 from distill.teachers.cross.loss import Spans
-from distill.teachers.cross.objective import CrossObjective, compare_by_bytes
+from distill.teachers.cross.teacher import CrossTeacher
+from distill.teachers.cross.vocabularies import compare_by_bytes
 from distill.teachers.objective import DistillationObjective
 
 CLOSED = (
@@ -235,7 +236,8 @@ def pair_of_models(loss="forward_kl", **settings):
     vocabularies = compare_by_bytes(*readers("pieces", "merged"))
     teacher, student = tiny_model(MERGED, 2, 64, seed=1, kind="gemma2"), tiny_model(PIECES, 1, seed=3)
     loss = {"terms": [{"type": loss}], **settings}
-    return CrossObjective(teacher, student, loss, shared=vocabularies.shared), student.requires_grad_(), teacher
+    objective = DistillationObjective(CrossTeacher(teacher, vocabularies.shared), student, loss)
+    return objective, student.requires_grad_(), teacher
 
 
 def rows_of(folders, count=8, **more):
@@ -261,8 +263,8 @@ def test_objective_follows_the_definition(folders):
             )
         )  # fmt: skip
         losses.append(dense_spans(
-            z_s, z_t, row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]), objective.shared,
-            [LossTerm("forward_kl", 1.0)], 1.5,
+            z_s, z_t, row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]),
+            objective.teacher.format.shared, [LossTerm("forward_kl", 1.0)], 1.5,
         ))  # fmt: skip
     exact = torch.cat(losses).mean()
     assert_as_good_as_torch(output["loss"], exact, exact, torch.float32)
@@ -298,26 +300,23 @@ def test_padding_and_accumulation_change_nothing(folders, kind):
 def test_equal_models_have_nothing_to_learn(folders):
     student = tiny_model(PIECES, 1, seed=3)
     same = compare_by_bytes(*readers("pieces", "pieces"))
-    objective = CrossObjective(student, student, "forward_kl", shared=same.shared)
+    objective = DistillationObjective(CrossTeacher(student, same.shared), student, "forward_kl")
     student.requires_grad_()
     rows = list(load_cross_data(data_section(folders), PIECES, PIECES, seed=1).train)[:3]
     batch = objective.collator(Collator(0))(rows)
     output = student(**objective.compare(batch))
     output["loss"].backward()
     assert output["loss"] < 1e-6 and max(p.grad.abs().max() for p in student.parameters()) < 1e-6
-    assert objective.describe(batch).startswith("100.0% of the teacher's probability")
+    (line,) = objective.teacher.prove(batch, student, objective.pairing)
+    assert line.split(maxsplit=1)[1].startswith("100.0% of the teacher's probability")
     # and it is the plain objective of one tokenizer
     objective.detach()
     teacher = tiny_model(PIECES, 2, seed=5)
     figures = []
-    for made in (CrossObjective(teacher, student, "reverse_kl", shared=same.shared), None):
-        made = made or DistillationObjective(teacher, student, "reverse_kl")
+    own = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    for kind, inputs in ((CrossTeacher(teacher, same.shared), batch), (teacher, own)):
+        made = DistillationObjective(kind, student, "reverse_kl")
         student.zero_grad()
-        inputs = (
-            batch
-            if isinstance(made, CrossObjective)
-            else {k: batch[k] for k in ("input_ids", "labels", "position_ids")}
-        )
         loss = student(**made.compare(inputs))["loss"]
         loss.backward()
         figures.append([loss.detach(), *(p.grad.clone() for p in student.parameters())])
@@ -350,8 +349,8 @@ def test_a_run_learns_across_tokenizers(folders, tmp_path, monkeypatch, capsys):
     splits = load_cross_data(recipe.data, PIECES, MERGED, seed=recipe.train.seed)
     student = AutoModelForCausalLM.from_pretrained(result.folder / "student")
     teacher = AutoModelForCausalLM.from_pretrained(folders / "teacher")
-    objective = CrossObjective(teacher, student, shared=compare_by_bytes(*readers("pieces", "merged")).shared)
-    again = evaluate(student, teacher, splits.validation, batch_size=3, objective=objective)
+    teacher = CrossTeacher(teacher, compare_by_bytes(*readers("pieces", "merged")).shared)
+    again = evaluate(student, teacher, splits.validation, batch_size=3)
     for name in ("forward_kl", "reverse_kl", "student_cross_entropy", "teacher_cross_entropy"):
         one, other = torch.tensor(getattr(again, name)), torch.tensor(getattr(result.after, name))
         assert_as_good_as_torch(one, other, other, torch.float32, name)
@@ -406,13 +405,12 @@ def test_recipes_that_cannot_cross():
         parse(several)
 
 
-def test_random_tokens_and_smoothing_are_refused(folders, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_random_tokens_and_smoothing_are_refused(folders):
     text = RECIPE.format(**{path.stem: path for path in folders.iterdir()})
-    with pytest.raises(ValueError, match=r"data\.source: synthetic has no text"):
-        run(parse(text, ["data.source=synthetic"]))
-    with pytest.raises(ValueError, match=r"loss\.z_loss: expected 0 with student\.vocabulary: cross"):
-        run(parse(text, ["loss.z_loss=0.1"]))
+    with pytest.raises(RecipeError, match=r"data\.source: random tokens have no text"):
+        parse(text, ["data.source=synthetic"])
+    with pytest.raises(RecipeError, match=r"loss\.z_loss: expected 0 with student\.vocabulary: cross"):
+        parse(text, ["loss.z_loss=0.1"])
 
 
 @pytest.mark.parametrize("random", [False, True])
@@ -434,7 +432,7 @@ def test_a_dry_run_keeps_the_students_tokenizer_and_every_id_needs_a_row(folders
     dry = ["student.init=random", "train.steps=1", "student.config="]
     result = run(parse(text, [*dry[:2], f"{dry[2]}{len(PIECES)}.json"]))
     assert AutoTokenizer.from_pretrained(result.folder / "student").get_vocab() == PIECES.get_vocab()
-    few, told = parse(text, [*dry[:2], f"{dry[2]}200.json"]), "student.model: expected a row .* up to 329; came 200"
+    few, told = parse(text, [*dry[:2], f"{dry[2]}200.json"]), "student.model: expected a row .* up to 329; got 200"
     with pytest.raises(ValueError, match=told):
         run(few)
     assert re.match(told, check(few, find_device("cpu")).problems[0])

@@ -8,8 +8,8 @@ import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
 from distill.data import token_cache
+from distill.data.labels import IGNORE_INDEX
 from distill.data.load import load_data
-from distill.data.packing import IGNORED
 from distill.data.token_cache import cache_root, tokenizer_hash
 from distill.recipe import Data
 
@@ -46,7 +46,7 @@ def load(source, tokenizer, seed=0, **more):
 
 
 def learned(row, tokenizer):
-    return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+    return tokenizer.decode([label for label in row["labels"] if label != IGNORE_INDEX])
 
 
 def all_rows(splits):
@@ -60,7 +60,7 @@ def test_text_is_learned_whole_and_ended(tmp_path, tokenizer):
     splits = load(texts(tmp_path / "a.jsonl"), tokenizer)
     assert splits.report.format == "text (text)"
     for row in all_rows(splits):
-        assert row["input_ids"][-1] == END and row["labels"][0] == IGNORED
+        assert row["input_ids"][-1] == END and row["labels"][0] == IGNORE_INDEX
         assert row["labels"][1:] == row["input_ids"][1:]
         assert row["position_ids"] == list(range(len(row["input_ids"])))
 
@@ -401,3 +401,24 @@ def test_a_gzip_file_that_is_cut_short_is_counted(tmp_path, tokenizer):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode())[:-2000])
     report = load(str(tmp_path / "a.jsonl.gz"), tokenizer).report
     assert report.dropped.get("file breaks off") == 1 and report.documents > 500
+
+
+def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
+    """The time a text takes grows with its length, not with the number of its pieces times its length."""
+    from distill.data import tokenise
+
+    hashed, calls = [], []
+
+    text = "The teacher explains, and the student listens.\n" * 40_000
+    (tmp_path / "long.txt").write_text(text)
+    original, encode = tokenise.hash_of, type(plain).__call__
+    monkeypatch.setattr(tokenise, "hash_of", lambda text: hashed.append(len(text)) or original(text))
+
+    def call(self, texts, **more):
+        calls.append(sum(map(len, texts)) if isinstance(texts, list) else len(texts))
+        return encode(self, texts, **more)
+
+    monkeypatch.setattr(type(plain), "__call__", call)
+    splits = load(str(tmp_path / "long.txt"), plain, cache=False)
+    assert splits.report.documents > 1000 and sum(hashed) == len(text)
+    assert max(calls) < tokenise.CALL + tokenise.BLOCK < len(text) <= sum(calls)

@@ -75,7 +75,8 @@ def test_paces(kernel_device, monkeypatch, pace):
 
 def test_pace_follows_the_work():
     """Long steps where every multiprocessor has thousands of keys of 64 elements, and only there."""
-    hopper, small = DeviceFacts(132, (9, 0), 50 << 20, 80 << 30), DeviceFacts(132, (8, 9), 50 << 20, 24 << 30)
+    hopper = DeviceFacts(132, "sm_90", 227 << 10, 50 << 20, 80 << 30)
+    small = DeviceFacts(132, "sm_89", 99 << 10, 50 << 20, 24 << 30)
     assert choose_pace(64, 16, True, 8192, 64, hopper).keys == 256
     assert choose_pace(64, 16, True, 4096, 32, hopper).keys == 64
     assert choose_pace(64, 16, True, 8192, 64, small).keys == 64  # its shared memory does not hold long steps

@@ -187,7 +187,7 @@ def test_mistakes_are_named():
 def test_a_real_model_says_the_same(smollm2_folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from distill.evaluation.samples import encode_prompt
+    from distill.generation.answers import encode_prompt
 
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(smollm2_folder),

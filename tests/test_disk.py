@@ -116,10 +116,18 @@ def test_a_disk_that_fills_up_at_a_checkpoint(disk, given, whole, capsys):
     same_end(place / "runs/x", whole)
 
 
-@pytest.mark.parametrize("kib", [4, 40])
-def test_a_disk_that_is_full_from_the_start(disk, given, kib, capsys):
-    disk(kib)
-    ends_in_one_line(capsys, given, says=["the disk is full", "then start again"])
+@pytest.mark.parametrize("kib", [4, 8, 12, 16, 24, 40])
+def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
+    """What the line says to do works: start again, or --resume where the run has begun and --name would refuse."""
+    place = disk(kib)
+    assert run_command(["run", str(given / "r.yaml"), "--name", "x"]) == 1
+    err = capsys.readouterr().err
+    assert "the disk is full" in err and err.count("\n") == 1, err
+    again = ["--resume"] if "then start again with --name x --resume" in err else []
+    assert again or err.endswith("then start again\n")
+    disk(20 * size_of(whole))
+    assert run_command(["run", str(given / "r.yaml"), "--name", "x", *again]) == 0
+    same_end(place / "runs/x", whole)
 
 
 def test_a_disk_that_fills_up_at_the_very_end(disk, given, whole, capsys):
@@ -161,7 +169,7 @@ def test_files_that_may_not_grow(given, whole, tmp_path, monkeypatch, capsys):
     weights = (whole / "checkpoint-6/model.safetensors").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (weights + 4 * KIB, limits[1]))  # weights fit, the optimizer does not
     try:
-        ends_in_one_line(capsys, given, says=["larger than this system allows (ulimit -f)", "then start again"])
+        ends_in_one_line(capsys, given, says=["larger than this system allows (ulimit -f)", "--name x --resume"])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoints(tmp_path / "runs/x") == []

@@ -4,13 +4,18 @@ import json
 import re
 from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
+from distill.data.packing import Documents
 from distill.doctor import examine, invariants_runs
-from distill.teachers.objective import DistillationObjective
+from distill.doctor.invariants import packing_changes_nothing
+from distill.doctor.rows import Rows, some_rows
+from distill.recipe import load
+from distill.teachers.model import LoadedTeacher
 
 NAMES = ["fused loss", "divergence", "accumulation", "packing", "padding", "patching", "workspace", "same tokens",
          "resume"]  # fmt: skip
@@ -36,7 +41,7 @@ def workplace(tmp_path, monkeypatch):
 @pytest.fixture
 def no_second_process(monkeypatch):
     """Starting two processes takes 15 s; tests/test_invariants.py does it."""
-    monkeypatch.setattr(invariants_runs, "RUN_CHECKS", invariants_runs.RUN_CHECKS[:1])
+    monkeypatch.setattr(examine, "RUN_CHECKS", examine.RUN_CHECKS[:1])
 
 
 def test_a_recipe_is_examined(workplace, no_second_process, capsys):
@@ -51,10 +56,10 @@ def test_a_recipe_is_examined(workplace, no_second_process, capsys):
 
 
 def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_process, capsys):
-    hidden = DistillationObjective.teacher_hidden
+    targets = LoadedTeacher.targets
     monkeypatch.setattr(
-        DistillationObjective, "teacher_hidden",
-        lambda self, inputs: hidden(self, {**inputs, "input_ids": inputs["input_ids"].roll(1, dims=1)}),
+        LoadedTeacher, "targets",
+        lambda self, batch: targets(self, {**batch, "input_ids": batch["input_ids"].roll(1, dims=1)}),
     )  # fmt: skip
     assert run_command(["doctor", "r.yaml", "student.lora=null", "--json"]) == 1
     findings = {row["name"]: row["passed"] for row in json.loads(capsys.readouterr().out)["recipe"]}
@@ -67,7 +72,7 @@ def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_proc
     def broken(self, inputs):
         raise RuntimeError("no such kernel\nmore")
 
-    monkeypatch.setattr(DistillationObjective, "teacher_hidden", broken)
+    monkeypatch.setattr(LoadedTeacher, "targets", broken)
     assert run_command(["doctor", "r.yaml"]) == 1
     out = capsys.readouterr().out
     assert "RuntimeError: no such kernel" in out and "9 invariants" in out
@@ -75,18 +80,14 @@ def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_proc
 
 def test_two_layers_of_large_models(workplace, monkeypatch, no_second_process):
     monkeypatch.setattr(examine, "LARGE", 1000)
-    from distill.recipe import load
-
     subject = examine.prepare(load("r.yaml", ["student.lora=null"]))
-    assert subject.student.config.num_hidden_layers == subject.teacher.config.num_hidden_layers == 2
-    assert subject.student.config.num_hidden_layers == 2 and len(subject.rows) == examine.ROWS
+    assert [model.config.num_hidden_layers for model in subject.models] == [2, 2]
+    assert len(subject.rows) == examine.ROWS
 
 
 def test_a_student_of_the_first_and_last_layer_is_not_held_against_itself(workplace):
-    from distill.recipe import load
-
     subject = examine.prepare(load("r.yaml", ["student={from_teacher: {layers: 2}}"]), small=True)
-    ours, theirs = (model.state_dict() for model in (subject.student, subject.teacher))
+    ours, theirs = (model.state_dict() for model in subject.models)
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours), "two equal models have nothing to compare"
 
 
@@ -110,10 +111,26 @@ def test_rows_are_cut_around_what_is_learned():
         "labels": [-100] * 200 + list(range(200, 400)),
         "position_ids": list(range(400)),
     }
-    (cut, _) = examine.some_rows([row, row, row], count=2)
+    settings = {"whole": False, "count": 2, "tokens": examine.TOKENS}
+    (cut, _) = some_rows([row, row, row], Rows, **settings)
     assert len(cut["input_ids"]) == 216 and cut["labels"][-1] == 215
     with pytest.raises(ValueError, match=r"data\.source: expected at least 2 rows"):
-        examine.some_rows([row])
+        some_rows([row], Rows, **settings)
+
+
+def test_positions_that_do_not_restart_in_packed_rows_are_seen(workplace, monkeypatch):
+    recipe = load("r.yaml", ["student.lora=null", "data.max_length=128"])
+    assert packing_changes_nothing(examine.prepare(recipe)).passed
+    rows = Documents.rows
+
+    def counted_on(self, groups, **settings):
+        for batch in rows(self, groups, **settings):
+            lengths = batch["row_offsets"][1:] - batch["row_offsets"][:-1]
+            yield batch | {"position_ids": np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])}
+
+    monkeypatch.setattr(Documents, "rows", counted_on)
+    finding = packing_changes_nothing(examine.prepare(recipe))
+    assert not finding.passed and "position_ids must restart at 0" in finding.detail, finding
 
 
 def test_lines_about_the_machine(tmp_path, monkeypatch):

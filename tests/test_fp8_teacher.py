@@ -11,7 +11,8 @@ from distill.data.collator import Collator
 from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time
 from distill.models.load import load_teacher
 from distill.recipe import RecipeError, Teacher, parse
-from distill.teachers.fp8_cost import quantise_teacher
+from distill.teachers.fp8_cost import quantise_and_measure
+from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
 
 
@@ -27,7 +28,7 @@ def test_the_reported_divergences_are_those_of_the_logits():
             return model(**inputs).logits.double().flatten(0, 1)[keep].log_softmax(-1)
 
     before, of_student = log_p(teacher), log_p(student)
-    report = quantise_teacher(objective, batch)
+    report = quantise_and_measure(teacher, objective.teacher.format, batch, student, objective.pairing)
     after = log_p(teacher)
     linears = [module for module in teacher.modules() if isinstance(module, Fp8Linear)]
     assert len(linears) == report.layers == 14
@@ -43,15 +44,15 @@ def test_the_reported_divergences_are_those_of_the_logits():
 
 def test_training_goes_on_against_the_quantised_teacher():
     teacher, student = tiny_model(seed=1, hidden=64), tiny_model(seed=2)
-    objective = DistillationObjective(teacher, student)
+    objective = DistillationObjective(LoadedTeacher(teacher, fp8=True), student)
     batch = Collator(pad_token_id=2)([rows(4)[index] for index in range(4)])
     exact = student(**objective.compare(batch))["loss"].item()
-    report = quantise_teacher(objective, batch)
+    (line,) = objective.teacher.prove(batch, student, objective.pairing)
     loss = student(**objective.compare(batch))["loss"]
     loss.backward()
     assert loss.item() != exact and abs(loss.item() - exact) < 0.2 * exact
     assert student.model.layers[0].mlp.up_proj.weight.grad.abs().max() > 0
-    assert report.student_kl == pytest.approx(exact, rel=1e-4)
+    assert line.startswith("fp8") and f"beside KL(teacher, student) {exact:.4f}" in line
 
 
 def test_fp8_is_for_teachers():
@@ -78,9 +79,15 @@ def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""
     from types import SimpleNamespace
 
+    from distill.models.attention_choice import AttentionChoices
     from distill.models.precision import resolve_precision
-    from distill.teachers.opening import _fits_only_in_fp8
+    from distill.models.sharding import ALONE
+    from distill.teachers import model
+    from distill.teachers.base import OpenContext
 
+    ways = []
+    for name in ("load_a_layer_at_a_time", "load_teacher"):
+        monkeypatch.setattr(model, name, lambda *given, name=name, **more: ways.append(name))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
     recipe = parse(
@@ -91,7 +98,7 @@ def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
         train: {steps: 1}
         """
     )
-    device = torch.device("cuda", 0)
-    precision = resolve_precision(recipe, device)
-    assert _fits_only_in_fp8(recipe, device, precision) == alone
-    assert not _fits_only_in_fp8(recipe, torch.device("cpu"), precision)
+    for device in (torch.device("cuda", 0), torch.device("cpu")):
+        context = OpenContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
+        model.ModelSource(recipe)._load(context)
+    assert ways == ["load_a_layer_at_a_time" if alone else "load_teacher", "load_teacher"]

@@ -108,14 +108,14 @@ def trainer_of(folder, kind, **settings):
     made = DistillationTrainer(
         subject.student, subject.teacher,
         arguments(folder / "run", max_grad_norm=1.0, **settings), loss=subject.loss, vocab_size=subject.vocab_size,
-        objective=subject.objective_type, train_dataset=Dataset.from_list(subject.rows),
+        train_dataset=Dataset.from_list(subject.rows),
     )  # fmt: skip
     return made, subject
 
 
 def a_bad_row_of_the_embedding(made, subject):
     """A token that the teacher has no finite vector for: it occurs in every batch, and the head is another matrix."""
-    model = subject.teachers[-1]
+    model = subject.models[-2]
     head = model.lm_head.weight.detach().clone()
     with torch.no_grad():
         model.get_input_embeddings().weight[:] = math.nan
@@ -123,16 +123,16 @@ def a_bad_row_of_the_embedding(made, subject):
 
 
 def a_bad_head(made, subject):
-    model = subject.teachers[0]
+    model = subject.models[0]
     with torch.no_grad():
         model.lm_head.weight[7, 3] = math.inf
 
 
 def a_bad_cache(made, subject):
-    said = TeacherCache.said
-    subject.stored.said = lambda given: {
+    cache, said = subject.teacher.cache, TeacherCache.said
+    cache.said = lambda given: {
         name: value.float() * math.nan if name == "cached_logprobs" else value
-        for name, value in said(subject.stored, given).items()
+        for name, value in said(cache, given).items()
     }
 
 

@@ -6,9 +6,29 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Trainer
+
+from distill.training.trainer import DistillationTrainer
+from scripts import house
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
+MOST_BRANCHES = 20
+MOST_LINES = {"distill": 24_100, "kernels": 11_400}
+MOST_ANY = {"distill/recipe": 40, "distill/core": 12, "distill": 860}
+LONG_SIGNATURES: set[str] = set()
+# of transformers.Trainer, and the versions they were read in
+READ_IN = {
+    "_get_dataloader": "5.17, 5.23",
+    "_clip_grad_norm": "5.17, 5.23",
+    "_get_num_items_in_batch": "5.17, 5.23",
+    "_init_training_state": "5.17, 5.23",
+    "_run_epoch": "5.17, 5.23",
+    "_issue_warnings_after_load": "5.17, 5.23",
+    "_load_optimizer_and_scheduler": "5.17, 5.23",
+    "_get_output_dir": "5.17, 5.23",
+    "_save_checkpoint": "5.17, 5.23",
+}
 
 
 def imported_packages(path: Path) -> set[str]:
@@ -60,8 +80,66 @@ def test_kernels_import_without_triton():
 
 
 def test_files_keep_to_one_idea():
-    for folder in ("distill", "kernels", "scripts", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            length = len(path.read_text().splitlines())
-            assert length <= 450, f"{path.relative_to(ROOT)} has {length} lines"
-            assert path.stem != "utils", path
+    assert house.too_long() == []
+    assert not [path for path in house.files("distill", "kernels", "scripts", "tests") if path.stem == "utils"]
+
+
+def test_packages_import_from_lower_floors_only():
+    assert house.homeless() == [], "a package without a floor in scripts/house.py"
+    assert house.upward() == []
+
+
+def test_files_do_not_import_in_circles():
+    assert house.cycles() == []
+
+
+def test_private_names_stay_in_their_package():
+    assert house.private() == []
+
+
+def test_few_lines_outside_of_teachers_ask_for_the_kind_of_teacher():
+    asked = house.branches()
+    assert len(asked) <= MOST_BRANCHES, "\n".join(f"{place} {line}" for place, line in asked)
+
+
+def test_functions_take_few_arguments():
+    """Commands, and signatures that a library or the public interface dictates, aside; see DESIGN's rule of six."""
+    long = {place for place, _ in house.long_signatures() if not place.startswith("distill/commands/")}
+    assert long - LONG_SIGNATURES == set()
+
+
+def test_the_house_stays_in_its_bounds():
+    for folder, most in MOST_LINES.items():
+        assert house.lines_of(folder) <= most, folder
+    for folder, most in MOST_ANY.items():
+        assert house.any_names(folder) <= most, folder
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"distill/core/a.py": "from distill.recipe import b", "distill/recipe/b.py": ""}, "upward"),
+        ({"distill/data/a.py": "def f():\n    from distill.models import b", "distill/models/b.py": ""}, "upward"),
+        ({"distill/core/a.py": "from distill.core import b", "distill/core/b.py": "import distill.core.a"}, "cycles"),
+        ({"distill/data/a.py": "from distill.core.b import _c", "distill/core/b.py": "_c = 1"}, "private"),
+        ({"distill/planning/a.py": "if recipe.teacher.is_cached:\n    pass"}, "branches"),
+        ({"distill/nowhere/a.py": ""}, "homeless"),
+    ],
+)
+def test_the_measure_sees_what_it_is_for(tmp_path, files, expected):
+    """Each fault, put into a small tree, is counted, and nothing else is."""
+    (tmp_path / "kernels").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for measure in (house.upward, house.cycles, house.private, house.branches, house.homeless):
+        assert bool(measure(tmp_path)) is (measure.__name__ == expected), measure.__name__
+
+
+def test_overridden_private_methods_of_trainer_are_the_ones_that_were_read():
+    """Private to transformers: each was read in the versions named; pyproject bounds what may be installed."""
+    own = {name for name in vars(DistillationTrainer) if name.startswith("_") and not name.startswith("__")}
+    inherited = {name for name in own if hasattr(Trainer, name)}
+    assert inherited == set(READ_IN), inherited ^ set(READ_IN)
+    bounds = (ROOT / "pyproject.toml").read_text()
+    assert '"transformers>=5.17,<6"' in bounds and '"accelerate>=1.10,<2"' in bounds

@@ -13,14 +13,16 @@ from subjects import mean_of_means, rows
 from tiny import tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
+from distill.data import collator
 from distill.data.collator import Collator
 from distill.doctor import invariants, invariants_runs
 from distill.doctor.invariants import CHECKS
+from distill.doctor.rows import Rows
 from distill.doctor.subject import Subject
 from distill.models import head
 from distill.recipe.loss import Loss
-from distill.teachers import objective
-from distill.teachers.objective import DistillationObjective
+from distill.teachers import hidden, objective
+from distill.teachers.model import LoadedTeacher
 from distill.training.trainer import DistillationTrainer
 
 SUM = {"temperature": 2.0, "label_smoothing": 0.1, "z_loss": 1e-3,
@@ -105,12 +107,22 @@ def shift_by_two(patch):
 
 
 def cap_forgotten(patch):
-    build = objective.build_loss
+    build = hidden.build_loss
+    patch.setattr(hidden, "build_loss", lambda loss, transforms: build(loss, {**transforms, "student_softcap": None}))
 
-    def without(loss, reading):
-        return build(loss, reading._replace(student=reading.student._replace(softcap=None)))
 
-    patch.setattr(objective, "build_loss", without)
+def temperature_for_its_square(patch):
+    """The loss times T where it should be T squared: the same at T = 1."""
+    forward = FusedDistillationLoss.forward
+    patch.setattr(
+        FusedDistillationLoss, "forward",
+        lambda self, *args, **kwargs: forward(self, *args, **kwargs) / self.objective.temperature,
+    )  # fmt: skip
+
+
+def positions_are_dropped(patch):
+    """Every row of the trainer's batches passes for one document."""
+    patch.setattr(collator, "_is_one_document", lambda row: True)
 
 
 def cross_entropy_for_kl(patch):
@@ -128,14 +140,14 @@ def cross_entropy_for_kl(patch):
 def cache_in_the_teacher(patch):
     """What a teacher called as usual does: with a cache, packed documents see each other."""
 
-    def hidden(self, inputs):
+    def targets(self, batch):
         with torch.inference_mode():
-            ones = torch.ones_like(inputs["input_ids"])
-            return objective.decoder_of(self.teacher)(
-                input_ids=inputs["input_ids"], position_ids=inputs["position_ids"], attention_mask=ones, use_cache=False
+            ones = torch.ones_like(batch["input_ids"])
+            return head.decoder_of(self.model)(
+                input_ids=batch["input_ids"], position_ids=batch["position_ids"], attention_mask=ones, use_cache=False
             ).last_hidden_state
 
-    patch.setattr(DistillationObjective, "teacher_hidden", hidden)
+    patch.setattr(LoadedTeacher, "targets", targets)
 
 
 def padding_joins_the_text(patch):
@@ -150,7 +162,7 @@ def padding_joins_the_text(patch):
 
 
 def masked_token_counts(patch):
-    patch.setattr(Subject, "with_masked_end", staticmethod(lambda row, token: {
+    patch.setattr(Rows, "with_masked_end", staticmethod(lambda row, token: {
         "input_ids": [token, *row["input_ids"]], "labels": [-100, *row["labels"]],
         "position_ids": [0, *(p + 1 for p in row["position_ids"])]}))  # fmt: skip
 
@@ -162,7 +174,7 @@ def a_norm_that_is_off(patch):
 
     def wrong(model, role, **settings):
         report = put(model, role, **settings)
-        norm = objective.decoder_of(head.bare(model)).norm
+        norm = head.decoder_of(model).norm
         forward = norm.forward
         norm.forward = lambda *args, **kwargs: 1.01 * forward(*args, **kwargs)
         return report
@@ -181,10 +193,10 @@ def last_chunk_lost(patch):
 
 
 def teacher_reads_ids_shifted(patch):
-    hidden = DistillationObjective.teacher_hidden
+    targets = LoadedTeacher.targets
     patch.setattr(
-        DistillationObjective, "teacher_hidden",
-        lambda self, inputs: hidden(self, {**inputs, "input_ids": inputs["input_ids"].roll(1, dims=1)}),
+        LoadedTeacher, "targets",
+        lambda self, batch: targets(self, {**batch, "input_ids": batch["input_ids"].roll(1, dims=1)}),
     )  # fmt: skip
 
 
@@ -194,8 +206,10 @@ def teacher_reads_ids_shifted(patch):
         (invariants.fused_equals_reference, head_without_lora, "lora on the head"),
         (invariants.fused_equals_reference, shift_by_two, "forward kl"),
         (invariants.fused_equals_reference, cap_forgotten, "gemma2"),
+        (invariants.fused_equals_reference, temperature_for_its_square, "forward kl"),
         (invariants.divergence_is_one, cross_entropy_for_kl, "forward kl"),
         (invariants.accumulation_changes_nothing, mean_of_means, "forward kl"),
+        (invariants.accumulation_changes_nothing, positions_are_dropped, "forward kl"),
         (invariants.packing_changes_nothing, cache_in_the_teacher, "forward kl"),
         (invariants.padding_changes_nothing, padding_joins_the_text, "forward kl"),
         (invariants.padding_changes_nothing, masked_token_counts, "forward kl"),
@@ -216,7 +230,7 @@ def test_fails_where_its_fault_is_put_in(check, fault, kind, monkeypatch):
 @pytest.mark.parametrize("documents", [1, 2])
 def test_a_mean_of_means_shows_on_rows_that_learn_equally_many_tokens(documents, monkeypatch):
     made = subject()
-    made.rows = [made.joined([{n: v[:5] for n, v in d.items()} for d in made.documents(row)][:documents])
+    made.rows = [Rows.joined([{n: v[:5] for n, v in d.items()} for d in Rows.documents(row)][:documents])
                  for row in rows() if row["labels"][1] != -100]  # fmt: skip
     assert len({sum(label != -100 for label in row["labels"]) for row in made.rows}) == 1 < len(made.rows)
     assert invariants.accumulation_changes_nothing(made).passed
@@ -227,7 +241,7 @@ def test_a_mean_of_means_shows_on_rows_that_learn_equally_many_tokens(documents,
 def test_rows_of_one_document_need_not_keep_documents_apart():
     """OPT's attention is told of no positions: packed it is trained wrongly, with a document a row it is not."""
     checks = (invariants.packing_changes_nothing, invariants.padding_changes_nothing)
-    documents = [document for row in rows() for document in Subject.documents(row)]
+    documents = [document for row in rows() for document in Rows.documents(row)]
     opt = replace(subject(kind="opt", ffn_dim=64, word_embed_proj_dim=32), rows=documents)
     for made, packed, alone in ((opt, [False, False], [None, True]), (subject(), [True, True], [True, True])):
         assert [check(made).passed for check in checks] == packed

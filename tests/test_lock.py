@@ -7,10 +7,12 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 
 from distill.data.chat import FROZEN_DAY
+from distill.models.fingerprint import fingerprint
 from distill.recipe import parse
 from distill.run import run
+from distill.teachers.model import LoadedTeacher
 from distill.training.checkpoints import checkpoints
-from distill.training.lock import differences, fingerprint, hash_of_rows, lock_of, read_lock
+from distill.training.lock import differences, hash_of_rows, lock_of, read_lock
 
 ROW = {"input_ids": [1, 2], "labels": [-100, 2], "position_ids": [0, 1]}
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens." for number in range(40))
@@ -155,7 +157,7 @@ def test_the_template_in_use_and_its_day_are_locked(workplace):
     (workplace / "t.jinja").write_text(
         "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    models = {"teacher": tiny_model(), "student": tiny_model()}
+    models = {"teacher": LoadedTeacher(tiny_model()), "student": tiny_model()}
     made = [
         lock_of(recipe(*more), **models, tokenizer=tiny_tokenizer(), rows=[], processes=1)["data"]
         for more in ((), ("data.chat_template=t.jinja",), ("data.chat_template=none",))

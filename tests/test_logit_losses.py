@@ -288,7 +288,7 @@ def test_compiles_without_graph_breaks(device):
 
 @pytest.mark.parametrize("soft", [True, False])
 def test_rows_longer_than_a_block_have_no_cliff(soft):
-    h200 = DeviceFacts(multiprocessors=132, capability=(9, 0), l2_bytes=50 << 20, memory_bytes=141 << 30)
+    h200 = DeviceFacts(132, "sm_90", 227 << 10, 50 << 20, 141 << 30)
     vocabularies = (5, 2048, WHOLE, WHOLE + 1, 32_000, 128_256, 262_144)
     shapes = [launch_shape(vocab, 4096, h200, soft=soft) for vocab in vocabularies]
     assert [whole for whole, *_ in shapes] == [True, True, True, False, False, False, False]

@@ -247,7 +247,7 @@ def test_opcheck(where):
     torch.library.opcheck(
         linear_divergence_op,
         (x, w, None, None, None, [xt], [wt], [None], labels, scale, None, [], objective, 1.0, V, torch.float32, None,
-         False, False, wanted, None, None, "", ""),
+         False, False, False, wanted, None, None, "", ""),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from distill.data.collator import Collator
-from distill.models.head import LogitShape, find_head, probe_logits, read_head
+from distill.models.head import LogitTransform, find_head, probe_logits, read_head
 from distill.teachers.objective import STATISTICS, DistillationObjective
 
 EXACT = 1e-9  # both sides in fp64
@@ -125,7 +125,7 @@ def test_padded_vocabulary_is_cut():
     student, teacher = double(vocab_size=270), double(seed=1, vocab_size=264)
     objective = DistillationObjective(teacher, student, MIXED, vocab_size=259)
     assert_same_as_reference(student, teacher, objective, batch(), vocab=259)
-    assert DistillationObjective(teacher, student, MIXED).reading.vocab_size == 264
+    assert DistillationObjective(teacher, student, MIXED).pairing.vocab_size == 264
     with pytest.raises(ValueError, match="vocab_size"):
         DistillationObjective(teacher, student, MIXED, vocab_size=265)
 
@@ -247,7 +247,7 @@ def test_ways_to_name_a_loss(loss, terms):
 
 def test_a_loss_that_ignores_the_soft_cap_is_refused():
     student, teacher = tiny_model(), tiny_model(kind="gemma2", seed=1)
-    with pytest.raises(ValueError, match=r"teacher_softcap: these models need 30\.0"):
+    with pytest.raises(ValueError, match=r"loss\.teacher_softcap: expected 30\.0 for these models, got 0\.0"):
         DistillationObjective(teacher, student, FusedKLLoss())
 
 
@@ -265,7 +265,7 @@ def test_a_model_with_a_twist_between_head_and_logits_is_refused():
         output.logits = output.logits * 1.25
         return output
 
-    assert probe_logits(model, "student") == LogitShape()
+    assert probe_logits(model, "student") == LogitTransform()
     model.forward = twisted
     with pytest.raises(ValueError, match="student: the logits of LlamaForCausalLM do not follow"):
         probe_logits(model, "student")
@@ -291,7 +291,7 @@ def test_a_model_that_a_trainer_has_prepared_for_autocast_is_read_in_its_own_pre
     ids = torch.arange(4)[None]
     exact = type(model).forward(model, input_ids=ids, use_cache=False).logits
     assert not torch.equal(model(input_ids=ids, use_cache=False).logits, exact), "no autocast: nothing is tested"
-    assert probe_logits(model, "student") == LogitShape()
+    assert probe_logits(model, "student") == LogitTransform()
     assert not torch.equal(model(input_ids=ids, use_cache=False).logits, exact), "the autocast is gone"
 
 
@@ -306,7 +306,7 @@ def test_logits_scaling_that_multiplies_is_found_out():
         return output
 
     model.forward = scaled
-    assert probe_logits(model, "student") == LogitShape(4.0)
+    assert probe_logits(model, "student") == LogitTransform(4.0)
 
 
 def test_heads_that_would_be_read_wrongly_are_refused():

@@ -13,6 +13,7 @@ from tiny import save_tiny, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.models.compiling import compile_layers
+from distill.models.fingerprint import fingerprint
 from distill.models.load import load_student, load_teacher
 from distill.models.offload import is_offloaded, offload_layers, offloading_of
 from distill.models.patching import patch
@@ -20,7 +21,6 @@ from distill.models.pruning import find_layers
 from distill.recipe import RecipeError, Student, Teacher, parse
 from distill.run import run
 from distill.training.failures import out_of_memory
-from distill.training.lock import fingerprint
 from distill.training.trainer import DistillationTrainer
 
 CPU = torch.device("cpu")

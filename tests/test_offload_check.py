@@ -4,15 +4,14 @@ import pytest
 from test_offload import CPU, frozen
 
 from distill.core.units import GIB
-from distill.models.meta import meta_models
 from distill.models.offload import offload_layers
 from distill.models.shape import shape_of
-from distill.planning.devices import find_device
+from distill.planning.devices import PCIE_5, REACHED, find_device
 from distill.planning.preflight import check
 from distill.planning.step_time import SUSTAINED
-from distill.planning.teacher_weights import PCIE_5, REACHED
 from distill.recipe import load
 from distill.recipe.shipped import find_recipe
+from distill.teachers.registry import source_of
 
 
 def looked_at(*overrides, gpu="H100", gpus=1, name="llama3-8b-to-1b"):
@@ -79,7 +78,7 @@ def test_an_offloaded_teacher_is_never_sharded():
 
 
 def test_70b_of_a_teacher_fits_one_gpu_when_it_is_offloaded():
-    teacher, _ = meta_models(load(find_recipe("llama3-70b-to-8b-lora")))
+    (shape,) = source_of(load(find_recipe("llama3-70b-to-8b-lora"))).shapes()
     report = looked_at("teacher.offload=cpu", name="llama3-70b-to-8b-lora")
-    assert report.fits and report.host > 0.95 * 2 * shape_of(teacher).layered
+    assert report.fits and report.host > 0.95 * 2 * shape.layered
     assert not looked_at(name="llama3-70b-to-8b-lora").fits

@@ -273,21 +273,19 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, mon
     import distill.run
 
     Path("plain.txt").write_text("Running text, line by line.\n" * 60)
-    monkeypatch.setattr(distill.run, "load_models", lambda *args, **kwargs: pytest.fail("the models are read"))
+    monkeypatch.setattr(distill.run, "open_pair", lambda *args, **kwargs: pytest.fail("the models are read"))
     with pytest.raises(ValueError, match=r"data\.on_policy: needs prompts"):
         distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
 
 
-def test_memory_is_counted():
-    from distill.models.precision import resolve_precision
-    from distill.models.shape import shape_of
+def test_memory_is_counted(workplace):
+    from distill.planning.devices import find_device
     from distill.planning.memory import step_memory
+    from distill.planning.preflight import situation_of
 
-    recipe, shape = parse(RECIPE), shape_of(tiny_model())
-    precision = resolve_precision(recipe, torch.device("cpu"))
     with_own, without = (
-        step_memory(made, shape, shape, precision, memory_bytes=2**34, accumulation=1)
-        for made in (recipe, parse(RECIPE, ["data.on_policy.fraction=0"]))
+        step_memory(situation_of(made, find_device("cpu"), 1))
+        for made in (parse(RECIPE), parse(RECIPE, ["data.on_policy.fraction=0"]))
     )
     cache = 1.5 * 64 * 64 * 2 * 2 * 16 * 4  # batch, slots, keys and values, layers, their width, bytes
     assert with_own.parts["cache of rollouts"] == cache
@@ -302,6 +300,8 @@ def test_memory_is_counted():
         ("data.on_policy.fraction=1.5", "fraction"),
         ("data.on_policy.engine=magic", "engine"),
         ("data.on_policy.max_new_tokens=0", "max_new_tokens"),
+        ("teacher={type: cache, path: there}", "a cached teacher has not read"),
+        ("student.vocabulary=cross", "not with student.vocabulary: cross"),
     ],
 )
 def test_recipes_that_cannot_work_are_refused(override, message):
@@ -326,12 +326,6 @@ def test_what_cannot_be_answered_is_refused():
         on_policy_of(recipe, model, tokenizer, format="chat (messages)", sharded=True, **more)
     with pytest.raises(ValueError, match="vllm is not installed"):
         on_policy_of(parse(RECIPE, ["data.on_policy.engine=vllm"]), model, tokenizer, format="chat (messages)", **more)
-    for section, field, message in (("teacher", "path", "cached teacher"), ("student", "vocabulary", "cross")):
-        changed = getattr(recipe, section).model_copy(update={field: "cross"})
-        with pytest.raises(ValueError, match=message):
-            on_policy_of(
-                recipe.model_copy(update={section: changed}), model, tokenizer, format="chat (messages)", **more
-            )
 
 
 if __name__ == "__main__":  # one of two processes

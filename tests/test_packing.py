@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distill.data.collator import Collator, valid_rows
-from distill.data.packing import IGNORED, Documents, best_fit
+from distill.data.labels import IGNORE_INDEX, shift_labels
+from distill.data.packing import Documents, Ragged, best_fit
 
 LENGTHS = st.lists(st.integers(2, 16), min_size=1, max_size=60)
 
@@ -18,18 +19,19 @@ def make_documents(lengths, seed=0, learned=0.7):
     random = np.random.default_rng(seed)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     ids = np.arange(100, 100 + offsets[-1], dtype=np.int32)  # every token its own
-    labels = np.where(random.random(offsets[-1]) < learned, ids, IGNORED).astype(np.int32)
-    labels[offsets[:-1]] = IGNORED
-    return Documents(ids, labels, offsets, np.arange(len(lengths), dtype=np.uint64))
+    labels = np.where(random.random(offsets[-1]) < learned, ids, IGNORE_INDEX).astype(np.int32)
+    labels[offsets[:-1]] = IGNORE_INDEX
+    columns = {"input_ids": Ragged(ids, offsets), "labels": Ragged(labels, offsets)}
+    return Documents(columns, np.arange(len(lengths), dtype=np.uint64), {})
 
 
 def as_rows(documents, groups, **options):
     rows = []
     for batch in documents.rows(groups, **options):
-        ends = batch["row_offsets"]
-        for start, end in itertools.pairwise(ends):
-            names = ("input_ids", "labels", "position_ids")
-            rows.append({name: batch[name][start:end].tolist() for name in names})
+        columns = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+        for number in range(len(batch["input_ids"].lengths)):
+            numbers = np.array([number])
+            rows.append({name: column.take(numbers)[0].tolist() for name, column in columns.items()})
     return rows
 
 
@@ -38,9 +40,10 @@ def as_rows(documents, groups, **options):
 def test_packing_keeps_every_token_once_and_documents_whole(lengths, seed, tokens_at_once):
     documents = make_documents(lengths, seed)
     rows = as_rows(documents, best_fit(documents.lengths, 16), tokens_at_once=tokens_at_once)
-    assert sorted(token for row in rows for token in row["input_ids"]) == documents.ids.tolist()
-    whole = {tuple(documents.ids[a:b].tolist()) for a, b in itertools.pairwise(documents.offsets)}
-    learned = dict(zip(documents.ids.tolist(), documents.labels.tolist(), strict=True))
+    (ids, offsets), labels = documents.columns["input_ids"], documents.columns["labels"].values
+    assert sorted(token for row in rows for token in row["input_ids"]) == ids.tolist()
+    whole = {tuple(ids[a:b].tolist()) for a, b in itertools.pairwise(offsets)}
+    learned = dict(zip(ids.tolist(), labels.tolist(), strict=True))
     for row in rows:
         assert 1 <= len(row["input_ids"]) <= 16
         assert row["labels"] == [learned[token] for token in row["input_ids"]]
@@ -49,7 +52,7 @@ def test_packing_keeps_every_token_once_and_documents_whole(lengths, seed, token
         assert set(found) <= whole
         for start, end in itertools.pairwise(starts):
             assert row["position_ids"][start:end] == list(range(end - start))
-            assert row["labels"][start] == IGNORED
+            assert row["labels"][start] == IGNORE_INDEX
 
 
 @given(LENGTHS)
@@ -93,7 +96,7 @@ def test_no_documents_make_no_rows():
 
 def naive_valid_rows(labels):
     rows, length = labels.shape
-    return [b * length + i for b in range(rows) for i in range(length - 1) if labels[b, i + 1] != IGNORED]
+    return [b * length + i for b in range(rows) for i in range(length - 1) if labels[b, i + 1] != IGNORE_INDEX]
 
 
 @given(LENGTHS, st.sampled_from([None, 1, 8, 24]), st.sampled_from(["left", "right"]))
@@ -109,7 +112,7 @@ def test_a_batch_keeps_rows_and_shifts_once(lengths, multiple, side):
     assert batch["valid_rows"].tolist() == naive_valid_rows(batch["labels"])
     # each valid position predicts the very token that the row marks as learned, in the same document
     predicted = batch["labels"].flatten()[batch["valid_rows"] + 1].tolist()
-    assert predicted == [label for row in rows for label in row["labels"] if label != IGNORED]
+    assert predicted == [label for row in rows for label in row["labels"] if label != IGNORE_INDEX]
     assert (batch["position_ids"].flatten()[batch["valid_rows"] + 1] > 0).all()
     assert batch["input_ids"].flatten()[batch["valid_rows"] + 1].tolist() == predicted
 
@@ -138,8 +141,15 @@ def test_the_collator_draws_no_random_numbers():
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_labels_shift_by_one_to_the_left():
+    labels = torch.tensor([[1, 2, 3], [4, IGNORE_INDEX, 6]])
+    expected = [[2, 3, IGNORE_INDEX], [IGNORE_INDEX, 6, IGNORE_INDEX]]
+    assert shift_labels(labels).tolist() == expected and labels[0].tolist() == [1, 2, 3]
+    assert shift_labels(labels[:, ::2]).tolist() == [[3, IGNORE_INDEX], [6, IGNORE_INDEX]]
+
+
 def test_nothing_learned_gives_no_valid_rows():
-    assert valid_rows(torch.full((2, 4), IGNORED)).shape == (0,)
+    assert valid_rows(torch.full((2, 4), IGNORE_INDEX)).shape == (0,)
 
 
 def test_positions_are_left_out_only_where_nothing_needs_them():

@@ -33,22 +33,17 @@ KINDS = ["tied", "untied"]
     ],
 )
 def test_the_first_way_that_fits_is_taken(asked, teacher, world, expected):
-    from distill.planning.sharing import choose_sharing
+    from distill.planning.sharing import Needs, choose_sharing
 
-    found = choose_sharing(
-        asked, teacher=teacher * GIB, gathered=4 * GIB, copied=48 * GIB, sharded=30 * GIB, usable=130 * GIB, world=world
-    )
+    found = choose_sharing(asked, Needs(teacher * GIB, 4 * GIB, 48 * GIB, 30 * GIB), 130 * GIB, world)
     assert found[:3] == expected
 
 
 @pytest.mark.parametrize("teachers, expected", [("sharded", ("ddp", True)), ("copied", ("ddp", False))])
 def test_what_is_asked_for_the_teacher_is_done(teachers, expected):
-    from distill.planning.sharing import choose_sharing
+    from distill.planning.sharing import Needs, choose_sharing
 
-    found = choose_sharing(
-        "auto", teacher=15 * GIB, gathered=4 * GIB, copied=48 * GIB, sharded=30 * GIB, usable=130 * GIB, world=4,
-        teachers=teachers,
-    )  # fmt: skip
+    found = choose_sharing("auto", Needs(15 * GIB, 4 * GIB, 48 * GIB, 30 * GIB), 130 * GIB, 4, teachers)
     assert found[:2] == expected
 
 

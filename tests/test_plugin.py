@@ -9,8 +9,10 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from distill import cli
 from distill.recipe import dump, parse
 from distill.recipe.loss import Loss
+from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
-from distill.teachers.plugin import PluginObjective, allowed_plugin, load_plugin
+from distill.teachers.opening import use_plugin
+from distill.teachers.plugin import Plugin, allowed_plugin, load_plugin
 
 PLUGIN = """
 def own_kl(student_logits, teacher_logits, labels):
@@ -43,6 +45,13 @@ def batch():
     return Collator(2)(rows)
 
 
+def with_plugin(teacher, student, terms, plugin, functions=None):
+    """An objective with the functions of a plugin's file, or with these."""
+    teacher = LoadedTeacher(teacher)
+    use_plugin(teacher, load_plugin(plugin) if functions is None else Plugin(functions, ""))
+    return DistillationObjective(teacher, student, loss(terms, plugin))
+
+
 def outcome(make, kind="llama"):
     student, teacher = (
         tiny_model(dtype=torch.float64, kind=kind),
@@ -71,8 +80,7 @@ def outcome(make, kind="llama"):
     ],
 )
 def test_a_term_of_ones_own_equals_ours(plugin, own, ours, kind):
-    functions = load_plugin(plugin).terms
-    mine, _, objective = outcome(lambda t, s: PluginObjective(t, s, loss(own, plugin), functions=functions), kind)
+    mine, _, objective = outcome(lambda t, s: with_plugin(t, s, own, plugin), kind)
     expected, _, _ = outcome(lambda t, s: DistillationObjective(t, s, {"terms": ours}), kind)
     assert mine.keys() == expected.keys()
     for name, value in expected.items():
@@ -83,10 +91,7 @@ def test_a_term_of_ones_own_equals_ours(plugin, own, ours, kind):
 
 
 def test_figures_are_there_without_any_fused_term(plugin):
-    functions = load_plugin(plugin).terms
-    _, found, objective = outcome(
-        lambda t, s: PluginObjective(t, s, loss([{"type": "own_cross_entropy"}], plugin), functions=functions)
-    )
+    _, found, objective = outcome(lambda t, s: with_plugin(t, s, [{"type": "own_cross_entropy"}], plugin))
     _, expected, _ = outcome(lambda t, s: DistillationObjective(t, s, "forward_kl"))
     torch.testing.assert_close(found, expected)
     assert objective.divergence == ("kl", 1.0)
@@ -111,7 +116,7 @@ def test_held_out_figures_do_not_call_the_functions(plugin):
         raise AssertionError("called")
 
     student, teacher = tiny_model(), tiny_model(seed=1, hidden=64)
-    objective = PluginObjective(teacher, student, loss([{"type": "own_kl"}], plugin), functions={"own_kl": never})
+    objective = with_plugin(teacher, student, [{"type": "own_kl"}], plugin, {"own_kl": never})
     rows = [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "position_ids": [0, 1, 2, 3]}]
     assert evaluate(student, teacher, rows, objective=objective).tokens == 3
 

@@ -15,18 +15,18 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from distill.cli import run_command
 from distill.core.units import GIB
 from distill.models.adapters import add_lora
-from distill.models.meta import meta_models
 from distill.models.precision import Precision
 from distill.models.shape import shape_of
 from distill.models.work import parameters_of
 from distill.planning import memory
 from distill.planning.devices import find_device
-from distill.planning.memory import LOADING, layer_activations
-from distill.planning.preflight import check, planned_precision
-from distill.planning.sharing import SHARDED_FP8
+from distill.planning.memory import LOADING, layer_activations, step_memory
+from distill.planning.preflight import check, planned_precision, situation_of
 from distill.recipe import Lora, load, parse
 from distill.recipe.models import WeightedTeacher
 from distill.recipe.shipped import shipped_architectures, shipped_recipes
+from distill.teachers.model import SHARDED_FP8
+from distill.teachers.registry import source_of
 
 # as published on the models' cards or counted from their released weights
 PUBLISHED = {
@@ -56,8 +56,8 @@ def meta(config):
 
 @pytest.mark.parametrize("name", shipped_architectures())
 def test_shipped_architectures_have_the_published_number_of_parameters(name):
-    teacher, _ = meta_models(recipe(f"teacher={{init: random, config: {name}}}"))
-    assert shape_of(teacher).parameters == PUBLISHED[name]
+    (shape,) = source_of(recipe(f"teacher={{init: random, config: {name}}}")).shapes()
+    assert shape.parameters == PUBLISHED[name]
 
 
 def test_gpt2_is_124_44_million():
@@ -286,7 +286,8 @@ def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, mon
     loss.backward()
     precision = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
     available = device_facts(kernel_device).memory_bytes
-    planned = memory._workspace(rows, columns, precision, 0 if frozen else w.nbytes, available, 1 if stored else 2)
+    situation = situation_of(recipe(), find_device("H100"), 1)._replace(precision=precision, memory_bytes=available)
+    planned = memory._workspace(situation, rows, columns, 0 if frozen else w.nbytes, 1 if stored else 2)
     assert made == [planned]
 
 
@@ -299,19 +300,13 @@ def states(tmp_path):
 
 def test_a_cached_teacher_takes_what_is_stored_of_it(states):
     loaded = recipe("teacher.dtype=bfloat16")
-    shapes = [shape_of(model) for model in meta_models(loaded)]
     tokens = loaded.train.batch_size * loaded.data.max_length
 
     def of(path):
         teacher = loaded.teacher.model_copy(update={"type": "cache", "path": str(path)})
-        made, device = loaded.model_copy(update={"teacher": teacher}), find_device("H100")
-        precision = planned_precision(made, device)
-        return memory.step_memory(made, *shapes, precision, memory_bytes=device.memory_bytes, accumulation=1)
+        return step_memory(situation_of(loaded.model_copy(update={"teacher": teacher}), find_device("H100"), 1))
 
-    device = find_device("H100")
-    online = memory.step_memory(
-        loaded, *shapes, planned_precision(loaded, device), memory_bytes=device.memory_bytes, accumulation=1
-    )
+    online = step_memory(situation_of(loaded, find_device("H100"), 1))
     k_tokens, hidden = of("not-made-yet"), of(states)
     assert k_tokens.parts["teacher"] == 0 and hidden.parts["teacher"] == 128_256 * 4096 * 2, "the head alone"
     assert online.parts["teacher"] == 2 * PUBLISHED["llama-3.1-8b"]

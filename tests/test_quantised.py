@@ -20,6 +20,7 @@ from transformers.integrations.bitnet import AutoBitLinear
 
 from distill.doctor.examine import prepare
 from distill.models import quantised
+from distill.models.fingerprint import fingerprint
 from distill.models.load import load_student, load_teacher
 from distill.models.patching import patch
 from distill.models.quantised import NF4, int8_arguments, quantised_by_transformers, stored_bits
@@ -30,7 +31,6 @@ from distill.planning.preflight import check
 from distill.recipe import RecipeError, Student, Teacher, load
 from distill.recipe.shipped import find_recipe
 from distill.run import run
-from distill.training.lock import fingerprint
 from distill.training.trainer import DistillationTrainer
 
 BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}

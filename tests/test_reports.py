@@ -10,7 +10,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 from distill.evaluation.evaluate import HeldOut
 from distill.evaluation.generate import stream
-from distill.evaluation.samples import encode_prompt, generate, samples_text, write_samples
+from distill.evaluation.samples import samples_text, write_samples
+from distill.generation.answers import encode_prompt, generate
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import escape, fenced, write_model_card
 

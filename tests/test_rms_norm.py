@@ -175,15 +175,12 @@ def test_traced_and_direct_paths_agree(kernel_device):
         assert torch.equal(one, other)
 
 
-def test_second_backward_and_double_backward_raise(kernel_device):
+def test_second_backward_raises(kernel_device):
     x, weight = make(kernel_device, 4, 16, torch.float32, "llama")
     y = rms_norm(x.requires_grad_(), weight).sum()
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
-    (gradient,) = torch.autograd.grad((rms_norm(x, weight) ** 2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        gradient.sum().backward()
 
 
 def test_cpu_tensors_take_the_reference(device):

@@ -7,10 +7,11 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from distill.models import precision
+from distill.planning import steps as steps_of_a_run
 from distill.recipe import Data, Train, dump, load, parse
 from distill.run import run
 from distill.teachers.objective import DistillationObjective
-from distill.training import arguments as run_arguments
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
@@ -137,7 +138,7 @@ def test_a_name_that_is_taken_is_refused(workplace):
 def test_cuda_asked_for_and_absent(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"train\.device: cuda was asked for"):
-        run_arguments.resolve_device(Train(steps=1, device="cuda"))
+        precision.resolve_device(Train(steps=1, device="cuda"))
 
 
 def test_random_models_on_random_tokens_need_no_tokenizer(workplace):
@@ -155,12 +156,12 @@ def test_random_models_on_random_tokens_need_no_tokenizer(workplace):
 @pytest.mark.parametrize("tokens, world, steps", [(None, 1, 1), (4096, 1, 4), (4096, 2, 2), (1024, 1, 1)])
 def test_tokens_per_step_is_kept_whatever_the_number_of_devices(tokens, world, steps):
     train, data = Train(steps=1, tokens_per_step=tokens, batch_size=4), Data(source="x", max_length=256)
-    assert run_arguments.accumulation_steps(train, data, world) == steps
+    assert steps_of_a_run.accumulation_steps(train, data, world) == steps
 
 
 def test_epochs_become_steps():
     train = Train(epochs=1.5, batch_size=4)
-    assert run_arguments.total_steps(train, rows=50, accumulation=2, world=2) == 6
+    assert steps_of_a_run.total_steps(train, rows=50, accumulation=2, world=2) == 6
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_epochs_become_steps():
 )
 def test_precision_on_a_gpu_with_bf16(monkeypatch, overrides, student, autocast):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    found = run_arguments.resolve_precision(recipe(*overrides), torch.device("cuda"))
+    found = precision.resolve_precision(recipe(*overrides), torch.device("cuda"))
     assert (found.student, found.autocast) == (student, autocast)
-    on_cpu = run_arguments.resolve_precision(recipe(), torch.device("cpu"))
+    on_cpu = precision.resolve_precision(recipe(), torch.device("cpu"))
     assert (on_cpu.compute, on_cpu.student, on_cpu.autocast) == (torch.float32, torch.float32, None)

@@ -160,8 +160,7 @@ def test_several_gpus_are_taken_where_shards_are(made, monkeypatch, how, started
     if started:
         processes, again = starts[0]
         assert processes == 4
-        assert again[again.index("--max-new-tokens") + 1] == "9" and again[again.index("--seed") + 1] == "3"
-        assert again[again.index("--temperature") + 1] == "1.0" and "teacher.model=untied" in again
+        assert again == command
 
 
 def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkeypatch, capsys):
@@ -171,12 +170,10 @@ def test_judging_takes_several_gpus_where_shards_are_and_tasks_none(made, monkey
     starts = []
     monkeypatch.setattr(launch, "visible_gpus", lambda: 4)
     monkeypatch.setattr(launch, "start", lambda *given: starts.append(given) or 0)
-    assert run_command(["eval", "mine", "--before", "student"]) == 0
-    assert run_command(["eval", "mine", "--data", "text.txt", "--max-length", "16"]) == 0
-    assert starts == [
-        (4, ["eval", "mine", "--batch-size", "1", "--before", "student"]),
-        (4, ["eval", "mine", "--batch-size", "1", "--max-rows", "512", "--max-length", "16", "--data", "text.txt"]),
-    ]
+    for more in (["--before", "student"], ["--data", "text.txt", "--max-length", "16"]):
+        starts.clear()
+        assert run_command(["eval", "mine", *more]) == 0
+        assert starts == [(4, ["eval", "mine", *more])]
     assert run_command(["eval", "mine", "--tasks", "hellaswag"]) == 2
     assert "parallel.teacher: tasks are answered by whole models" in capsys.readouterr().err
     target = find_target("mine")

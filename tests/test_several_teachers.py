@@ -16,7 +16,8 @@ from distill.models import attention_choice
 from distill.recipe import RecipeError, Teacher, dump, parse
 from distill.recipe import load as load_recipe
 from distill.run import run
-from distill.teachers.mixture import MixtureObjective, TeacherGroup
+from distill.teachers.mixture import MixtureModel, MixtureTeacher
+from distill.teachers.objective import DistillationObjective
 
 SHARES = (0.5, 0.3, 0.2)
 ROWS, VOCAB = 37, 600
@@ -255,9 +256,9 @@ def folders(tokenizer, tmp_path_factory):
 
 
 def objective_of(tokenizer, shares=(3, 1), loss="forward_kl"):
-    group = TeacherGroup([tiny_model(tokenizer, seed=1), tiny_model(tokenizer, 1, 64, seed=2, kind="gemma2")], shares)
+    models = [tiny_model(tokenizer, seed=1), tiny_model(tokenizer, 1, 64, seed=2, kind="gemma2")]
     student = tiny_model(tokenizer, 1, seed=3)
-    return MixtureObjective(group, student, loss), student
+    return DistillationObjective(MixtureTeacher(models, shares), student, loss), student
 
 
 def batch_of(lengths=(30, 21)):
@@ -278,7 +279,7 @@ def test_objective_equals_the_models_own_logits(tokenizer):
     loss = student(**objective.compare(batch))["loss"]
     parts = [
         share * model(**inputs, use_cache=False).logits.double().softmax(-1)
-        for share, model in zip((0.75, 0.25), objective.teacher.members, strict=True)
+        for share, model in zip((0.75, 0.25), objective.teacher.models.values(), strict=True)
     ]
     log_t, log_s = sum(parts).log(), student(**inputs, use_cache=False).logits.double().log_softmax(-1)
     learned = batch["labels"][:, 1:] != -100
@@ -289,9 +290,9 @@ def test_objective_equals_the_models_own_logits(tokenizer):
 @pytest.mark.parametrize("loss", ["forward_kl", "reverse_kl"])
 def test_zero_for_equals_and_padding_changes_nothing(tokenizer, loss):
     objective, student = objective_of(tokenizer, loss=loss)
-    twins = TeacherGroup([student, student], [1, 2])
+    twins = MixtureTeacher([student, student], [1, 2])
     objective.detach()
-    equal = MixtureObjective(twins, student, loss)
+    equal = DistillationObjective(twins, student, loss)
     student.requires_grad_()
     batch = Collator(0)(batch_of())
     output = student(**equal.compare(batch))
@@ -377,13 +378,13 @@ def test_a_weight_of_0_trains_as_one_teacher(folders, tmp_path, monkeypatch):
 
 def test_samples_come_from_the_mixture(tokenizer):
     objective, _ = objective_of(tokenizer)
-    group = objective.teacher
+    group = MixtureModel(list(objective.teacher.models.values()), objective.teacher.weights)
     ids = torch.tensor([[5, 9, 40, 7]])
     made = group.generate(input_ids=ids, max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
     for _ in range(5):
         with torch.no_grad():
             parts = [
-                s * m(input_ids=ids).logits[0, -1].softmax(-1) for s, m in zip(group.shares, group.members, strict=True)
+                s * m(input_ids=ids).logits[0, -1].softmax(-1) for s, m in zip((0.75, 0.25), group.members, strict=True)
             ]
         ids = torch.cat([ids, sum(parts).argmax()[None, None]], 1)
     assert torch.equal(made, ids)

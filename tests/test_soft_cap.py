@@ -18,6 +18,7 @@ from distill.models.load import load_student, load_teacher
 from distill.models.patching import AutoFusedModelForCausalLM
 from distill.recipe import Student, Teacher
 from distill.recipe.models import FromTeacher
+from distill.teachers import sharded
 from distill.training.trainer import DistillationTrainer
 
 IDS = torch.randint(3, 259, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -90,12 +91,12 @@ def test_loaded_models_apply_it(kind, tmp_path):
     assert_capped(logits(fused.eval()), kind)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_random_models_apply_it(sharded, tmp_path, monkeypatch):
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_random_models_apply_it(in_shards, tmp_path, monkeypatch):
     config = tiny_config("gemma2", attn_logit_softcapping=1.0, query_pre_attn_scalar=1, initializer_range=0.15)
     config.to_json_file(tmp_path / "config.json")
     section, looked_at = Teacher(init="random", config=str(tmp_path)), []
-    if sharded:
+    if in_shards:
         monkeypatch.setattr(sharded, "shard_teacher", lambda model: None)  # one process holds all of it
         teacher, _ = sharded.load_sharded_teacher(
             section, device=torch.device("cpu"), dtype=torch.float32, attention=looked_at.append

@@ -22,9 +22,9 @@ from distill.data.collator import Collator
 from distill.evaluation.evaluate import evaluate
 from distill.recipe import Loss, parse
 from distill.teachers.cache import format as layout
-from distill.teachers.cache.objective import HiddenObjective, TopKObjective
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
+from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench import teacher_cache as bench
 
@@ -82,13 +82,16 @@ def bucket(loaded):
 
 
 def online(loaded, loss, dtype=torch.float32):
-    student, teacher = (copy.deepcopy(m).to(dtype) for m in (loaded.models.student, loaded.models.teacher))
+    student, teacher = (copy.deepcopy(m).to(dtype) for m in (loaded.pair.student, teacher_of(loaded)))
     return DistillationObjective(teacher, student, loss)
 
 
+def teacher_of(loaded):
+    return loaded.pair.teacher.models["teacher"]
+
+
 def cached(loaded, cache, loss, dtype=torch.float32):
-    kind = HiddenObjective if cache.is_hidden else TopKObjective
-    return kind(None, copy.deepcopy(loaded.models.student).to(dtype), loss, cache=cache)
+    return DistillationObjective(CachedTeacher(cache), copy.deepcopy(loaded.pair.student).to(dtype), loss)
 
 
 def differentiate(objective, rows, **collator):
@@ -142,7 +145,7 @@ def test_bucket_equals_the_loss_by_hand(loaded, bucket):
     batch = Collator(0)(rows)
     results = []
     for dtype in (torch.float64, torch.float32):
-        student, teacher = (copy.deepcopy(m).to(dtype).eval() for m in (loaded.models.student, loaded.models.teacher))
+        student, teacher = (copy.deepcopy(m).to(dtype).eval() for m in (loaded.pair.student, teacher_of(loaded)))
         body = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
         with torch.no_grad():
             top, ids = F.log_softmax(teacher(**body).logits / 2, -1).topk(8)
@@ -166,9 +169,8 @@ def test_bucket_equals_the_loss_by_hand(loaded, bucket):
 
 def test_equal_models_have_no_loss(loaded, bucket, exact):
     for cache in (bucket, exact):
-        objective = TopKObjective(
-            None, copy.deepcopy(loaded.models.teacher).requires_grad_(), Loss(temperature=2.0), cache=cache
-        )
+        student = copy.deepcopy(teacher_of(loaded)).requires_grad_()
+        objective = DistillationObjective(CachedTeacher(cache), student, Loss(temperature=2.0))
         batch = objective.collator(Collator(0))(some(loaded))
         with torch.no_grad():
             found = objective.student(**objective.compare(batch))["loss"]
@@ -177,12 +179,13 @@ def test_equal_models_have_no_loss(loaded, bucket, exact):
 
 def test_held_out_figures_from_sampled_tokens_are_those_of_the_loaded_teacher(loaded, bucket, tmp_path):
     cache = write(loaded, tmp_path / "sampled", k=64, tail="sampled")
-    student, rows = copy.deepcopy(loaded.models.student), loaded.splits.train
-    wanted = evaluate(student, loaded.models.teacher, rows)
+    student, rows = copy.deepcopy(loaded.pair.student), loaded.splits.train
+    wanted = evaluate(student, teacher_of(loaded), rows)
     found = {}
     for name, stored in (("sampled", cache), ("bucket", bucket)):
-        objective = TopKObjective(None, student, Loss(temperature=2.0), cache=stored)
-        found[name] = evaluate(student, None, rows, objective=objective)
+        teacher = CachedTeacher(stored)
+        objective = DistillationObjective(teacher, student, Loss(temperature=2.0))
+        found[name] = evaluate(student, teacher, rows, objective=objective)
         same = ("tokens", "student_cross_entropy", "teacher_cross_entropy", "teacher_entropy", "student_entropy")
         for figure in same:
             assert getattr(found[name], figure) == pytest.approx(getattr(wanted, figure), rel=1e-3), figure
@@ -201,7 +204,7 @@ def evaluate_at(loaded, student, rows, temperature):
         with torch.no_grad():
             t, s = (
                 F.log_softmax(model.eval()(**body).logits[0].double() / temperature, -1)
-                for model in (loaded.models.teacher, student)
+                for model in (teacher_of(loaded), student)
             )
         kl = (t.exp() * (t - s)).sum(-1)[batch["valid_rows"]]
         total, count = total + kl.sum(), count + len(kl)

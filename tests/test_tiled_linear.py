@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distill_kernels import triton_linear
+from distill_kernels.launch import DeviceFacts
 from distill_kernels.matmul import tiled
 from distill_kernels.matmul.tiled import TILES, Tile, choose_tile
 from grids import pairwise
@@ -46,8 +47,9 @@ def test_what_is_written_does_not_depend_on_what_was_there(kernel_device, monkey
 
 
 def test_every_multiprocessor_gets_a_tile():
-    assert choose_tile(8192, 28672, 132) == TILES[0]
-    small = choose_tile(1024, 1024, 132)
+    hopper = DeviceFacts(132, "sm_90", 227 << 10, 50 << 20, 80 << 30)
+    assert choose_tile(8192, 28672, hopper) == TILES[0]
+    small = choose_tile(1024, 1024, hopper)
     assert 1024 // small.rows * (1024 // small.columns) >= 0.75 * 132
 
 

@@ -315,7 +315,7 @@ def test_opcheck_and_one_backward(device):
     torch.library.opcheck(
         linear_divergence_op,
         (x, w, None, None, None, [], [], [], labels, scale, None, [], module._encoded, 1.0, V, torch.float32, None,
-         False, False, [True, True, False, False, False, True], ids, top.float(), "bucket", ""),
+         False, False, False, [True, True, False, False, False, True], ids, top.float(), "bucket", ""),
     )  # fmt: skip
     loss = module(x.requires_grad_(), w, ids, top, labels)
     loss.backward(retain_graph=True)

@@ -11,7 +11,9 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from transformers import TrainingArguments
 
+from distill.doctor.reference_loss import token_loss
 from distill.models.work import Work, work_of
+from distill.recipe import Loss
 from distill.teachers.objective import STATISTICS
 from distill.training.checkpoints import UNFINISHED, checkpoints
 from distill.training.metrics import Meter
@@ -123,6 +125,21 @@ def test_evaluation_is_weighted_by_tokens_not_batches(tmp_path):
     for other in figures[1:]:
         assert other["eval_loss"] == pytest.approx(figures[0]["eval_loss"], rel=1e-5)
         assert other["eval_kl"] == pytest.approx(figures[0]["eval_kl"], rel=1e-5)
+
+
+def test_the_held_out_loss_follows_the_definition(tmp_path):
+    loss = {"temperature": 2.0, "terms": [{"type": "jsd"}, {"type": "cross_entropy", "weight": 0.3}]}
+    made = trainer(tmp_path, loss=loss, per_device_eval_batch_size=3)
+    teacher, parts = made.objective.teacher.models["teacher"], []
+    for row in rows(8, seed=5):
+        inputs = {name: torch.tensor([row[name]]) for name in ("input_ids", "position_ids")}
+        labels = torch.tensor(row["labels"])[1:]
+        with torch.no_grad():
+            z_s, z_t = (model.eval()(**inputs, use_cache=False).logits[0, :-1] for model in (made.model, teacher))
+        parts.append([value[labels != -100] for value in (z_s, z_t, labels)])
+    z_s, z_t, labels = map(torch.cat, zip(*parts, strict=True))
+    exact = token_loss(z_s, [(1.0, z_t)], labels, Loss.model_validate(loss))
+    assert made.evaluate()["eval_loss"] == pytest.approx(exact.item(), rel=1e-5)
 
 
 def test_the_token_count_is_an_int64_and_never_zero(tmp_path):

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
-from torch.nn import functional as F
 
 from distill.caching.make import Loaded
 from distill.data.collator import Collator
-from distill.data.packing import IGNORED
-from distill.models.head import HeadWeights, LogitShape, decoder_of, find_head, read_head
+from distill.data.labels import shift_labels
+from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.teachers.cache.encode import Said, encode, log_probabilities, normalised, surplus_of
 from distill.teachers.cache.settings import TAILS
+from distill.teachers.losses import LogitTransforms
 
 KS = (8, 16, 32, 64, 128, 256)
 
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
     Attributes:
         teacher_hidden, student_hidden: [M, H] of each.
         teacher_head, student_head: weights.
-        teacher_shape, student_shape: scales and soft caps.
+        teacher_transform, student_transform: scales and soft caps.
         labels: int64 [M].
         columns: that count.
     """
@@ -57,8 +57,8 @@ class Sample(NamedTuple):
     student_hidden: torch.Tensor
     teacher_head: HeadWeights
     student_head: HeadWeights
-    teacher_shape: LogitShape
-    student_shape: LogitShape
+    teacher_transform: LogitTransform
+    student_transform: LogitTransform
     labels: torch.Tensor
     columns: int
 
@@ -66,7 +66,7 @@ class Sample(NamedTuple):
 @torch.no_grad()
 def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
     """Run both models over held-out rows until that many positions are had."""
-    student = loaded.models.student
+    student = loaded.pair.student
     training, device = student.training, loaded.teacher.device
     student.eval()
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -77,7 +77,7 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
             rows = batch["valid_rows"]
             body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
             hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state
-            labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()[rows]
+            labels = shift_labels(batch["labels"]).flatten()[rows]
             found.append((loaded.teacher.hidden_states(batch).flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
             if sum(len(part[2]) for part in found) >= positions:
                 break
@@ -85,8 +85,8 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
         student.train(training)
     teacher_hidden, student_hidden, labels = (torch.cat(parts)[:positions] for parts in zip(*found, strict=True))
     return Sample(
-        teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.shape,
-        loaded.student_shape, labels, loaded.columns,
+        teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.transform,
+        loaded.student_transform, labels, loaded.columns,
     )  # fmt: skip
 
 
@@ -105,10 +105,9 @@ def measure(
         advance: called after each row.
     """
     s = sample
-    _, p = log_probabilities(s.teacher_hidden, s.teacher_head, s.teacher_shape, s.columns, temperature)
+    _, p = log_probabilities(s.teacher_hidden, s.teacher_head, s.teacher_transform, s.columns, temperature)
     full = FusedKLLoss(
-        temperature=temperature, student_logit_scale=s.student_shape.scale, student_softcap=s.student_shape.softcap,
-        teacher_logit_scale=s.teacher_shape.scale, teacher_softcap=s.teacher_shape.softcap,
+        temperature=temperature, **LogitTransforms(s.student_transform, s.teacher_transform),
     )  # fmt: skip
     shared = {
         "student_bias": s.student_head.bias, "student_lora": s.student_head.lora, "vocab_size": s.columns,
@@ -124,13 +123,13 @@ def measure(
         for tail in TAILS:
             generator = torch.Generator(s.labels.device).manual_seed(seed)
             said = encode(
-                s.teacher_hidden, s.teacher_head, s.teacher_shape, s.labels, columns=s.columns, k=k, tail=tail,
+                s.teacher_hidden, s.teacher_head, s.teacher_transform, s.labels, columns=s.columns, k=k, tail=tail,
                 temperature=temperature, generator=generator,
             ).to(dtype)  # fmt: skip
             given = said.logprobs.float() if tail == "sampled" else normalised(said.logprobs, said.tail)
             loss = FusedTopKKLLoss(
-                "forward", tail, temperature, student_logit_scale=s.student_shape.scale,
-                student_softcap=s.student_shape.softcap,
+                "forward", tail, temperature, student_logit_scale=s.student_transform.scale,
+                student_softcap=s.student_transform.softcap,
             )  # fmt: skip
             ids = said.ids
             made = _differentiated(s, lambda x, w: loss(x, w, ids, given, **shared))  # noqa: B023

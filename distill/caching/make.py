@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import transformers
 from accelerate import PartialState
 
 from distill.caching.write import (
-    Teacher,
+    EncodableTeacher,
     Work,
     close,
     missing_shards,
@@ -23,18 +22,19 @@ from distill.caching.write import (
     write_shards,
 )
 from distill.core.environment import environment
-from distill.core.ranks import is_first, world_size
-from distill.data.load import DataReport, Splits, load_data
-from distill.evaluation.samples import generate
+from distill.core.files import write_json
+from distill.core.ranks import is_first, of_the_first, world_size
+from distill.data.load import DataReport, Splits
 from distill.models.attention_choice import AttentionChoices
-from distill.models.fp8_teacher import is_quantised
-from distill.models.head import HeadWeights, LogitShape, bare, find_head, probe_logits, whole
-from distill.models.load import load_student, save_student
+from distill.models.head import HeadWeights, LogitTransform, probe_logits
+from distill.models.load import save_student
 from distill.models.precision import Precision, resolve_device, resolve_precision
-from distill.models.sharding import ALONE, Sharing, is_sharded
-from distill.planning.caching import loaded_section, plan_caching
+from distill.models.sharding import ALONE, Sharing
+from distill.planning.caching import plan_caching
 from distill.recipe import Recipe
+from distill.recipe.compatibility import require_command
 from distill.recipe.models import EIGHT_BITS
+from distill.teachers.base import OpenContext, Teacher
 from distill.teachers.cache.format import (
     ANSWERS,
     HEAD,
@@ -43,25 +43,24 @@ from distill.teachers.cache.format import (
     TOKENIZER,
     VERSION,
     bytes_a_token,
-    write_json,
     write_tensors,
 )
-from distill.teachers.cache.identity import teacher_identity, text_hashes
+from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.read import data_settings
 from distill.teachers.cache.settings import MOST_ON_GPUS, Settings
-from distill.teachers.objective import last_hidden
-from distill.teachers.opening import Models, load_models, patch_models, read_tokenizer, synthetic_size
-from distill.teachers.sharded import of_the_first
+from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.model import LoadedTeacher, ModelSource
+from distill.teachers.opening import Pair, open_pair, patch_models
 
 
 class Loaded(NamedTuple):
     """The recipe's parts, loaded and ready to be asked.
 
     Attributes:
-        recipe, splits, models: as a run has them.
+        recipe, splits, pair: as a run has them.
         precision: of the student and the teacher.
         teacher: in the parts that caching needs.
-        student_shape: how the student makes logits.
+        student_transform: how the student makes logits.
         cut: the student as it was cut from the teacher, on the CPU; None for any other.
         ids_below: of random tokens; None for text.
         sharing: how several processes hold the teacher.
@@ -69,10 +68,10 @@ class Loaded(NamedTuple):
 
     recipe: Recipe
     splits: Splits
-    models: Models
+    pair: Pair
     precision: Precision
-    teacher: Teacher
-    student_shape: LogitShape
+    teacher: EncodableTeacher
+    student_transform: LogitTransform
     cut: Any = None
     ids_below: int | None = None
     sharing: Sharing = ALONE
@@ -80,12 +79,12 @@ class Loaded(NamedTuple):
     @property
     def columns(self) -> int:
         """Of the vocabulary that teacher and student share."""
-        return self.models.vocab_size or len(self.teacher.head.weight)
+        return self.pair.vocab_size or len(self.teacher.head.weight)
 
     @property
     def tokenizer(self) -> Any:
         """Of the data."""
-        return self.models.tokenizer
+        return self.pair.tokenizer
 
 
 def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
@@ -99,50 +98,41 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     Raises:
         ValueError: as `distill run` would say.
     """
-    recipe = recipe.model_copy(update={"teacher": loaded_section(recipe.teacher)})
-    if recipe.teachers:
-        raise ValueError("teachers: expected one teacher, since a cache holds what one says; came several")
-    if recipe.student.vocabulary == "cross":
-        raise ValueError(
-            "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; came cross"
-        )
+    require_command(recipe, "cache")
+    recipe = recipe.model_copy(update={"teacher": section_to_load(recipe)})
     transformers.utils.logging.disable_progress_bar()
     device = resolve_device(recipe.train)
     precision = resolve_precision(recipe, device)
-    tokenizer = read_tokenizer(recipe)
-    below = synthetic_size(recipe, tokenizer)
-    splits = load_data(recipe.data, tokenizer, seed=recipe.train.seed, vocab_size=below)
+    source = ModelSource(recipe)
+    vocabulary = source.vocabulary()
+    splits = vocabulary.read(recipe.data, recipe.train.seed)
     sharing, choices = plan_caching(recipe, device, world_size(), batch_size), AttentionChoices(recipe)
     if sharing.teacher_sharded:
         PartialState(cpu=device.type == "cpu")
-    models = load_models(recipe, tokenizer, device, precision, sharing, choices)
-    shape = probe_logits(models.teacher, "teacher")
-    student_shape = probe_logits(models.student, "student")
+    pair = open_pair(source, vocabulary, OpenContext(device, precision, sharing, choices))
+    student_transform = probe_logits(pair.student, "student")
     cut = None
-    if models.kept is not None and is_first():  # before its layers are patched
-        bare_section = recipe.student.model_copy(update={"lora": None})
-        cut = load_student(bare_section, teacher=models.teacher, device="cpu", dtype=precision.student)
+    if pair.layer_indices is not None and is_first():  # before its layers are patched
+        without_lora = recipe.student.model_copy(update={"lora": None})
+        cut = pair.teacher.cut_student(without_lora, torch.device("cpu"), precision.student).model
     if device.type == "cuda":
-        patch_models(models, recipe, choices)
-    if recipe.teacher.dtype == "fp8" and not is_quantised(models.teacher):
-        from distill_kernels import swap_linears_for_fp8
-
-        swap_linears_for_fp8(bare(models.teacher))
-    teacher = as_read(models.teacher, shape, device)
-    return Loaded(recipe, splits, models, precision, teacher, student_shape, cut, below, sharing)
+        patch_models(pair, choices)
+    pair.teacher.quantise()
+    teacher = encodable(pair.teacher, device)
+    return Loaded(recipe, splits, pair, precision, teacher, student_transform, cut, vocabulary.id_bound, sharing)
 
 
-def as_read(model: Any, shape: LogitShape, device: torch.device) -> Teacher:
-    """A loaded teacher in the parts that caching needs; `shape` from before its layers were patched.
+def encodable(loaded: Teacher, device: torch.device) -> EncodableTeacher:
+    """A loaded teacher in the parts that caching needs.
 
     The head of a sharded one is kept whole beside its shards.
     """
-    sharded = is_sharded(model)
-    with whole(find_head(model)) as weights:
-        if sharded:
+    assert isinstance(loaded, LoadedTeacher)
+    with loaded.format.head.open() as weights:
+        if loaded.is_collective:
             bias = weights.bias
             weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
-    return Teacher(functools.partial(last_hidden, model), weights, shape, device, sharded)
+    return EncodableTeacher(loaded.targets, weights, loaded.format.transform, device, loaded.is_collective)
 
 
 def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
@@ -164,14 +154,14 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
         "dtype": settings.dtype,
         "vocabulary": len(head.weight) if settings.hidden else loaded.columns,
         "hidden": head.weight.shape[1],
-        "scale": loaded.teacher.shape.scale,
-        "softcap": loaded.teacher.shape.softcap,
+        "scale": loaded.teacher.transform.scale,
+        "softcap": loaded.teacher.transform.softcap,
         "seed": recipe.train.seed,
         "ids_below": loaded.ids_below,
-        "teacher": teacher_identity(recipe.teacher) | {"dtype": held if held in EIGHT_BITS else _name(head.weight)},
+        "teacher": ModelSource(recipe).identity() | {"dtype": held if held in EIGHT_BITS else _name(head.weight)},
         "text": text_hashes(recipe, loaded.tokenizer),
         "data": data_settings(recipe, loaded.splits.report.digest),
-        "student_layers": loaded.models.kept,
+        "student_layers": loaded.pair.layer_indices,
         "versions": environment(),
     }
 
@@ -227,7 +217,7 @@ def make_cache(
             folder, plan, work, splits, loaded.teacher, batch_size=batch_size, rank=_rank(), world=world_size(),
             missing=missing, advance=advance,
         )  # fmt: skip
-    answers = _answers(loaded) if is_first() or loaded.teacher.sharded else None  # shards answer together
+    answers = _answers(loaded)  # shards answer together
     if not is_first():
         return None
     if answers is not None:
@@ -238,11 +228,10 @@ def make_cache(
 
 def _answers(loaded: Loaded) -> dict[str, str] | None:
     """What the teacher answers the recipe's prompts; None where there are none, or no tokenizer."""
-    asked, tokenizer = loaded.recipe.generate, loaded.tokenizer
-    if tokenizer is None or not asked.prompts:
+    settings = loaded.recipe.generate
+    if not settings.prompts or (answers := loaded.pair.teacher.respond(settings.prompts, settings)) is None:
         return None
-    answers = generate(loaded.models.teacher, tokenizer, asked.prompts, asked.max_new_tokens)
-    return dict(zip(asked.prompts, answers, strict=True))
+    return dict(zip(settings.prompts, answers, strict=True))
 
 
 def _rank() -> int:
@@ -294,10 +283,10 @@ def _size(count: int) -> str:
 
 def _write_what_goes_with_it(loaded: Loaded, folder: Path, plan: dict[str, Any]) -> None:
     """Tokenizer, configuration, head and cut student."""
-    models = loaded.models
-    models.teacher.config.save_pretrained(folder / TEACHER)
-    if models.tokenizer is not None:
-        models.tokenizer.save_pretrained(folder / TOKENIZER)
+    pair, (teacher,) = loaded.pair, loaded.pair.teacher.models.values()
+    teacher.config.save_pretrained(folder / TEACHER)  # type: ignore[union-attr,operator]
+    if pair.tokenizer is not None:
+        pair.tokenizer.save_pretrained(folder / TOKENIZER)
     if plan["kind"] == "hidden":
         head = loaded.teacher.head
         tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})

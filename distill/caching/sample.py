@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from accelerate import PartialState
 
-from distill.core.ranks import is_first, world_size
+from distill.core.ranks import is_first, of_the_first, world_size
 from distill.data.chat import load_template
 from distill.generation.engines import Engine, TransformersEngine, end_tokens, engine_for
 from distill.generation.prompts import Prompt, read_prompts
@@ -32,7 +32,10 @@ from distill.models.patching import patch
 from distill.models.precision import resolve_device, resolve_precision
 from distill.planning.caching import asked_in_shards
 from distill.recipe import Recipe
-from distill.teachers.sharded import load_sharded_teacher, of_the_first
+from distill.recipe.compatibility import require_command
+from distill.teachers.cache.teacher import maker_section
+from distill.teachers.registry import source_of
+from distill.teachers.sharded import load_sharded_teacher
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +93,8 @@ def sample(
     Raises:
         ValueError: prompts or model cannot be read, or `out` holds something else.
     """
-    if recipe.teacher.path is not None and who == "teacher":
-        raise ValueError(
-            "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model"
-        )
+    if who == "teacher":
+        require_command(recipe, "sample --from teacher")
     section: Any = recipe.teacher if who == "teacher" else recipe.student
     tokenizer = _tokenizer(recipe, who)
     template = load_template(recipe.data.chat_template, tokenizer)
@@ -208,14 +209,15 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
 
 def _tokenizer(recipe: Recipe, who: str) -> Any:
     """The tokenizer of the model that answers."""
-    own = recipe.student.init == "pretrained" and recipe.student.from_teacher is None
-    return load_tokenizer(recipe.student, "student") if who == "student" and own else load_tokenizer(recipe.teacher)
+    if who == "student" and recipe.student.has_tokenizer:
+        return load_tokenizer(recipe.student, "student")
+    return load_tokenizer(source_of(recipe).tokenizer_section)
 
 
 def _positions(recipe: Recipe, who: str) -> int:
     """Positions that the model knows."""
-    of_teacher = who == "teacher" or (recipe.student.init == "pretrained" and recipe.student.from_teacher is not None)
-    section: Any = recipe.teacher if of_teacher else recipe.student
+    of_teacher = who == "teacher" or recipe.student.is_cut
+    section = source_of(recipe).config_section if of_teacher else recipe.student
     config = load_config(section, "teacher" if of_teacher else "student").get_text_config()
     return getattr(config, "max_position_embeddings", None) or 2**20
 
@@ -224,7 +226,7 @@ def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_t
     """Whether that many processes answer with the teacher in shards; prompts count as `data.max_length` tokens."""
     kept = batch_size * (recipe.data.max_length + max_new_tokens)
     device = resolve_device(recipe.train)
-    return asked_in_shards(recipe, device, processes, batch_size=batch_size, kept_tokens=kept, alone=True)
+    return asked_in_shards(recipe, device, processes, batch_size=batch_size, cached_tokens=kept, alone=True)
 
 
 def _processes(recipe: Recipe, who: str, engine: str, batch_size: int, max_new_tokens: int) -> int:
@@ -257,8 +259,8 @@ def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
     dtype = resolve_precision(recipe, device).compute
     if in_shards:
         return load_sharded_teacher(recipe.teacher, device=device, dtype=dtype)[0]
-    needs_teacher = who == "teacher" or recipe.student.from_teacher is not None
-    teacher = load_teacher(recipe.teacher, device=device, dtype=dtype) if needs_teacher else None
+    needs_teacher = who == "teacher" or recipe.student.is_cut
+    teacher = load_teacher(maker_section(recipe), device=device, dtype=dtype) if needs_teacher else None
     model: Any = teacher
     if who == "student":
         model = load_student(

@@ -20,11 +20,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
+from distill.core.files import write_json
+from distill.core.manifest import sums_of
+from distill.core.units import GIB
 from distill.data.collator import Collator
-from distill.data.packing import IGNORED, best_fit
-from distill.models.head import HeadWeights, LogitShape
+from distill.data.labels import IGNORE_INDEX, shift_labels
+from distill.data.packing import best_fit
+from distill.models.head import HeadWeights, LogitTransform
 from distill.teachers.cache.encode import encode
 from distill.teachers.cache.format import (
     DTYPES,
@@ -33,19 +36,19 @@ from distill.teachers.cache.format import (
     MANIFEST,
     PLAN,
     bytes_a_token,
+    document_sums,
     documents_of,
     read_json,
     rows_of,
     shard_path,
     sizes_of,
     split_ids,
-    write_json,
+    sum_of_sums,
     write_tensors,
 )
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 SHARDS, LEAST_ROWS = 64, 32
 BEGINS_WITHIN_S = 1800.0  # machines load a teacher at different speeds
 
@@ -131,20 +134,20 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
     return Work(entries, shards)
 
 
-class Teacher(NamedTuple):
+class EncodableTeacher(NamedTuple):
     """The teacher in parts.
 
     Attributes:
         hidden_states: of a collated batch, [B, S, H].
-        head: what makes logits of them; likewise `shape`.
-        shape: scale and soft cap.
+        head: what makes logits of them; likewise `transform`.
+        transform: scale and soft cap.
         device: where it is.
         sharded: whether the processes hold it together, so that all must call it as often.
     """
 
     hidden_states: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     head: HeadWeights
-    shape: LogitShape
+    transform: LogitTransform
     device: torch.device
     sharded: bool = False
 
@@ -198,7 +201,7 @@ def require_room(folder: Path, plan: Mapping[str, Any], work: Work, extra: int =
         ValueError: the disk has less.
     """
     width = bytes_a_token(plan)
-    total = width * work.learned + (KEY_BYTES + 8) * len(work.entries) + extra
+    total = width * work.learned + (KEY_BYTES + 16) * len(work.entries) + extra
     missing = missing_shards(folder, work)
     left = sum(width * work.learned_in(number) for number in missing) + extra
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -221,7 +224,7 @@ def write_shards(
     plan: Mapping[str, Any],
     work: Work,
     splits: Sequence[Any],
-    teacher: Teacher,
+    teacher: EncodableTeacher,
     *,
     batch_size: int,
     pad: int = 0,
@@ -282,7 +285,7 @@ def shard_tensors(
     work: Work,
     number: int,
     tables: Sequence[Any],
-    teacher: Teacher,
+    teacher: EncodableTeacher,
     batch_size: int,
     pad: int,
     generator: torch.Generator,
@@ -303,14 +306,17 @@ def shard_tensors(
     offsets = np.concatenate([[0], np.cumsum([entry.learned for entry in documents])]).astype(np.int64)
     tensors = {name: torch.cat(values) for name, values in parts.items()}
     assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"
-    return tensors | {"keys": torch.from_numpy(keys.copy()), "offsets": torch.from_numpy(offsets)}
+    tensors |= {"keys": torch.from_numpy(keys.copy()), "offsets": torch.from_numpy(offsets)}
+    # bfloat16, which numpy does not know, as its bits
+    arrays = {name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
+    return tensors | {"sums": torch.tensor(document_sums(arrays, range(len(documents))))}
 
 
 def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
     row = tables[entry.split][entry.row]
     ids = np.asarray(row["input_ids"])[entry.start : entry.stop]
     labels = np.array(np.asarray(row.get("labels", row["input_ids"]))[entry.start : entry.stop])
-    labels[0] = IGNORED
+    labels[0] = IGNORE_INDEX
     return {"input_ids": ids, "labels": labels, "position_ids": np.arange(len(ids))}
 
 
@@ -320,16 +326,16 @@ def _laid_out(documents: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
 
 @torch.no_grad()  # FSDP2's gathered weights must not be made under inference mode
 def _stored(
-    plan: Mapping[str, Any], batch: Mapping[str, torch.Tensor], teacher: Teacher, generator: torch.Generator
+    plan: Mapping[str, Any], batch: Mapping[str, torch.Tensor], teacher: EncodableTeacher, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """What is stored of a batch, on the CPU."""
     dtype = DTYPES[plan["dtype"]]
     hidden = teacher.hidden_states(batch).flatten(0, 1)[batch["valid_rows"]]
     if plan["kind"] == "hidden":
         return {"hidden": hidden.to(dtype).cpu()}
-    labels = F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].flatten()[batch["valid_rows"]]
+    labels = shift_labels(batch["labels"]).flatten()[batch["valid_rows"]]
     said = encode(
-        hidden, teacher.head, teacher.shape, labels, columns=plan["vocabulary"], k=plan["k"], tail=plan["tail"],
+        hidden, teacher.head, teacher.transform, labels, columns=plan["vocabulary"], k=plan["k"], tail=plan["tail"],
         temperature=plan["temperature"], generator=generator,
     ).to(dtype)  # fmt: skip
     low, high = split_ids(said.ids.cpu().numpy(), plan["vocabulary"])
@@ -343,6 +349,8 @@ def close(folder: Path, plan: Mapping[str, Any], work: Work, more: Mapping[str, 
     manifest = {
         **plan, **more, "documents": len(work.entries), "positions": work.learned,
         "shards": list(sizes_of(folder, len(work.shards))),
+        "sums": [sum_of_sums(shard_path(folder, number)) for number in range(len(work.shards))],
+        "files": {name: entry for name, entry in sums_of(folder, skip="shard-").items() if name != PLAN},
     }  # fmt: skip
     write_json(folder / MANIFEST, manifest)
     return manifest

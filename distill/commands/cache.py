@@ -69,12 +69,7 @@ def cache(
     settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):
-        again = ["cache", recipe, *(overrides or []), "--top-k", str(top_k), "--tail", settings.tail]
-        again += ["--hidden"] * hidden + ["--report"] * report
-        again += ["--json"] if as_json else []
-        for name, value in (("--out", out), ("--dtype", dtype), ("--batch-size", batch_size)):
-            again += [] if value is None else [name, str(value)]
-        raise typer.Exit(launch.start(processes, again))
+        raise typer.Exit(launch.restart(processes))
     from distill.caching.make import load, make_cache
 
     first = ranks.is_first()
@@ -116,9 +111,10 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
     """Whether the teacher takes several GPUs, even to be looked at only."""
     import torch
 
-    from distill.planning.caching import loaded_section, plan_caching
+    from distill.planning.caching import plan_caching
+    from distill.teachers.cache.teacher import section_to_load
 
-    recipe = recipe.model_copy(update={"teacher": loaded_section(recipe.teacher)})
+    recipe = recipe.model_copy(update={"teacher": section_to_load(recipe)})
     return plan_caching(recipe, torch.device("cuda", 0), processes, batch_size).teacher_sharded
 
 

@@ -12,6 +12,7 @@ import typer
 
 from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
 from distill.core import console, launch, ranks
+from distill.core.files import write_text
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
@@ -82,23 +83,20 @@ def evaluate(
         held_out_rows,
         load_its_teacher,
         load_target,
+        measure_of_target,
         shared_vocabulary,
         takes_shards,
+        tokenizer_section,
     )
     from distill.models.load import load_tokenizer
     from distill.models.packed import keeps_apart
-    from distill.recipe import Student, Teacher
-    from distill.teachers.measure import KL, SPANS
+    from distill.recipe import Student
     from distill.teachers.measure import shown as figure_shown
 
     found = find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
     if processes > 1 and takes_shards(found, teacher, processes, batch_size):
-        again = ["eval", target, "--batch-size", str(batch_size)] + ["--json"] * as_json
-        again += [] if data is None else ["--max-rows", str(max_rows), "--max-length", str(max_length)]
-        for name, value in (("--teacher", teacher), ("--data", data), ("--before", before)):
-            again += [] if value is None else [name, value]
-        raise typer.Exit(launch.start(processes, again))
+        raise typer.Exit(launch.restart(processes))
     first, world = ranks.is_first(), world_size()
     if world > 1:
         if not takes_shards(found, teacher, world, batch_size):
@@ -107,16 +105,14 @@ def evaluate(
                 "run's recipe); start distill eval without a launcher"
             )
         PartialState(cpu=not torch.cuda.is_available())  # they find each other, and judge the same rows
-    across = found.recipe is not None and found.recipe.student.vocabulary == "cross"
-    measure = SPANS if across else KL  # of a run from a cache too: the teacher is loaded here
+    measure = measure_of_target(found, teacher)
+    by_spans = measure.unit != "token"
     with console.working("loading models and data"):
         large = load_its_teacher(found, teacher, in_shards=world > 1)
-        section = Teacher(model=teacher) if teacher is not None or found.recipe is None else found.recipe.teacher
-        tokenizer = load_tokenizer(section)
+        tokenizer = load_tokenizer(tokenizer_section(found, teacher))
         student, own = load_target(found)
-        held = (student, *getattr(large, "members", [large]))
-        packing = all(keeps_apart(model) for model in held)
-        if across:
+        packing = all(keeps_apart(model) for model in (student, large))
+        if by_spans:
             look = _across(found, own, tokenizer)
             rows = held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
         else:
@@ -143,18 +139,18 @@ def evaluate(
         return
     names = {f"{way}_{measure.key}": f"{way} {measure.name}" for way in ("forward", "reverse")}
     shown = [[names.get(name, name.replace("_", " ")), *map(figure_shown, figure)] for name, figure in figures.items()]
-    if not across:
+    if not by_spans:
         shown.append(["student calibration error", f"{after.calibration_error:.4f}", "", ""])
         shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
     console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
-    drawn = "rows" if across else "documents"
+    drawn = "rows" if by_spans else "documents"
     console.say(f"over {after.tokens:,} {measure.unit}s in {after.rows:,} rows; intervals by resampling {drawn}")
 
 
 def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:
     """What judges a student that keeps its own tokenizer."""
     from distill.evaluation.judge_spans import judge_spans
-    from distill.teachers.cross.objective import compare_by_bytes, readers_of
+    from distill.teachers.cross.vocabularies import compare_by_bytes, readers_of
 
     template = found.recipe.data.chat_template
     readers = readers_of(student_tokenizer, teacher_tokenizer, template)
@@ -225,7 +221,7 @@ def compare(
     groups = group_runs(read)
     if plot is not None:
         _require_a_file("--plot", plot)
-        plot.write_text(curves_page(read), encoding="utf-8")
+        write_text(plot, curves_page(read))
     if as_json:
         say_json([group.as_dict() for group in groups])
         return

@@ -8,11 +8,11 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
 from distill.core import console
+from distill.core.units import GIB
+from distill.recipe.compatibility import require_command
 
 if TYPE_CHECKING:
     from distill.planning.preflight import Preflight
-
-GIB = 2**30
 
 
 def register(app: typer.Typer) -> None:
@@ -76,7 +76,7 @@ def _print(report: Preflight, measured: Any) -> None:
     device, memory = report.device, report.memory
     where = f"{report.gpus} x {device.name}" if report.gpus > 1 else device.name
     lines = [
-        f"teacher     {report.cache or f'{report.teacher.parameters / 1e6:,.2f} M parameters'}",
+        f"teacher     {report.teacher_text}",
         f"student     {report.student.parameters / 1e6:,.2f} M parameters, "
         f"{report.student.trained / 1e6:,.2f} M trained",
         f"vocabulary  {report.vocabulary}",
@@ -166,32 +166,31 @@ def inspect(
     _, resolved = load_recipe(recipe, overrides)
     if shade not in (None, "entropy", "divergence"):
         raise ValueError(f"--shade: expected entropy or divergence, came {shade!r}")
-    if shade is not None and resolved.teacher.is_cached:
-        raise ValueError("--shade: expected a recipe whose teacher is loaded, came teacher.type: cache")
-    if shade is not None and (resolved.teachers or resolved.student.vocabulary == "cross"):
-        raise ValueError(
-            "--shade: compares with one teacher of the same tokenizer; this recipe's teacher is of another kind"
-        )
+    if shade is not None:
+        require_command(resolved, "inspect --shade")
     from rich.console import Console
 
     from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
-    from distill.teachers.opening import load_models, read_data, read_tokenizer
+    from distill.teachers.base import open_context
+    from distill.teachers.opening import open_pair
+    from distill.teachers.registry import source_of
 
     without_bars()
     with console.working("reading data"):
-        from distill.models.precision import resolve_device, resolve_precision
-
-        tokenizer = read_tokenizer(resolved)
-        splits = read_data(resolved, tokenizer)
+        source = source_of(resolved)
+        vocabulary = source.vocabulary()
+        splits = vocabulary.read(resolved.data, resolved.train.seed)
         split = splits.validation if held_out else splits.train
         chosen = [split[number] for number in range(min(rows, len(split)))]
         shades = None
         if shade is not None:
-            device = resolve_device(resolved.train)
-            models = load_models(resolved, tokenizer, device, resolve_precision(resolved, device))
-            models.student.eval()
-            shades = shade_rows(chosen, shade, models.teacher, models.student)
-    made = [tokens_of(row, tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)]
+            pair = open_pair(source, vocabulary, open_context(resolved))
+            pair.student.eval()
+            (teacher,) = pair.teacher.models.values()
+            shades = shade_rows(chosen, shade, teacher, pair.student)
+    made = [
+        tokens_of(row, vocabulary.tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)
+    ]
     if as_json:
         say_json({"report": splits.report.as_dict(), "rows": made})
         return

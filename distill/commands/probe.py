@@ -13,9 +13,10 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from distill.core.console import working
-from distill.data.load import load_data
-from distill.models.precision import resolve_device, resolve_precision
+from distill.models.precision import resolve_device
 from distill.recipe import Recipe
+from distill.teachers.base import open_context
+from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, training_arguments
 
 
@@ -49,33 +50,38 @@ def probe(recipe: Recipe) -> Measured:
     Raises:
         ValueError: no GPU here, or models that cannot be loaded.
     """
-    from distill.teachers.opening import load_models, patch_models
+    from distill.teachers.opening import open_pair, patch_models
     from distill.training.trainer import DistillationTrainer
 
     device = resolve_device(recipe.train)
     if device.type != "cuda":
         raise ValueError("--probe: expected a CUDA device in this machine, came none; the prediction needs none")
-    precision = resolve_precision(recipe, device)
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
     # random tokens take the same memory; `epochs` and figures along the way are of no interest here
     quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "report_to": []}
     data = recipe.data.model_copy(update={"source": "synthetic", "max_rows": max(rows, 8), "cache": False})
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=quick), "data": data})
     with working("loading both models"):
-        models = load_models(recipe, None, device, precision)
-    splits = load_data(data, None, seed=0, vocab_size=models.vocab_size)
+        context = open_context(recipe)
+        source = source_of(recipe)
+        vocabulary = source.vocabulary()
+        pair = open_pair(source, vocabulary, context)
+        splits = vocabulary.read(data, 0)
     watch = _Stopwatch()
     # what loading and patching say belongs beside the result, not into it
     aside = contextlib.redirect_stdout(sys.stderr)
     with tempfile.TemporaryDirectory() as folder, working("two steps"), aside:
-        arguments = training_arguments(recipe, Path(folder), rows=len(splits.train), device=device, precision=precision)
+        arguments = training_arguments(
+            recipe, Path(folder), rows=len(splits.train), device=device, precision=context.precision
+        )
         trainer = DistillationTrainer(
-            models.student, models.teacher, arguments, loss=recipe.loss, vocab_size=models.vocab_size,
+            pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
             train_dataset=splits.train, callbacks=[watch],
             optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        patch_models(models, recipe)
+        patch_models(pair, context.attention)
+        pair.teacher.quantise()
         torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
     return Measured(float(torch.cuda.max_memory_allocated(device)), watch.marks[3] - watch.marks[2])

@@ -14,6 +14,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
 from distill.core import console, launch, ranks
+from distill.recipe.compatibility import require_command
 
 
 class Who(StrEnum):
@@ -62,18 +63,12 @@ def sample(
     """
     _, resolved = load_recipe(recipe, overrides)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
-    if who is Who.teacher and resolved.teacher.path is None and processes > 1:
+    if who is Who.teacher and processes > 1:
+        require_command(resolved, "sample --from teacher")
         from distill.caching.sample import answers_in_shards
 
         if answers_in_shards(resolved, processes, batch_size, max_new_tokens):
-            again = ["sample", recipe, *(overrides or []), "--prompts", prompts, "--out", str(out)]
-            again += ["--from", who.value, "--engine", engine.value] + ["--json"] * as_json
-            for name, value in (
-                ("--max-new-tokens", max_new_tokens), ("--temperature", temperature), ("--batch-size", batch_size),
-                ("--seed", seed),
-            ):  # fmt: skip
-                again += [name, str(value)]
-            raise typer.Exit(launch.start(processes, again))
+            raise typer.Exit(launch.restart(processes))
     from distill.caching.sample import sample as run
 
     without_bars()

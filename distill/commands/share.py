@@ -96,7 +96,7 @@ def export(
     from distill.reports.export import check_repository
     from distill.reports.export import export as write
     from distill.reports.export import push as upload
-    from distill.reports.gguf_file import check_type, write_gguf
+    from distill.reports.gguf_file import check_type
     from distill.reports.report import find_run
 
     if gguf is not None:
@@ -107,9 +107,7 @@ def export(
         check_repository(push)
     without_bars()
     with console.working("exporting"):
-        written = write(find_run(run), output, dtype=dtype, shard_size=shard_size)
-        if gguf is not None:
-            written["gguf"] = write_gguf(output, output / f"{output.name}-{gguf}.gguf", gguf)
+        written = write(find_run(run), output, dtype=dtype, shard_size=shard_size, gguf=gguf)
         if push is not None:
             written["address"] = upload(output, push, private=not public)
     if as_json:

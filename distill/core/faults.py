@@ -7,6 +7,7 @@ does to a run.
 from __future__ import annotations
 
 import errno
+import os
 import types
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -50,7 +51,26 @@ DISK = {
     errno.EPERM: "access is not permitted",
     errno.EIO: "the disk reports an error",
     errno.EMFILE: "too many files are open (ulimit -n)",
+    errno.ENAMETOOLONG: "the name is too long",
 }
+# libraries that are not Python's put what the system said into exceptions of their own
+_SAID = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)}
+
+
+def disk_code(error: BaseException) -> int | None:
+    """Which of `DISK` an exception is about; None for any other."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno if error.errno in DISK else None
+    return next((code for code, words in _SAID.items() if words in str(error)), None)
+
+
+def disk_line(error: BaseException) -> str | None:
+    """What a disk refused, with the file where it is known; None for any other exception."""
+    code = disk_code(error)
+    if code is None:
+        return None
+    name = getattr(error, "filename", None)
+    return f"{show(str(name)) if len(str(name)) > 200 else name}: {DISK[code]}" if name else DISK[code]
 
 
 class RecipeError(ValueError):

@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 from distill.core.faults import RecipeError, RunError, show
+from distill.core.files import UNFINISHED
 
 RUNS = Path("runs")
 RECIPE_FILE = "recipe.yaml"
 RESULT_FILE = "result.json"
+RUN_LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -47,20 +49,17 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
     return next(runs / candidate for candidate in candidates if not _taken(runs / candidate))
 
 
-def claim(folder: Path, name: str) -> None:
-    """Make the folder of a new run, and the file `name` in it, which only one of several runs can be the first to make.
+def require_free(folder: Path) -> None:
+    """Hold that a folder, whose lock is taken, still holds no run.
 
     Raises:
-        RunError: another run has begun there since `run_folder` found the folder free, while models were loaded.
+        RunError: another run has begun there since `run_folder` chose it, while models were loaded.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        (folder / name).touch(exist_ok=False)
-    except FileExistsError:
+    if _taken(folder):
         raise RunError(
             f"{folder}: another run began there while this one was loading; nothing of it was touched: start this one "
             "again, with a --name of its own"
-        ) from None
+        )
 
 
 def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
@@ -80,10 +79,11 @@ def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
 
 
 def _taken(folder: Path) -> bool:
-    """An empty folder counts as free: whoever made it has put no run there."""
-    return (
-        folder.is_file() or (folder.is_symlink() and not folder.exists()) or (folder.is_dir() and any(folder.iterdir()))
-    )
+    """A folder that is empty, or in which a run ended before it wrote its recipe, counts as free."""
+    if not folder.is_dir():
+        return folder.is_file() or (folder.is_symlink() and not folder.exists())
+    names = [path.name for path in folder.iterdir()]
+    return any(name != RUN_LOCK and not (name[0] == "." and name.endswith(UNFINISHED)) for name in names)
 
 
 def _refuse_dead_link(path: Path) -> None:

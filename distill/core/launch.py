@@ -2,7 +2,7 @@
 
     processes = processes_to_start(os.environ, gpus=visible_gpus(), device=recipe.train.device)
     if processes > 1:
-        return start(processes, ["run", "recipe.yaml"])
+        return restart(processes)
 
 A process that torchrun, accelerate or a cluster's scheduler started has RANK and WORLD_SIZE in its environment and
 starts nothing. To use fewer GPUs than there are: `CUDA_VISIBLE_DEVICES=0,1 distill run ...`. Several nodes:
@@ -16,6 +16,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -32,7 +34,30 @@ ACCELERATES = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallel.strategy",
 }
 
+LAUNCHER = "DISTILL_LAUNCHER"  # in the environment of the processes: the one that started them
+LOOKS_EVERY_S = 1.0
+
 log = logging.getLogger(__name__)
+
+
+def end_with_launcher() -> None:
+    """Have this process end as SIGTERM would end it, within seconds after its launcher: nobody else would end it then.
+
+    Nothing happens in a process that no torchrun started. A run that trains finishes its step and writes a checkpoint.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LOOKS_EVERY_S)
+        if is_first():
+            with contextlib.suppress(OSError):
+                console.complain(f"the launcher (process {launcher}) is gone, so this run ends too")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
 def forget_accelerates_settings(environment: MutableMapping[str, str]) -> None:
@@ -81,6 +106,14 @@ def threads_each(processes: int, cores: int) -> int:
     return max(cores // processes, 1)
 
 
+command_line: list[str] = []  # the arguments of the command that this process carries out
+
+
+def restart(processes: int) -> int:
+    """Carry out this very command in so many processes; see `start`."""
+    return start(processes, command_line)
+
+
 def start(processes: int, arguments: Sequence[str]) -> int:
     """Run `distill` with `arguments` in `processes` processes of this machine and wait for them.
 
@@ -96,6 +129,7 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     told = f"{'processes':<12}{processes}, one a GPU, as by: {' '.join(command)}"
     print(told, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(processes, os.cpu_count() or 1)))
+    os.environ[LAUNCHER] = str(os.getpid())
     # the failed process's own message is enough; torchrun would add a table and a stack of its own
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     if hasattr(os, "killpg"):
@@ -112,6 +146,8 @@ def start(processes: int, arguments: Sequence[str]) -> int:
         return 128 + int(stopped.sigval)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+    finally:
+        del os.environ[LAUNCHER]
     return 0
 
 

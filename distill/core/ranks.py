@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import os
 import sys
 import threading
-from typing import NoReturn
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -18,6 +22,42 @@ def world_size() -> int:
 def is_first() -> bool:
     """Whether this process is the one that speaks and writes: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
+
+
+# of processes that wait while the first one reads weights; NCCL gives up after ten minutes
+PATIENCE = datetime.timedelta(hours=4)
+
+
+def of_the_first(make: Callable[[], T]) -> T:
+    """What `make` returns on the first process, which alone calls it, on all of them; what it raises is raised on all.
+
+    Raises:
+        ValueError: as `make` raised it.
+    """
+    if world_size() == 1:
+        return make()
+    import torch.distributed as dist
+
+    results = [on_the_first(make)]
+    dist.broadcast_object_list(results)
+    return results[0]  # type: ignore[return-value]
+
+
+def on_the_first(make: Callable[[], T]) -> T | None:
+    """What `make` returns, on the first process; None on the others, which wait. What it raises is raised on all."""
+    import torch.distributed as dist
+
+    result, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
+    if is_first():
+        try:
+            result = make()
+        except ValueError as error:
+            fault = [str(error)]
+    dist.broadcast_object_list(fault, group=waiting)
+    dist.destroy_process_group(waiting)
+    if fault[0]:
+        raise ValueError(fault[0])
+    return result
 
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

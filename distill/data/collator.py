@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from distill.data.packing import IGNORED
+from distill.data.labels import IGNORE_INDEX, shift_labels
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Collator:
             `b * S + i` whose next token is learned (`labels[b, i + 1] != -100`). There is no attention mask.
         """
         # two tokens, since one is what decoding looks like
-        rows = rows or [{"input_ids": [self.pad_token_id] * 2, "labels": [IGNORED] * 2, "position_ids": [0, 1]}]
+        rows = rows or [{"input_ids": [self.pad_token_id] * 2, "labels": [IGNORE_INDEX] * 2, "position_ids": [0, 1]}]
         length = max(len(row["input_ids"]) for row in rows)
         multiple = self.pad_to_multiple_of or 1
         length = -(-length // multiple) * multiple
         batch = {
             "input_ids": torch.full((len(rows), length), self.pad_token_id, dtype=torch.int64),
-            "labels": torch.full((len(rows), length), IGNORED, dtype=torch.int64),
+            "labels": torch.full((len(rows), length), IGNORE_INDEX, dtype=torch.int64),
             "position_ids": torch.zeros((len(rows), length), dtype=torch.int64),
         }
         for number, row in enumerate(rows):
@@ -72,6 +72,4 @@ def _is_one_document(row: Mapping[str, Sequence[int]]) -> bool:
 
 def valid_rows(labels: torch.Tensor) -> torch.Tensor:
     """The flat positions whose next token is learned: int64 [M], from labels [B, S] that are not shifted."""
-    learned = torch.zeros_like(labels, dtype=torch.bool)
-    learned[:, :-1] = labels[:, 1:] != IGNORED
-    return learned.flatten().nonzero().squeeze(1)
+    return (shift_labels(labels) != IGNORE_INDEX).flatten().nonzero().squeeze(1)

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 
 from distill.core.faults import RunError
-from distill.data.packing import Documents
+from distill.data.packing import Documents, Ragged
 from distill.data.sources import Row, RowFault, Source
-from distill.data.token_cache import keep, key_of, tokenizer_hash
-from distill.data.tokenise import Encoder, Piece, Tally
+from distill.data.token_cache import keep, key_of
+from distill.data.tokenise import Batch, Document, RowEncoder, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ BATCH_CHARACTERS = 1 << 22
 
 
 def tokenised(
-    source: Source, encoder: Encoder, *, max_rows: int | None = None, workers: int = 0, cache: bool = True
+    source: Source, encoder: RowEncoder, *, max_rows: int | None = None, workers: int = 0, cache: bool = True
 ) -> tuple[Documents, Tally, str, bool]:
     """All documents of a source, read from disk as they are used.
 
@@ -41,23 +41,21 @@ def tokenised(
     Returns:
         The documents, what happened to the rows, the key, and whether the cache had it.
     """
-    template = encoder.template.source if encoder.template else None
-    key = key_of(
-        source.digest, tokenizer_hash(encoder.tokenizer), template, asdict(encoder.format), encoder.max_length,
-        encoder.train_on, max_rows,
-    )  # fmt: skip
+    key = key_of(source.digest, *encoder.settings(), max_rows)
 
     def build(folder: Path) -> None:
         logger.info("tokenising %s", source.name)
-        numbered = _limited(source.rows(), max_rows)
-        tally = _write(folder, _encoded(_batches(numbered), encoder, workers))
+        batches = _batches(_limited(source.rows(), max_rows))
+        tally = _write(folder, tuple(encoder.columns), _encoded(batches, encoder, workers))
         (folder / "tally.json").write_text(json.dumps(vars(tally)))
 
-    folder, found = keep(key, build, cache=cache)
-    counts = json.loads((folder / "tally.json").read_text())
+    folder, cached = keep(key, build, cache=cache)
     tally = Tally()
-    tally.add(Tally(**counts))
-    return _read(folder), tally, key, found
+    tally.add(Tally(**json.loads((folder / "tally.json").read_text())))
+    names = encoder.columns
+    columns = {name: Ragged(_mapped(folder / f"{name}.bin"), np.load(folder / f"{name}.npy")) for name in names}
+    pointers = {name: into for name, into in names.items() if into}
+    return Documents(columns, np.load(folder / "origin.npy"), pointers), tally, key, cached
 
 
 def _limited(rows: Iterable[Row | RowFault], limit: int | None) -> Iterator[tuple[int, Row | RowFault]]:
@@ -65,9 +63,6 @@ def _limited(rows: Iterable[Row | RowFault], limit: int | None) -> Iterator[tupl
         if limit is not None and number >= limit:
             return
         yield number, row
-
-
-Batch = list[tuple[int, Row | RowFault]]
 
 
 def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
@@ -84,13 +79,16 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
         yield batch
 
 
-def _encoded(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iterator[tuple[list[Piece], Tally]]:
-    """Encode in order, with at most two batches a worker under way."""
+def _encoded(batches: Iterator[Batch], encoder: RowEncoder, workers: int) -> Iterator[tuple[Iterable[Document], Tally]]:
+    """Each batch's documents, in order, and a tally that is complete once they are read; of several processes, with
+    at most two batches a worker under way."""
     if workers < 2:
-        yield from map(encoder, batches)
+        for batch in batches:
+            tally = Tally()
+            yield encoder.documents(batch, tally), tally
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_set_encoder, initargs=(encoder,)) as pool:
-        waiting: deque[Future[tuple[list[Piece], Tally]]] = deque()
+        waiting: deque[Future[tuple[list[Document], Tally]]] = deque()
         try:
             for batch in batches:
                 waiting.append(pool.submit(_encode_here, batch))
@@ -105,40 +103,38 @@ def _encoded(batches: Iterator[Batch], encoder: Encoder, workers: int) -> Iterat
             ) from error
 
 
-_encoder_here: Encoder | None = None
+_encoder_here: RowEncoder | None = None
 
 
-def _set_encoder(encoder: Encoder) -> None:
+def _set_encoder(encoder: RowEncoder) -> None:
     global _encoder_here
     _encoder_here = encoder
 
 
-def _encode_here(batch: Batch) -> tuple[list[Piece], Tally]:
+def _encode_here(batch: Batch) -> tuple[list[Document], Tally]:
     assert _encoder_here is not None
     return _encoder_here(batch)
 
 
-def _write(folder: Path, encoded: Iterable[tuple[list[Piece], Tally]]) -> Tally:
-    tally, lengths, origins = Tally(), [], []
-    with (folder / "ids.bin").open("wb") as ids, (folder / "labels.bin").open("wb") as labels:
-        for pieces, counts in encoded:
+def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterable[Document], Tally]]) -> Tally:
+    """A file of int32 a column, with its offsets beside it, and the documents' origins."""
+    tally, origins = Tally(), []
+    lengths: dict[str, list[int]] = {name: [0] for name in names}
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
+        for documents, counts in encoded:
+            for document in documents:
+                for name, values in document.columns().items():
+                    files[name].write(values.tobytes())
+                    lengths[name].append(values.size)
+                origins.append(document.origin)
             tally.add(counts)
-            for piece in pieces:
-                ids.write(piece.ids.tobytes())
-                labels.write(piece.labels.tobytes())
-                lengths.append(len(piece.ids))
-                origins.append(piece.origin)
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    np.save(folder / "offsets.npy", offsets)
+    for name in names:
+        np.save(folder / f"{name}.npy", np.cumsum(lengths[name], dtype=np.int64))
     np.save(folder / "origin.npy", np.array(origins, dtype=np.uint64))
     return tally
 
 
-def _read(folder: Path) -> Documents:
-    offsets, origin = np.load(folder / "offsets.npy"), np.load(folder / "origin.npy")
-    if offsets[-1] == 0:  # an empty file cannot be mapped
-        nothing = np.zeros(0, dtype=np.int32)
-        return Documents(nothing, nothing, offsets, origin)
-    ids, labels = (np.memmap(folder / name, dtype=np.int32, mode="r") for name in ("ids.bin", "labels.bin"))
-    return Documents(ids, labels, offsets, origin)
+def _mapped(path: Path) -> np.ndarray:
+    # an empty file cannot be mapped
+    return np.memmap(path, dtype=np.int32, mode="r") if path.stat().st_size else np.zeros(0, dtype=np.int32)

@@ -11,22 +11,23 @@ validation, pack the rest. Everything follows from the recipe and the seed; a se
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from distill.data.chat import load_template
+from distill.data.chat import ChatTemplate, load_template
 from distill.data.collator import Collator
 from distill.data.documents import tokenised
-from distill.data.formats import detect
-from distill.data.packing import IGNORED, Documents, rows_of
+from distill.data.formats import Format, detect
+from distill.data.labels import IGNORE_INDEX
+from distill.data.packing import Documents, Ragged, rows_of
 from distill.data.sources import Source, open_source
 from distill.data.token_cache import keep, key_of
-from distill.data.tokenise import Encoder, Tally
+from distill.data.tokenise import Encoder, RowEncoder, Tally
 
 if TYPE_CHECKING:
     import datasets
@@ -94,6 +95,17 @@ class DataReport:
         """Share of the rows' room that holds tokens."""
         return self.tokens / max(1, self.rows * self.max_length)
 
+    def read(self, tally: Tally) -> None:
+        """Take over what happened to the rows."""
+        self.rows_read, self.dropped, self.examples = tally.rows_read, dict(tally.dropped), tally.examples
+        self.truncated, self.merged, self.roles = tally.truncated, tally.merged, dict(tally.roles)
+
+    def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
+        """Count what is trained and what is held out, by the documents' numbers."""
+        self.documents, self.validation_documents = len(chosen), len(held_out)
+        self.tokens, self.validation_tokens = documents.tokens(chosen), held_out_of.tokens(held_out)
+        self.trained_tokens = documents.trained_tokens(chosen)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields and the two shares."""
         return asdict(self) | {"trained_share": self.trained_share, "packing_efficiency": self.packing_efficiency}
@@ -158,32 +170,61 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
     if tokenizer is None:
         raise ValueError(f"data.source: {data.source!r} holds text and needs a tokenizer; only synthetic needs none")
     template = load_template(data.chat_template, tokenizer)
-    source = open_source(data.source, subset=data.subset, split=data.split)
-    format = detect(
-        columns_of(source), data.fields, data.format, source=source.name, has_template=template is not None
-    )  # fmt: skip
-    encoder = Encoder(tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
-    report = DataReport(source.name, source.digest, str(format), data.max_length)
-    report.frozen_date = template.frozen_date.isoformat() if template and template.frozen_date else None
 
-    documents, tally, key, found = tokenised(
-        source, encoder, max_rows=data.max_rows, workers=data.workers, cache=data.cache
-    )
-    _check(documents, tally, source, "data.source")
-    report.rows_read, report.dropped, report.examples = tally.rows_read, dict(tally.dropped), tally.examples
-    report.truncated, report.merged, report.from_cache = tally.truncated, tally.merged, found
-    report.roles = dict(tally.roles)
+    def encoder(format: Format) -> Encoder:
+        return Encoder(tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
+
+    return load_rows(data, encoder, [template], seed=seed)
+
+
+def load_rows(
+    data: Data,
+    encoder_for: Callable[[Format], RowEncoder],
+    templates: Sequence[ChatTemplate | None],
+    *,
+    seed: int,
+    report_type: type[DataReport] = DataReport,
+) -> Splits:
+    """`load_data` by any encoder: the rows hold its columns, and positions for each column of ids.
+
+    Args:
+        data: the recipe's `data` section.
+        encoder_for: the encoder for rows of a format.
+        templates: the chat templates that it uses.
+        seed: fixes which documents are held out and the order of the rows.
+        report_type: what counts them.
+    """
+
+    def read(place: str, field: str, split: str, max_rows: int | None) -> tuple[Documents, str]:
+        source = open_source(place, field=field, subset=data.subset, split=split)
+        format = detect(
+            columns_of(source), data.fields, data.format, source=source.name, has_template=None not in templates
+        )
+        documents, tally, key, cached = tokenised(
+            source, encoder_for(format), max_rows=max_rows, workers=data.workers, cache=data.cache
+        )
+        _check(documents, tally, source, field)
+        if field == "data.source":
+            report.source, report.digest, report.format = source.name, source.digest, str(format)
+            report.from_cache = cached
+            report.read(tally)
+        return documents, key
+
+    report = report_type(data.source, max_length=data.max_length)
+    days = [template.frozen_date for template in templates if template and template.frozen_date]
+    report.frozen_date = max(days).isoformat() if days else None
+    documents, key = read(data.source, "data.source", data.split, data.max_rows)
     if data.validation.source is None:
         held_out, rest = _hold_out(documents.origin, data.validation.fraction, data.validation.max_rows, seed)
-        return _pack(data, documents, rest, documents, held_out, report, seed, key)
-    other, other_key = _validation_documents(data, encoder)
+        return _pack(data, (documents, rest), (documents, held_out), report, seed, key)
+    other, other_key = read(*_validation_source(data), None)
     held_out = _some(other.origin, data.validation.max_rows, seed)
     rest = np.flatnonzero(~np.isin(documents.origin, other.origin[held_out]))
     if len(rest) < len(documents.origin):
         logger.warning(
             "%d documents of the training data are also held out: not trained", len(documents.origin) - len(rest)
         )
-    return _pack(data, documents, rest, other, held_out, report, seed, f"{key}-{other_key}")
+    return _pack(data, (documents, rest), (other, held_out), report, seed, f"{key}-{other_key}")
 
 
 def columns_of(source: Source) -> tuple[str, ...]:
@@ -264,8 +305,8 @@ def _chosen(texts: np.ndarray, count: int, seed: int) -> np.ndarray:
     return texts[np.argsort(_mixed(texts, seed), kind="stable")[:count]]
 
 
-def _validation_documents(data: Data, encoder: Encoder) -> tuple[Documents, str]:
-    """The documents of `data.validation.source`: a path, a hub id, or either with its own `:split` at the end."""
+def _validation_source(data: Data) -> tuple[str, str, str]:
+    """Place, field and split of `data.validation.source`: a path, a hub id, or either with `:split` at the end."""
     name = data.validation.source or ""
     place, colon, split = name.rpartition(":")
     if not colon or Path(name).expanduser().exists():
@@ -275,68 +316,49 @@ def _validation_documents(data: Data, encoder: Encoder) -> tuple[Documents, str]
             f"data.validation.source: {name!r} is the training data itself; "
             "name another split, as in ID:test, or leave it out to hold out a share"
         )
-    source = open_source(place, field="data.validation.source", subset=data.subset, split=split)
-    format = detect(
-        columns_of(source), data.fields, data.format, source=source.name, has_template=encoder.template is not None
-    )
-    other = Encoder(
-        encoder.tokenizer, format, encoder.template, max_length=encoder.max_length, train_on=encoder.train_on
-    )
-    documents, tally, key, _ = tokenised(source, other, workers=data.workers, cache=data.cache)
-    _check(documents, tally, source, "data.validation.source")
-    return documents, key
+    return place, "data.validation.source", split
 
 
-def _pack(
-    data: Data,
-    documents: Documents,
-    chosen: np.ndarray,
-    held_out_of: Documents,
-    held_out: np.ndarray,
-    report: DataReport,
-    seed: int,
-    key: str,
-) -> Splits:
+Chosen = tuple[Documents, np.ndarray]  # documents, and the numbers of some
+
+
+def _pack(data: Data, trained: Chosen, held_out: Chosen, report: DataReport, seed: int, key: str) -> Splits:
     """Lay the chosen documents out as rows and count them."""
-    if len(chosen) == 0:
+    if len(trained[1]) == 0:
         raise ValueError("data.validation: every document is held out and none is left to train on")
-    settings = (key, seed, data.packing, data.max_length, _plain(data.validation))
-    train, rows = _dataset(key_of("train", *settings), documents, chosen, data, seed)
-    validation, validation_rows = _dataset(key_of("validation", *settings), held_out_of, held_out, data, seed)
-    report.documents, report.tokens = len(chosen), int(documents.lengths[chosen].sum())
-    report.trained_tokens, report.rows = documents.trained_tokens(chosen), rows
-    report.validation_documents, report.validation_rows = len(held_out), validation_rows
-    report.validation_tokens = int(held_out_of.lengths[held_out].sum())
+    settings = (key, seed, data.packing, data.max_length, data.validation.model_dump())
+    train = _dataset(key_of("train", *settings), trained, data, seed)
+    validation = _dataset(key_of("validation", *settings), held_out, data, seed)
+    report.count(*trained, *held_out)
+    report.rows, report.validation_rows = len(train), len(validation)
     return Splits(train, validation, report)
 
 
-def _plain(section: Any) -> Mapping[str, Any]:
-    """A recipe's section as plain values."""
-    return section.model_dump() if hasattr(section, "model_dump") else vars(section)
-
-
-def _dataset(key: str, documents: Documents, chosen: np.ndarray, data: Data, seed: int) -> tuple[datasets.Dataset, int]:
+def _dataset(key: str, chosen: Chosen, data: Data, seed: int) -> datasets.Dataset:
     """The chosen documents as shuffled rows in an Arrow file."""
     import datasets
 
+    documents, numbers = chosen
+
     def build(folder: Path) -> None:
-        rows = rows_of(documents.lengths, chosen, packing=data.packing, capacity=data.max_length, seed=seed)
-        _write_rows(folder / "rows.arrow", documents.rows(rows))
+        groups = rows_of(documents.lengths, numbers, packing=data.packing, capacity=data.max_length, seed=seed)
+        _write_rows(folder / "rows.arrow", documents.rows(groups))
 
     folder, _ = keep(key, build, cache=data.cache)
-    dataset = datasets.Dataset.from_file(str(folder / "rows.arrow"))
-    return dataset, len(dataset)
+    return datasets.Dataset.from_file(str(folder / "rows.arrow"))
 
 
-def _write_rows(path: Path, batches: Iterator[dict[str, np.ndarray]]) -> None:
+def _write_rows(path: Path, batches: Iterator[dict[str, Ragged]]) -> None:
     import pyarrow
 
-    names = ("input_ids", "labels", "position_ids")
-    schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in names])
+    first = next(batches)
+    schema = pyarrow.schema([(name, pyarrow.list_(pyarrow.int32())) for name in first])
     with path.open("wb") as file, pyarrow.ipc.new_stream(file, schema) as writer:
-        for batch in batches:
-            offsets = pyarrow.array(batch["row_offsets"].astype(np.int32))
-            lists = [pyarrow.ListArray.from_arrays(offsets, pyarrow.array(batch[name])) for name in names]
+        for batch in chain([first], batches):
+            lists = [
+                pyarrow.ListArray.from_arrays(pyarrow.array(column.offsets.astype(np.int32)), column.values)
+                for column in batch.values()
+            ]
             writer.write_batch(pyarrow.record_batch(lists, schema=schema))
 
 
@@ -355,10 +377,11 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     else:
         ids = random.integers(0, vocab_size, shape, dtype=np.int32)
     labels = ids.copy()
-    labels[:, 0] = IGNORED
+    labels[:, 0] = IGNORE_INDEX
     offsets = np.arange(rows + 1, dtype=np.int64) * data.max_length
-    documents = Documents(ids.reshape(-1), labels.reshape(-1), offsets, np.arange(rows, dtype=np.uint64))
+    columns = {name: Ragged(values.reshape(-1), offsets) for name, values in (("input_ids", ids), ("labels", labels))}
+    documents = Documents(columns, np.arange(rows, dtype=np.uint64), {})
     digest = f"synthetic-{kind}-{vocab_size}-{seed}"
     report = DataReport(data.source, digest, "random tokens", data.max_length, rows_read=rows)
     held_out, rest = _hold_out(documents.origin, data.validation.fraction, data.validation.max_rows, seed)
-    return _pack(data, documents, rest, documents, held_out, report, seed, key_of(digest, rows, data.max_length))
+    return _pack(data, (documents, rest), (documents, held_out), report, seed, key_of(digest, rows, data.max_length))

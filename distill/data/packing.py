@@ -8,40 +8,64 @@ out. A document is never split here, and each one in a row starts again at posit
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-IGNORED = -100
+from distill.data.labels import IGNORE_INDEX
+
+IDS = "input_ids"  # what a column of token ids is called, after a prefix: such a column has positions
 
 
-class Documents(NamedTuple):
-    """Tokenised documents, end to end.
+class Ragged(NamedTuple):
+    """Lists end to end: list i is `values[offsets[i]:offsets[i + 1]]`; int32 [T] and int64 [n + 1]."""
 
-    Attributes:
-        ids: int32 [T], token ids.
-        labels: int32 [T], the id where it is learned, else -100; not shifted; -100 at each document's first token.
-        offsets: int64 [D + 1], document d is `ids[offsets[d]:offsets[d + 1]]`.
-        origin: uint64 [D], hash of the text a document comes from: pieces of one text, and equal texts, share it.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray
+    values: np.ndarray
     offsets: np.ndarray
-    origin: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [D], tokens in each document."""
+        """int64 [n]."""
         return np.diff(self.offsets)
+
+    def take(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The values of some lists, one list after the other, int32 [t], and each one's place in its list, int64."""
+        lengths = self.offsets[numbers + 1] - self.offsets[numbers]
+        place = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return self.values[np.repeat(self.offsets[numbers], lengths) + place], place
+
+
+class Documents(NamedTuple):
+    """Tokenised documents.
+
+    Attributes:
+        columns: what is known of each: `input_ids` and `labels` (the id where it is learned, else -100; not shifted;
+            -100 at each document's first token), and what else an encoder makes.
+        origin: uint64 [D], hash of the text a document comes from: pieces of one text, and equal texts, share it.
+        pointers: column to what its numbers point into, in turn: they count from where the document begins.
+    """
+
+    columns: Mapping[str, Ragged]
+    origin: np.ndarray
+    pointers: Mapping[str, tuple[str, ...]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64 [D], what each document takes of a row: the longest of its columns of ids."""
+        return np.max([column.lengths for name, column in self.columns.items() if name.endswith(IDS)], axis=0)
+
+    def tokens(self, chosen: np.ndarray, column: str = IDS) -> int:
+        """How many entries of a column the `chosen` documents have."""
+        return int(self.columns[column].lengths[chosen].sum())
 
     def trained_tokens(self, chosen: np.ndarray) -> int:
         """How many tokens of the `chosen` documents are learned."""
-        counts = np.add.reduceat(self.labels != IGNORED, self.offsets[:-1], dtype=np.int64)
+        labels = self.columns["labels"]
+        counts = np.add.reduceat(labels.values != IGNORE_INDEX, labels.offsets[:-1], dtype=np.int64)
         return int(counts[chosen].sum())
 
-    def rows(self, groups: list[np.ndarray], tokens_at_once: int = 1 << 22) -> Iterator[dict[str, np.ndarray]]:
+    def rows(self, groups: list[np.ndarray], tokens_at_once: int = 1 << 22) -> Iterator[dict[str, Ragged]]:
         """The tokens of groups of documents, one row a group, some rows at a time.
 
         Args:
@@ -49,24 +73,35 @@ class Documents(NamedTuple):
             tokens_at_once: about how many tokens a yielded batch holds.
 
         Yields:
-            `input_ids`, `labels`, `position_ids`: int32 [t], rows end to end; `row_offsets`: int64 [rows + 1].
+            The columns, and for each column of ids `position_ids` under the same prefix; list i is row i.
         """
         lengths = self.lengths
         ends = np.cumsum([int(lengths[group].sum()) for group in groups], dtype=np.int64)
         start, before = 0, 0
         while start < len(groups):
             stop = max(start + 1, int(np.searchsorted(ends, before + tokens_at_once, side="right")))
-            order = np.concatenate(groups[start:stop])
-            taken = lengths[order]
-            position = np.arange(int(taken.sum())) - np.repeat(np.cumsum(taken) - taken, taken)
-            source = np.repeat(self.offsets[order], taken) + position
-            yield {
-                "input_ids": self.ids[source],
-                "labels": self.labels[source],
-                "position_ids": position.astype(np.int32),
-                "row_offsets": np.concatenate([[before], ends[start:stop]]) - before,
-            }
+            yield self._laid_out(groups[start:stop])
             start, before = stop, int(ends[stop - 1])
+
+    def _laid_out(self, groups: list[np.ndarray]) -> dict[str, Ragged]:
+        order = np.concatenate(groups)
+        first = np.cumsum([0, *map(len, groups)])  # of each row, among the documents
+        made: dict[str, Ragged] = {}
+        positions: dict[str, Ragged] = {}
+        begins: dict[str, np.ndarray] = {}  # where each document begins in its row
+        for name, column in self.columns.items():
+            values, place = column.take(order)
+            ends = np.concatenate([[0], np.cumsum(column.lengths[order])])
+            made[name] = Ragged(values, ends[first])
+            if name.endswith(IDS):
+                positions[name.replace(IDS, "position_ids")] = Ragged(place.astype(np.int32), ends[first])
+                begins[name] = ends[:-1] - np.repeat(ends[first[:-1]], np.diff(first))
+        for name, targets in self.pointers.items():
+            shift = np.stack([begins[target] for target in targets], 1)
+            counts = self.columns[name].lengths[order] // len(targets)
+            moved = made[name].values.reshape(-1, len(targets)) + np.repeat(shift, counts, axis=0)
+            made[name] = Ragged(moved.reshape(-1).astype(np.int32), made[name].offsets)
+        return made | positions
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:

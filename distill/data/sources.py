@@ -17,7 +17,8 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 STDLIB = "python-stdlib"
 STDLIB_BYTES = 4_000_000
+TABLE_ROWS = 1024  # of a parquet file, read at once
 STDLIB_LARGEST_FILE = 100_000  # larger ones are tables
 STDLIB_SKIPPED = {
     "site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
@@ -91,6 +93,8 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
         if any(all((path / name).is_file() for name in names) for names in saved):
             return _hub_layout(source, split, lambda: _load_saved(path, field))
         return _of_files(source, _files_of_folder(path, split, field), field)
+    if path.exists():
+        raise ValueError(f"{field}: expected a file or folder; {source!r} is neither (a pipe or a device)")
     looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
     if looks_local:
         raise ValueError(
@@ -179,11 +183,6 @@ def _of_files(name: str, files: list[Path], field: str) -> Source:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise ValueError(f"{field}: {path} cannot be read: {error.strerror or error}") from error
-    if any(_kind(path) in (".parquet", ".arrow") for path in files):
-        tables = [path for path in files if _kind(path) in (".parquet", ".arrow")]
-        if len(tables) < len(files) or len({_kind(path) for path in files}) > 1:
-            raise ValueError(f"{field}: {name} mixes parquet or arrow files with others; keep one kind in the folder")
-        return _hub_layout(name, "train", lambda: _load_tables(tables, field), digest.hexdigest())
 
     def rows() -> Iterator[Row | RowFault]:
         for path in files:
@@ -205,7 +204,7 @@ def _guarded(reader: Callable[[Path], Iterator[Row | RowFault]]) -> Callable[[Pa
     def read(path: Path) -> Iterator[Row | RowFault]:
         try:
             yield from reader(path)
-        except (OSError, EOFError, csv.Error) as error:
+        except (OSError, EOFError, csv.Error, zlib.error) as error:
             yield RowFault("file breaks off", f"{path.name}: {error}")
 
     return read
@@ -279,6 +278,49 @@ def _read_text(path: Path) -> Iterator[Row | RowFault]:
     yield {"text": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if bad else text}
 
 
+def _read_parquet(path: Path) -> Iterator[Row | RowFault]:
+    from pyarrow import parquet
+
+    with _opening(path, "parquet"):
+        file = parquet.ParquetFile(path)
+    with file:
+        yield from _rows_of(file.iter_batches(TABLE_ROWS))
+
+
+def _read_arrow(path: Path) -> Iterator[Row | RowFault]:
+    """Arrow's stream, which the datasets library writes, or its file."""
+    from pyarrow import ArrowInvalid, ipc
+
+    with path.open("rb") as file:
+        with _opening(path, "arrow"):
+            try:
+                reader = ipc.open_stream(file)
+            except ArrowInvalid:
+                reader = ipc.open_file(file)
+        yield from _rows_of(
+            reader if hasattr(reader, "read_next_batch") else map(reader.get_batch, range(reader.num_record_batches))
+        )
+
+
+def _rows_of(batches: Iterable[Any]) -> Iterator[Row]:
+    """The rows of a table's record batches, each checked: offsets that point elsewhere would be followed."""
+    try:
+        for batch in batches:
+            batch.validate(full=True)
+            yield from batch.to_pylist()
+    except ValueError as error:  # which Arrow's errors are
+        raise EOFError(_first_line(error)) from error
+
+
+@contextlib.contextmanager
+def _opening(path: Path, kind: str) -> Iterator[None]:
+    """A file that is no table at all is refused, unlike one that breaks off."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.source: {path} cannot be read as {kind}: {_first_line(error)}") from error
+
+
 READERS = {
     ".jsonl": _guarded(_read_lines),
     ".ndjson": _guarded(_read_lines),
@@ -286,13 +328,15 @@ READERS = {
     ".csv": _guarded(_read_csv),
     ".tsv": _guarded(_read_csv),
     ".txt": _guarded(_read_text),
+    ".parquet": _guarded(_read_parquet),
+    ".arrow": _guarded(_read_arrow),
 }
 
 
 # through the datasets library
 
 
-def _hub_layout(name: str, split: str, load: Callable[[], Any], digest: str | None = None) -> Source:
+def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> Source:
     dataset = load()
     if hasattr(dataset, "keys"):  # a DatasetDict
         if split not in dataset:
@@ -303,7 +347,7 @@ def _hub_layout(name: str, split: str, load: Callable[[], Any], digest: str | No
     def rows() -> Iterator[Row | RowFault]:
         yield from dataset
 
-    return Source(name, digest or str(dataset._fingerprint), rows, columns)
+    return Source(name, str(dataset._fingerprint), rows, columns)
 
 
 def _load_saved(path: Path, field: str) -> Any:
@@ -313,18 +357,6 @@ def _load_saved(path: Path, field: str) -> Any:
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"{field}: {path} cannot be read as a saved data set: {_first_line(error)}") from error
-
-
-def _load_tables(files: list[Path], field: str) -> Any:
-    import datasets
-
-    kind = "parquet" if _kind(files[0]) == ".parquet" else "arrow"
-    with _silent():
-        try:
-            return datasets.load_dataset(kind, data_files=[str(path) for path in files], split="train")
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            cause = str(error.__cause__ or error).splitlines()[0]
-            raise ValueError(f"{field}: {files[0]} cannot be read as {kind}: {cause}") from error
 
 
 def _load_hub(name: str, subset: str | None, split: str, field: str) -> Any:

@@ -11,19 +11,34 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from distill.data.chat import ChatTemplate, Span
 from distill.data.formats import KNOWN_ROLES, Format, Sample
-from distill.data.packing import IGNORED
+from distill.data.labels import IGNORE_INDEX
 from distill.data.sources import Row, RowFault
+from distill.data.token_cache import tokenizer_hash
 
 BLOCK = 1 << 16  # characters given to the tokenizer at once: some take quadratic time over one long word
+CALL = 1 << 19  # characters in one call of it: what it returns takes some 200 bytes a token
 MOST_ROLES = 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+Batch = list[tuple[int, Row | RowFault]]
+
+
+class Document(Protocol):
+    """What an encoder makes: `columns()` by name, int32, and the hash of the text it comes from."""
+
+    @property
+    def origin(self) -> int: ...
+
+    def columns(self) -> Mapping[str, np.ndarray]: ...
 
 
 class Piece(NamedTuple):
@@ -32,6 +47,10 @@ class Piece(NamedTuple):
     ids: np.ndarray
     labels: np.ndarray
     origin: int
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """As `Encoder.columns`."""
+        return {"input_ids": self.ids, "labels": self.labels}
 
 
 @dataclass
@@ -76,9 +95,58 @@ class Tally:
         self.merged += other.merged
         self.roles.update(other.roles)
 
+    @contextmanager
+    def row(self, number: int) -> Iterator[None]:
+        """Count what makes row `number` unusable, instead of raising it."""
+        try:
+            yield
+        except RowFault as fault:
+            self.drop(number, fault)
+        except RecursionError:
+            self.drop(number, RowFault("nested too deeply"))
 
-class Encoder:
-    """Turns batches of rows into pieces; it holds all that decides the result and can be sent to another process."""
+
+class RowEncoder:
+    """Turns batches of rows into documents; it holds all that decides the result and can be sent to another process.
+
+    Attributes:
+        format: what the rows hold.
+        columns: what is made of a document, to the columns that its numbers point into, in turn; () where they are
+            token ids or labels.
+    """
+
+    format: Format
+    columns: Mapping[str, tuple[str, ...]]
+
+    def __call__(self, batch: Batch) -> tuple[list[Any], Tally]:
+        """The documents of numbered rows, and what happened to the rows."""
+        tally = Tally()
+        return list(self.documents(batch, tally)), tally
+
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+        """Encode numbered rows as they are asked for; those that cannot be used are counted, never raised.
+
+        Raises:
+            TemplateError: the chat template is unfit for training.
+        """
+        raise NotImplementedError
+
+    def settings(self) -> list[Any]:
+        """All that decides the result, as plain JSON."""
+        raise NotImplementedError
+
+    def sample(self, row: Row | RowFault, tally: Tally) -> Sample:
+        """Read one row; RowFault where it cannot be used."""
+        tally.rows_read += 1
+        if isinstance(row, RowFault):
+            raise row
+        return self.format.sample(row)
+
+
+class Encoder(RowEncoder):
+    """The rows as one tokenizer reads them."""
+
+    columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": ()}
 
     def __init__(
         self,
@@ -93,65 +161,87 @@ class Encoder:
         self.max_length, self.train_on = max_length, train_on
         self.end = tokenizer.eos_token_id
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        alone = tokenizer("a")["input_ids"]
-        begins = tokenizer.bos_token_id is not None and alone[:1] == [tokenizer.bos_token_id]
-        self.beginning = [tokenizer.bos_token_id] if begins else []  # as the tokenizer begins a text by itself
+        self.beginning = beginning_of(tokenizer)
 
-    def __call__(self, batch: Iterable[tuple[int, Row | RowFault]]) -> tuple[list[Piece], Tally]:
-        """Encode numbered rows; those that cannot be used are counted, never raised.
+    def settings(self) -> list[Any]:
+        template = self.template.source if self.template else None
+        return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, self.train_on]
 
-        Raises:
-            TemplateError: the chat template is unfit for training.
-        """
-        tally = Tally()
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[Piece]:
         texts: list[tuple[int, str]] = []
         partly: list[tuple[int, str, list[Span], bool]] = []  # number, text, what is learned of it, from a template
         for number, row in batch:
-            tally.rows_read += 1
-            try:
-                if isinstance(row, RowFault):
-                    raise row
-                sample = self.format.sample(row)
+            with tally.row(number):
+                sample = self.sample(row, tally)
                 if sample.messages is None and sample.prompt is None:
-                    texts.append((number, _clean(sample.text or "")))
+                    texts.append((number, clean(sample.text or "")))
                 else:
                     partly.append((number, *self._spans(sample)))
                     tally.see_roles(sample.messages or ())
-            except RowFault as fault:
-                tally.drop(number, fault)
-            except RecursionError:
-                tally.drop(number, RowFault("nested too deeply"))
-        pieces = [*self._encode_texts(texts, tally), *self._encode_partly(partly, tally)]
-        return pieces, tally
+        yield from self._encode_texts(texts, tally)
+        yield from self._encode_partly(partly, tally)
 
     def _spans(self, sample: Sample) -> tuple[str, list[Span], bool]:
         if sample.messages is None:
             prompt, text = sample.prompt or "", sample.text or ""
-            return _clean(prompt + text), [(len(prompt), len(prompt) + len(text))], False
+            return clean(prompt + text), [(len(prompt), len(prompt) + len(text))], False
         assert self.template is not None, "a chat without a template"
         rendered = self.template.render_for_training(
             sample.messages, sample.tools, train_on=self.train_on, first_trained=sample.first_trained
         )
-        return _clean(rendered.text), rendered.spans, True
+        return clean(rendered.text), rendered.spans, True
 
     def _encode_texts(self, texts: Sequence[tuple[int, str]], tally: Tally) -> Iterator[Piece]:
-        if not texts:
-            return
-        blocks = [list(_blocks(text)) for _, text in texts]
-        flat = self.tokenizer([block for group in blocks for block in group], add_special_tokens=False, verbose=False)
-        encoded = iter(flat["input_ids"])
-        room = self.max_length - len(self.beginning)
-        for (number, text), group in zip(texts, blocks, strict=True):
-            ids = [token for _ in group for token in next(encoded)]
-            before, last = self._around(ids)
-            ids = ids[len(self.beginning) - len(before) :] + last
-            if len(ids) + len(self.beginning) < 2:
-                tally.drop(number, RowFault("too short", "fewer than two tokens"))
-                continue
-            for start in range(0, len(ids), room):
-                piece = np.array(self.beginning + ids[start : start + room], dtype=np.int32)
+        for (number, text), group in groupby(self._blocks_of(texts), key=lambda block: block[0]):
+            yield from self._cut(number, text, (ids for _, ids in group), tally)
+
+    def _blocks_of(self, texts: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], np.ndarray]]:
+        """The texts block by block, each with its text and its ids, int32; some blocks a call of the tokenizer."""
+        waiting: list[tuple[tuple[int, str], str]] = []
+        characters = 0
+
+        def encode() -> Iterator[tuple[tuple[int, str], np.ndarray]]:
+            parts = [block for _, block in waiting]
+            made = self.tokenizer(
+                parts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+            )
+            for (item, _), ids in zip(waiting, made["input_ids"], strict=True):
+                yield item, np.array(ids, dtype=np.int32)
+
+        for item in texts:
+            for block in blocks(item[1]):
+                waiting.append((item, block))
+                characters += len(block)
+                if characters >= CALL:
+                    yield from encode()
+                    waiting, characters = [], 0
+        if waiting:
+            yield from encode()
+
+    def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: Tally) -> Iterator[Piece]:
+        """Pieces of one text from the ids of its blocks."""
+        origin, room = hash_of(text), self.max_length - len(self.beginning)
+        beginning, ids = np.array(self.beginning, dtype=np.int32), np.zeros(0, dtype=np.int32)
+        begun, cut, last = False, 0, [] if self.end is None else [self.end]
+
+        def pieces(count: int) -> Iterator[Piece]:
+            for start in range(0, count, room):
+                piece = np.concatenate([beginning, ids[start : start + room]])
                 if len(piece) >= 2:  # a last token alone has nothing to be predicted from
-                    yield Piece(piece, _labels(piece, np.ones(len(piece), dtype=bool)), _origin(text))
+                    yield Piece(piece, _labels(piece, np.ones(len(piece), dtype=bool)), origin)
+
+        for part in parts:
+            if len(part) == 0:
+                continue
+            before, last = self._around(part)
+            ids = np.concatenate([ids, part if begun else part[len(beginning) - len(before) :]])
+            begun, whole = True, len(ids) // room * room
+            yield from pieces(whole)
+            cut, ids = cut + whole, ids[whole:]
+        ids = np.concatenate([ids, np.array(last, dtype=np.int32)])
+        if cut + len(ids) + len(beginning) < 2:
+            tally.drop(number, RowFault("too short", "fewer than two tokens"))
+        yield from pieces(len(ids))
 
     def _encode_partly(self, rows: Sequence[tuple[int, str, list[Span], bool]], tally: Tally) -> Iterator[Piece]:
         if not rows:
@@ -162,14 +252,14 @@ class Encoder:
                 ids = np.concatenate([before, ids, last]).astype(np.int32)
                 learned = np.concatenate([np.zeros(len(before)), learned, np.ones(len(last))]).astype(bool)
             labels = _labels(ids, learned)[: self.max_length]
-            if not (labels != IGNORED).any():
-                within = len(ids) > self.max_length and (_labels(ids, learned) != IGNORED).any()
+            if not (labels != IGNORE_INDEX).any():
+                within = len(ids) > self.max_length and (_labels(ids, learned) != IGNORE_INDEX).any()
                 reason = "prompt longer than data.max_length" if within else "nothing to learn after masking"
                 tally.drop(number, RowFault(reason, f"{len(ids)} tokens"))
                 continue
             tally.truncated += len(ids) > self.max_length
             tally.merged += merged
-            yield Piece(ids[: self.max_length], labels, _origin(text))
+            yield Piece(ids[: self.max_length], labels, hash_of(text))
 
     def _around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
         """The tokens that begin and end a text, each unless the text says it itself (`<s>[INST] ... </s>`)."""
@@ -213,23 +303,38 @@ class Encoder:
         return same, same < len(alone)
 
 
-def _clean(text: str) -> str:
+def beginning_of(tokenizer: Any) -> list[int]:
+    """The token that a tokenizer begins a text with by itself, or nothing."""
+    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return [tokenizer.bos_token_id] if begins else []
+
+
+def clean(text: str) -> str:
+    """The text, if it can be encoded.
+
+    Raises:
+        RowFault: it holds half a surrogate pair.
+    """
     if _SURROGATE.search(text):
         raise RowFault("invalid Unicode", "half a surrogate pair, or a byte that is not UTF-8")
     return text
 
 
 def _labels(ids: np.ndarray, learned: np.ndarray) -> np.ndarray:
-    labels = np.where(learned, ids, IGNORED).astype(np.int32)
-    labels[:1] = IGNORED
+    labels = np.where(learned, ids, IGNORE_INDEX).astype(np.int32)
+    labels[:1] = IGNORE_INDEX
     return labels
 
 
-def _origin(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def hash_of(text: str) -> int:
+    """64 bits of a text's hash: where a document comes from."""
+    digest = hashlib.blake2b(digest_size=8)
+    for start in range(0, len(text), BLOCK):
+        digest.update(text[start : start + BLOCK].encode())
+    return int.from_bytes(digest.digest(), "little")
 
 
-def _blocks(text: str, size: int = BLOCK) -> Iterator[str]:
+def blocks(text: str, size: int = BLOCK) -> Iterator[str]:
     """A text in parts of at most `size` characters, cut after a line end, else before a space, else anywhere."""
     start = 0
     while len(text) - start > size:

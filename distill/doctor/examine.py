@@ -15,45 +15,48 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from distill.core.environment import environment
 from distill.doctor.invariants import CHECKS, Finding
-from distill.doctor.own_words import OwnWords, prompts_of
-from distill.doctor.subject import Row, Subject, first_learned
-from distill.doctor.subject_cached import CachedTeacher, nearest
-from distill.doctor.subject_cross import AcrossTokenizers
-from distill.doctor.subject_several import SeveralTeachers
+from distill.doctor.invariants_runs import RUN_CHECKS
+from distill.doctor.rollouts import StudentRollouts, prompts_of
+from distill.doctor.rows import first_learned, packing_fault, some_rows
+from distill.doctor.subject import Subject
+from distill.generation.on_policy import require_prompts
 from distill.models.adapters import add_lora
-from distill.models.load import load_tokenizer
+from distill.models.attention_choice import AttentionChoices
 from distill.models.precision import Precision, resolve_device
 from distill.models.quantised import quantised_by_transformers
+from distill.models.sharding import ALONE
 from distill.recipe import Recipe
-from distill.teachers.mixture import TeacherGroup
-
-if TYPE_CHECKING:
-    from distill.teachers.opening import Models
+from distill.recipe.teachers import describe_teacher
+from distill.teachers.base import OpenContext, Teacher
+from distill.teachers.model import shortened
+from distill.teachers.opening import Pair, open_pair
+from distill.teachers.registry import source_of
 
 ROWS, TOKENS = 6, 64
 LARGE = 3_000_000_000  # parameters of both models, from which on shrunken copies are examined
 GIB = 2**30
+WIDE = Precision(torch.float32, torch.float32, torch.float32)
 
 
 class Line(NamedTuple):
-    """One thing about this machine: its name, whether it will do, what was found, and what to do about it."""
+    """One thing about this machine: its name, whether it will do, what it is, and what to do about it."""
 
     name: str
     fine: bool
-    found: str
+    detail: str
 
     def __str__(self) -> str:
-        return f"{'fine' if self.fine else 'LOOK'}  {self.name}: {self.found}"
+        return f"{'fine' if self.fine else 'LOOK'}  {self.name}: {self.detail}"
 
 
 def environment_lines(folder: Path = Path()) -> list[Line]:
@@ -108,18 +111,18 @@ def _triton() -> Line:
 def _memory() -> Line:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
     with contextlib.suppress(OSError):  # the kernel's own estimate counts caches that it can give up
-        found = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
-        free = int(found[0].split()[1]) * 1024 / GIB if found else free
+        lines = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+        free = int(lines[0].split()[1]) * 1024 / GIB if lines else free
     return Line("memory", free >= 4, f"{free:.0f} GiB free" + ("" if free >= 4 else "; close what you do not need"))
 
 
 def _disk(folder: Path) -> Line:
     free = shutil.disk_usage(folder).free / GIB
     writable = os.access(folder, os.W_OK)
-    found = f"{free:.0f} GiB free in {folder.absolute()}"
+    detail = f"{free:.0f} GiB free in {folder.absolute()}"
     if not writable:
         return Line("disk", False, f"{folder.absolute()} is read-only: runs/ cannot be made here; go to another folder")
-    return Line("disk", free >= 10, found + ("" if free >= 10 else "; checkpoints are large: make room"))
+    return Line("disk", free >= 10, detail + ("" if free >= 10 else "; checkpoints are large: make room"))
 
 
 def _hub() -> Line:
@@ -140,12 +143,9 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
     Raises:
         ValueError: the recipe cannot be used, as `distill run` would say.
     """
-    from distill.doctor.invariants_runs import RUN_CHECKS
-
     with _hushed():
         subject = prepare(recipe, small=small)
-    checks: tuple[Callable[[Subject], Finding], ...] = (*CHECKS, *RUN_CHECKS)
-    for check in checks:
+    for check in (*CHECKS, *RUN_CHECKS):
         with _hushed():
             begun = time.perf_counter()
             try:
@@ -158,37 +158,39 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
 
 def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     """Load what `examine` looks at."""
-    from distill.teachers.opening import load_models, read_data, read_tokenizer
-
-    device = resolve_device(recipe.train)
     torch.manual_seed(recipe.train.seed)
     plain = _in_float32(recipe)
-    tokenizer = read_tokenizer(plain)
-    splits = read_data(plain, tokenizer)
-    models = load_models(plain, tokenizer, device, Precision(torch.float32, torch.float32, torch.float32))
-    student, teacher = models.student, models.teacher
-    if quantised_by_transformers(teacher):
-        raise ValueError(
-            f"teacher.model: {recipe.teacher.model} is quantised, and the doctor cuts and copies models in float32; "
-            "examine the recipe with the model in floating point"
-        )
+    source = source_of(plain)
+    vocabulary = source.vocabulary()
+    splits = vocabulary.read(plain.data, plain.train.seed)
+    alone = vocabulary.read(plain.data.model_copy(update={"packing": False}), plain.train.seed)
+    pair = open_pair(source, vocabulary, OpenContext(resolve_device(plain.train), WIDE, ALONE, AttentionChoices(plain)))
+    student, teacher = pair.student, pair.teacher
+    for field, model in teacher.models.items():
+        if quantised_by_transformers(model):
+            raise ValueError(
+                f"{field}.model: {source.sections[field].model} is quantised, and the doctor cuts and copies models in "
+                "float32; examine the recipe with the model in floating point"
+            )
     if small is None:
-        small = sum(p.numel() for model in (teacher, student) if model is not None for p in model.parameters()) > LARGE
+        small = sum(p.numel() for _, model in pair.models() for p in model.parameters()) > LARGE
     # other layers of each: a student cut from the teacher must not become its equal, with nothing left to learn
-    short = [_two_layers(student, 1), _shortened_teacher(teacher, 1 if _is_its_ends(models) else -1)]
+    ends = pair.layer_indices == [0, source.shapes()[0].layers - 1]
+    small_student, small_teacher = shortened(student, [0, 1]), teacher.small([0, 1 if ends else -1])
     if small:
-        student, teacher = short[0], short[1]
+        student, teacher = copy.deepcopy(small_student), small_teacher
 
-    def copies() -> tuple[nn.Module, Any]:
-        return _adapted(copy.deepcopy(short[0]), recipe), copy.deepcopy(short[1])
+    def copies() -> tuple[nn.Module, Teacher]:
+        return _adapted(copy.deepcopy(small_student), recipe), copy.deepcopy(small_teacher)
 
-    kind, more = _kind_of(recipe, models)
-    student = _adapted(copy.deepcopy(student) if small else student, recipe)
-    subject = kind(
-        student, teacher, some_rows(splits.train, kind=kind), recipe.loss, vocab_size=models.vocab_size,
-        tokenizers=_tokenizers(recipe, models), small=copies, packs=recipe.data.packing, **more,
+    subject = Subject(
+        _adapted(student, recipe), teacher, [], recipe.loss, pair.vocab_size,
+        describe_teacher(recipe).weights, vocabulary.tokenizers(), copies, packs=recipe.data.packing,
     )  # fmt: skip
-    return _with_own_words(subject, recipe, models, splits.report.format)
+    form, whole = subject.form, teacher.whole_documents
+    subject.packing_fault = packing_fault(splits.train, alone.train, form)
+    subject.rows = some_rows(splits.train, form, whole=whole, count=ROWS, tokens=TOKENS)
+    return _with_rollouts(subject, recipe, pair, splits.report.format)
 
 
 def _in_float32(recipe: Recipe) -> Recipe:
@@ -201,116 +203,39 @@ def _in_float32(recipe: Recipe) -> Recipe:
         update={
             "data": recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or 512, 512)}),
             "teacher": wide(recipe.teacher),
-            "teachers": [wide(section) for section in recipe.teachers],
+            "teachers": list(map(wide, recipe.teachers)),
             "student": wide(recipe.student).model_copy(update={"lora": None}),
         }
     )
 
 
-def _kind_of(recipe: Recipe, models: Models) -> tuple[type[Subject], dict[str, Any]]:
-    """What examines this kind of teacher, and what it must know."""
-    if recipe.teachers:
-        return SeveralTeachers, {"weights": [section.weight for section in recipe.teachers]}
-    if recipe.student.vocabulary == "cross":
-        from distill.teachers.cross.objective import compare_by_bytes, readers_of
-
-        readers = readers_of(models.tokenizer, models.teacher_tokenizer, recipe.data.chat_template)
-        return AcrossTokenizers, {"shared": compare_by_bytes(*readers).shared, "readers": readers}
-    if models.cache is not None:
-        return CachedTeacher, {"cache": models.cache}
-    return Subject, {}
-
-
-def _tokenizers(recipe: Recipe, models: Models) -> tuple[Any, ...] | None:
-    """Of every teacher and, last, of the student; None for random tokens, and where each has its own."""
-    section = recipe.student
-    if models.tokenizer is None or section.vocabulary == "cross":
-        return None
-    own = section.init == "pretrained" and section.from_teacher is None and section.vocabulary == "keep"
-    several = [load_tokenizer(teacher, f"teachers.{number}") for number, teacher in enumerate(recipe.teachers)]
-    return (*(several or [models.tokenizer]), load_tokenizer(section, "student") if own else models.tokenizer)
-
-
-def _with_own_words(subject: Subject, recipe: Recipe, models: Models, format: str) -> Subject:
+def _with_rollouts(subject: Subject, recipe: Recipe, pair: Pair, format: str) -> Subject:
     """The subject with the student's own answers for rows, where the recipe trains on such."""
-    from distill.generation.on_policy import on_policy_of
-
     section = recipe.data.on_policy
     if section is None or section.fraction == 0:
         return subject
-    # shrunken copies are not worth vLLM's start, and the answers are examined, not the engine
-    asked = section.model_copy(update={"engine": "distill"}) if section.engine == "vllm" else section
-    asking = recipe.model_copy(update={"data": recipe.data.model_copy(update={"on_policy": asked})})
+    require_prompts(recipe, pair.tokenizer, format)
     objective = subject.objective()
-    columns = objective.columns
     objective.detach()
-    on_policy_of(
-        asking, subject.student, models.tokenizer, format=format, vocab_size=columns
-    )  # refuses what run refuses
-    words = OwnWords.asked(asking, subject.student, models.tokenizer, columns)
-    documents = [document for row in subject.rows for document in subject.documents(row)]
-    answers = zip(words.answered(subject.student, documents, len(documents)), prompts_of(documents), strict=True)
-    kept = [(row, prompt) for row, prompt in answers if first_learned(row) is not None]
-    if len(kept) < 2:
-        raise ValueError(f"data.on_policy: expected at least 2 answers of the student's, found {len(kept)}")
-    rows = [row for row, _ in kept]
-    packed = [subject.joined(rows[at : at + 2]) for at in range(0, len(rows) - 2, 2)]
-    packed.append(subject.joined(rows[2 * len(packed) :]))
+    rollouts = StudentRollouts.of_recipe(recipe, subject.student, pair.tokenizer, objective.columns)
+    documents = subject.documents()
+    answers = rollouts.answered(subject.student, documents, len(documents))
+    learned = [
+        (row, prompt)
+        for row, prompt in zip(answers, prompts_of(documents), strict=True)
+        if first_learned(row) is not None
+    ]
+    if len(learned) < 2:
+        raise ValueError(f"data.on_policy: expected at least 2 answers of the student's, got {len(learned)}")
+    rows: list[Any] = [row for row, _ in learned]
+    packed = [subject.form.joined(rows[at : at + 2]) for at in range(0, len(rows) - 2, 2)]
+    packed.append(subject.form.joined(rows[2 * len(packed) :]))
     rows = packed if len(packed) > 1 and recipe.data.packing else rows
-    return replace(subject, rows=rows, own_words=words, prompts=[prompt for _, prompt in kept])
+    return replace(subject, rows=rows, rollouts=rollouts, prompts=[prompt for _, prompt in learned])
 
 
 def _adapted(student: Any, recipe: Recipe) -> nn.Module:
     return student if recipe.student.lora is None else add_lora(student, recipe.student.lora)
-
-
-def _is_its_ends(models: Models) -> bool:
-    """Whether the student is the teacher's first and last layer, which cannot be cut to other ones."""
-    return models.teacher is not None and models.kept == [0, _layers(models.teacher) - 1]
-
-
-def _shortened_teacher(teacher: Any, second: int) -> Any:
-    """The first layer of the teacher and another one, or of each of several; None where it is a cache."""
-    if teacher is None:
-        return None
-    if isinstance(teacher, TeacherGroup):
-        return TeacherGroup([_two_layers(model, second) for model in teacher.members], teacher.shares)
-    return _two_layers(teacher, second)
-
-
-def _layers(model: Any) -> int:
-    first: Any = model.members[0] if isinstance(model, TeacherGroup) else model
-    return int(first.config.get_text_config().num_hidden_layers)
-
-
-def _two_layers(model: Any, second: int) -> Any:
-    from distill.models.pruning import cut_layers
-
-    total = _layers(model)
-    with _hushed():
-        return cut_layers(model, [0, second % total] if total > 2 else range(total)).to(model.device)
-
-
-def some_rows(
-    rows: Sequence[Any], count: int = ROWS, tokens: int = TOKENS, *, kind: type[Subject] = Subject
-) -> list[Row]:
-    """Rows cut short around what is learned: at most two documents each, `tokens` long or little more. Of a cached
-    teacher, whose documents stay whole, those whose length is the nearest to `tokens`."""
-    made: list[Row] = []
-    if issubclass(kind, CachedTeacher):
-        whole = [part for row in rows for document in kind.documents(row) if (part := kind.shortened(document, tokens))]
-        chosen = nearest(whole, 2 * count, tokens)
-        made = [kind.joined(chosen[at : at + 2]) for at in range(0, len(chosen), 2)]
-    else:
-        for row in rows:
-            parts = [part for document in kind.documents(row) if (part := kind.shortened(document, tokens))]
-            if parts:
-                made.append(kind.joined(parts[:2]))
-            if len(made) == count:
-                break
-    if len(made) < 2:
-        raise ValueError(f"data.source: expected at least 2 rows with something to learn, found {len(made)}")
-    return made
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@
 the fused loss and plain logits, eight rows at once and one by one, documents packed and alone. Differences are
 relative norms; what rounding may do in each dtype is in `TOLERANCE`, and faults of the kinds these look for (a token
 counted too much, a mask off by one, a head read without its LoRA) are larger by orders of magnitude.
-What differs between kinds of teachers is in `distill.doctor.subject`; the invariants that need whole training runs
-are in `distill.doctor.invariants_runs`.
+What depends on a teacher's targets is in `distill.doctor.references`; the invariants that need whole training runs are
+in `distill.doctor.invariants_runs`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from distill.doctor.own_words import prompts_of
+from distill.doctor.rollouts import prompts_of
 from distill.doctor.subject import Subject
+from distill.models.head import bare, decoder_of, find_head
 from distill.teachers.blame import teacher_fault
 from distill.training.trainer import DistillationTrainer
 
@@ -36,7 +37,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Finding(NamedTuple):
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         name: of the invariant.
@@ -61,29 +62,33 @@ class Finding(NamedTuple):
 
 
 def fused_equals_reference(subject: Subject) -> Finding:
-    """Loss and gradients through the fused loss equal those from the models' own full logits, in fp64 from there."""
+    """Loss and gradients through the fused loss equal those from the models' own full logits, in fp64 from there; where
+    the recipe's temperature is 1, at 2 as well."""
+    differences, warm = [], subject.warm()
     loss, gradients = _fused(subject)
-    with subject.quiet():
-        expected = subject.reference()
-        expected.backward()
-    wanted = _take_gradients(subject.student)
-    finding = _judge(
-        "fused loss", "loss and gradients against full logits", subject,
-        [difference({"loss": loss}, {"loss": expected.detach()}), difference(gradients, wanted)],
-    )  # fmt: skip
+    for each in (subject, warm):
+        if each is None:
+            continue
+        ours = (loss, gradients) if each is subject else _fused(each)
+        with each.quiet():
+            expected = each.expected_loss()
+            expected.backward()
+        differences += _differences(ours, (expected.detach(), _take_gradients(each.student)))
+    both = "" if warm is None else ", at temperatures 1 and 2"
+    finding = _judged("fused loss", f"loss and gradients against full logits{both}", subject, differences)
     if not loss.isfinite():
         objective = subject.objective()
         objective.detach()
         fault = teacher_fault(objective, [subject.batch()])
-        told = "the loss is not finite" if fault is None else f"the teacher is not finite ({fault})"
-        return finding._replace(detail=f"{told}; {finding.detail}")
+        reason = "the loss is not finite" if fault is None else f"the teacher is not finite ({fault})"
+        return finding._replace(detail=f"{reason}; {finding.detail}")
     return finding
 
 
 def divergence_is_one(subject: Subject) -> Finding:
     """Every divergence is 0 between the teacher and itself, and nowhere negative between student and teacher."""
     with torch.no_grad(), subject.quiet():
-        what, zero = subject.from_itself()
+        what, zero = subject.reference.from_itself(subject.batch(), subject.divergences)
         least = subject.least()
     allowed = subject.tolerance
     return Finding(
@@ -93,34 +98,39 @@ def divergence_is_one(subject: Subject) -> Finding:
 
 
 def accumulation_changes_nothing(subject: Subject) -> Finding:
-    """The trainer's gradient of one batch of all rows equals that of as many micro-batches of one row; where the
-    student answers, its answers do not depend on how many are asked at once."""
+    """The trainer's gradient of one batch of all rows equals that of as many micro-batches of one row, and that of the
+    batch outside of the trainer; where the student answers, its answers do not depend on how many are made at once."""
     rows = subject.uneven_rows()
-    taken = replace(subject, rows=rows)
-    whole, single = _trainer_gradients(taken, len(rows)), _trainer_gradients(taken, 1)
-    finding = _judge(
-        "accumulation", f"gradients of 1 x {len(rows)} rows and {len(rows)} x 1", subject, [difference(single, whole)]
-    )
-    if subject.own_words is None or not finding.passed:
+    uneven = replace(subject, rows=rows)
+    whole, single = _trainer_gradients(uneven, len(rows)), _trainer_gradients(uneven, 1)
+    finding = _judged(
+        "accumulation", f"gradients of 1 x {len(rows)} rows and {len(rows)} x 1", subject,
+        [difference(single, whole), difference(whole, _fused(uneven)[1])],
+    )  # fmt: skip
+    if subject.rollouts is None or not finding.passed:
         return finding
-    alone = [document for row in subject.rows for document in subject.documents(row)]
-    together, apart = (subject.own_words.answered(subject.student, alone, n) for n in (len(alone), 1))
+    alone = subject.documents()
+    together, apart = (subject.rollouts.answered(subject.student, alone, n) for n in (len(alone), 1))
     same = sum(one == other for one, other in zip(together, apart, strict=False))
-    told = f"; {same} of {len(alone)} answers of the student's own are the same asked together and one by one"
-    return finding._replace(passed=same == len(together) == len(apart), detail=finding.detail + told)
+    detail = (
+        f"{finding.detail}; {same} of {len(alone)} answers of the student's own are the same together and one by one"
+    )
+    return finding._replace(passed=same == len(together) == len(apart), detail=detail)
 
 
 def packing_changes_nothing(subject: Subject) -> Finding:
-    """A document's per-token losses are the same alone and behind another one in a packed row."""
+    """Each packed row of the data holds documents of the data, one after the other with positions that restart; and a
+    document's per-token losses are the same alone and after another one in a row."""
+    if subject.packing_fault is not None:
+        return Finding("packing", False, subject.packing_fault)
     if not subject.apart:
         return Finding("packing", None, "documents of one row would see each other, and data.packing is false")
-    alone = [document for row in subject.rows for document in subject.documents(row)]
-    alone = [document for document in alone if len(document["input_ids"]) > 1]
+    alone = [document for document in subject.documents() if len(document["input_ids"]) > 1]
     alone = (alone if len(alone) > 1 else alone * 2)[: 2 * len(subject.rows)]
-    packed = [subject.joined(alone[index : index + 2]) for index in range(0, len(alone), 2)]
+    packed = [subject.form.joined(alone[index : index + 2]) for index in range(0, len(alone), 2)]
     apart = torch.cat([subject.token_losses([document])[0] for document in alone])
     together = torch.cat([subject.token_losses([row])[0] for row in packed])
-    return _judge(
+    return _judged(
         "packing", f"losses of {len(apart)} tokens in {len(alone)} documents, packed and alone", subject,
         [difference({"losses": together}, {"losses": apart})],
     )  # fmt: skip
@@ -129,25 +139,26 @@ def packing_changes_nothing(subject: Subject) -> Finding:
 def padding_changes_nothing(subject: Subject) -> Finding:
     """Padding on either side, more padding, other ids in it, and a masked last token leave every loss as it was.
 
-    Training pads on the right; on the left padding is a document before, which has to stay apart.
+    Training pads on the right; on the left padding is a document before, which has to stay apart. A masked token makes
+    another document of one that must stay whole: there it is left out.
     """
-    (wanted,) = subject.token_losses()
+    (expected,) = subject.token_losses()
     length = max(len(row["input_ids"]) for row in subject.rows)
-    found = {
-        "more": subject.token_losses(pad_to_multiple_of=length + 7),
-        "ids": subject.token_losses(pad_to_multiple_of=length + 7, pad_token_id=5),
-    }
-    for number in (1, 7):
-        longer = [subject.with_masked_end(row, number) for row in subject.rows]
-        if None not in longer:
-            found[f"masked {number}"] = subject.token_losses(longer)  # type: ignore[arg-type]
+    results = [
+        subject.token_losses(pad_to_multiple_of=length + 7),
+        subject.token_losses(pad_to_multiple_of=length + 7, pad_token_id=5),
+    ]
+    if not subject.teacher.whole_documents:
+        results += [
+            subject.token_losses([subject.form.with_masked_end(row, token) for row in subject.rows]) for token in (1, 7)
+        ]
+    masked = "" if subject.teacher.whole_documents else ", and after a masked token"
     if subject.apart:
-        found["left"] = subject.token_losses(padding_side="left")
+        results.append(subject.token_losses(padding_side="left"))
     sides = "left, right" if subject.apart else "right"
-    masked = ", and behind a masked token" if "masked 1" in found else ""
-    return _judge(
+    return _judged(
         "padding", f"losses under padding {sides}, more, of other ids{masked}", subject,
-        [difference({name: value}, {name: wanted}) for name, (value,) in found.items()],
+        [difference({"losses": losses}, {"losses": expected}) for (losses,) in results],
     )  # fmt: skip
 
 
@@ -157,53 +168,52 @@ def patching_changes_nothing(subject: Subject) -> Finding:
     from distill.models.patching import patch, unpatch
 
     subject = replace(subject, rows=subject.packed_rows())
-    loss, gradients = _fused(subject)
+    plain = _fused(subject)
     attention = "triton" if subject.device.type == "cuda" else None
-    reports = []
+    swapped: int = 0
     try:
-        reports += [patch(model, "teacher", attention=attention) for model in subject.teachers]
-        reports += [patch(subject.student, "student", attention=attention)]
-        patched_loss, patched = _fused(subject)
+        for model in subject.models:
+            role: Literal["student", "teacher"] = "student" if model is subject.student else "teacher"
+            report = patch(model, role, attention=attention)
+            swapped += sum(report.swapped.values())
+        patched = _fused(subject)
     finally:
         for model in subject.models:
             unpatch(model)
-    swapped = sum(sum(report.swapped.values()) for report in reports)
-    return _judge(
-        "patching", f"loss and gradients with {swapped} modules on our kernels", subject,
-        [difference({"loss": patched_loss}, {"loss": loss}), difference(patched, gradients)],
-    )  # fmt: skip
+    return _judged(
+        "patching", f"loss and gradients with {swapped} modules on our kernels", subject, _differences(patched, plain)
+    )
 
 
 def workspace_changes_nothing(subject: Subject) -> Finding:
     """Loss and gradients do not depend on how many rows of logits are held at a time."""
-    loss, gradients = _fused(subject)
     objective = subject.objective()
     workspace = max(SMALL_WORKSPACE, ROW_BYTES * objective.columns)
     objective.detach()
-    small_loss, small = _fused(subject, workspace=workspace)
-    return _judge(
+    return _judged(
         "workspace", f"loss and gradients with {workspace / 2**20:.2g} MiB of it and with as much as suits", subject,
-        [difference({"loss": small_loss}, {"loss": loss}), difference(small, gradients)],
+        _differences(_fused(subject, workspace=workspace), _fused(subject)),
     )  # fmt: skip
 
 
 def both_read_the_same(subject: Subject) -> Finding:
     """Every model gets the ids and positions that it should, and they mean the same to all; of a student that answers,
     the prompts are the data's, and its answers alone are learned."""
-    objective, batch, hooks = subject.objective(), subject.batch(), []
-    if not objective.loss.objective.needs_teacher:  # hard labels alone: what the teacher would read is looked at
-        objective.loss = subject.single(objective, subject.divergences[0])
-    reads = subject.decoders(batch)
-    seen: list[dict[str, torch.Tensor]] = [{} for _ in reads]
+    objective, batch, reference = subject.objective(), subject.batch(), subject.reference
+    if not subject.teacher.format.needs_targets(objective.loss):  # hard labels alone: what it would read is looked at
+        objective.loss = reference.single(objective, subject.divergences[0])
+    reads = [(decoder_of(bare(model)), inputs) for model, inputs in reference.reads(subject.student, batch)]
+    inputs_seen: list[dict[str, torch.Tensor]] = [{} for _ in reads]
 
     def remember(place: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[place] = {name: kwargs[name].clone() for name in reads[place][1] if kwargs.get(name) is not None}
+            inputs_seen[place] = {n: kwargs[n].clone() for n in reads[place][1] if kwargs.get(n) is not None}
 
         return hook
 
-    for place, (decoder, _) in enumerate(reads):
-        hooks.append(decoder.register_forward_pre_hook(remember(place), with_kwargs=True))
+    hooks = [
+        decoder.register_forward_pre_hook(remember(place), with_kwargs=True) for place, (decoder, _) in enumerate(reads)
+    ]
     try:
         with torch.no_grad(), subject.quiet():
             subject.student(**objective.compare(batch))
@@ -216,18 +226,19 @@ def both_read_the_same(subject: Subject) -> Finding:
         name
         for name in ("input_ids", "position_ids")
         if not all(
-            name in found and torch.equal(found[name], wanted[name])
-            for found, (_, wanted) in zip(seen, reads, strict=True)
+            name in seen and torch.equal(seen[name], expected[name])
+            for seen, (_, expected) in zip(inputs_seen, reads, strict=True)
         )
     ]
     if differing:
         return Finding("same tokens", False, f"{' and '.join(differing)} differ")
-    same, told = subject.same_tokens(columns, batch)
+    rows = len(find_head(subject.student).linear.weight)  # type: ignore[arg-type]
+    same, detail = reference.same_tokens(batch, columns, rows)
     if same and subject.prompts is not None:
         same = prompts_of(subject.rows) == [list(prompt) for prompt in subject.prompts]
-        count = len(subject.prompts)
-        told += f"; {count} answers of the student's own behind " + ("the data's prompts" if same else "other prompts")
-    return Finding("same tokens", same, told)
+        prompts = "the data's prompts" if same else "other prompts"
+        detail += f"; {len(subject.prompts)} answers of the student's own after {prompts}"
+    return Finding("same tokens", same, detail)
 
 
 CHECKS: tuple[Callable[[Subject], Finding], ...] = (
@@ -245,24 +256,29 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
 # ------------------------------------------------------------------ measuring
 
 
-def difference(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+def difference(result: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
     """The worst tensor's relative difference; a tensor that is small beside the rest is held against a hundredth of
     them all. Infinite where a tensor is missing or holds a NaN, and where there are only zeros to compare."""
-    if found.keys() != wanted.keys() or any(found[name].shape != wanted[name].shape for name in wanted):
+    if result.keys() != expected.keys() or any(result[name].shape != expected[name].shape for name in expected):
         return float("inf")
-    if all(not value.any() for value in wanted.values()):
+    if all(not value.any() for value in expected.values()):
         return float("inf")  # two zeros agree about nothing
-    norms = {name: torch.linalg.vector_norm(value.double()).item() for name, value in wanted.items()}
+    norms = {name: torch.linalg.vector_norm(value.double()).item() for name, value in expected.items()}
     whole = sum(norm**2 for norm in norms.values()) ** 0.5
     worst = 0.0
-    for name, value in wanted.items():
-        off = torch.linalg.vector_norm(found[name].double() - value.double()).item()
+    for name, value in expected.items():
+        off = torch.linalg.vector_norm(result[name].double() - value.double()).item()
         relative = off / max(norms[name], 0.01 * whole, 1e-30)
         worst = max(worst, relative if relative == relative else float("inf"))
     return worst
 
 
-def _judge(name: str, what: str, subject: Subject, differences: Sequence[float]) -> Finding:
+def _differences(ours: tuple[torch.Tensor, Gradients], theirs: tuple[torch.Tensor, Gradients]) -> list[float]:
+    """Of two losses, and of their gradients."""
+    return [difference({"loss": ours[0]}, {"loss": theirs[0]}), difference(ours[1], theirs[1])]
+
+
+def _judged(name: str, what: str, subject: Subject, differences: Sequence[float]) -> Finding:
     worst = max(differences)
     return Finding(name, worst <= subject.tolerance, f"{what} differ by {worst:.1e} (at most {subject.tolerance:.0e})")
 
@@ -293,12 +309,13 @@ def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
             report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", save_strategy="no",
         )  # fmt: skip
         trainer = DistillationTrainer(
-            subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size,
-            objective=subject.objective_type,
-        )  # fmt: skip
+            subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size
+        )
         trainer.current_gradient_accumulation_steps = count
+        collate: Any = trainer.data_collator
         batches = [
-            subject.batch(subject.rows[start : start + batch_size]) for start in range(0, len(subject.rows), batch_size)
+            {name: tensor.to(subject.device) for name, tensor in collate(subject.rows[start:][:batch_size]).items()}
+            for start in range(0, len(subject.rows), batch_size)
         ]
         items = trainer._get_num_items_in_batch(batches, subject.device)
         for batch in batches:

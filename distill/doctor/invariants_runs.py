@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import re
@@ -24,16 +25,14 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, PrinterCallback, TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.ranks import leave
 from distill.doctor.invariants import Finding, difference, without_training_mode
-from distill.doctor.own_words import OwnWords
+from distill.doctor.references import BY_NAME
+from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.subject import Subject
-from distill.doctor.subject_cached import CachedTeacher
-from distill.doctor.subject_cross import AcrossTokenizers
-from distill.doctor.subject_several import SeveralTeachers
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
 from distill.training.trainer import DistillationTrainer
@@ -41,7 +40,7 @@ from distill.training.trainer import DistillationTrainer
 MINUTES = 10
 PROGRAM = ("-m", "distill.doctor.invariants_runs")
 TWO = "two.safetensors"  # weights after a step of two processes
-KINDS = {kind.__name__: kind for kind in (Subject, SeveralTeachers, AcrossTokenizers, CachedTeacher)}
+DESCRIPTION = "subject.json"
 
 Weights = dict[str, torch.Tensor]
 
@@ -78,19 +77,19 @@ def resume_is_exact(subject: Subject) -> Finding:
         if losses[0] != losses[1]:
             differing.append("logged losses")
     what = f"{' and '.join(differing)} differ" if differing else "weights, optimizer, scheduler, random state, losses"
-    told = f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
-    return Finding("resume", not differing, told + (", with kernels that add in a fixed order" if gpu else ""))
+    detail = f"{what}: {stop} + 3 steps against {stop + 3}" + ("" if differing else ", bit for bit")
+    return Finding("resume", not differing, detail + (", with kernels that add in a fixed order" if gpu else ""))
 
 
 @contextlib.contextmanager
-def _in_a_fixed_order(wanted: bool) -> Iterator[None]:
+def _in_a_fixed_order(enabled: bool) -> Iterator[None]:
     """Kernels that add in a fixed order: on a GPU, without, not even the same run twice is the same to the bit.
 
     `train.deterministic` has PyTorch refuse all other kernels, which takes a setting of cuBLAS made before the first
     product of the process. Here they are only warned of, and attention, whose memory-efficient gradient would then go
     on adding in any order, is plain.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -112,7 +111,7 @@ def ranks_change_nothing(subject: Subject, *, program: Sequence[str] = PROGRAM) 
 def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -> list[Finding]:
     """`ranks_change_nothing` of several subjects, by the same two processes."""
     subjects = [subject.shrunk() for subject in subjects]
-    on_gpu = subjects[0].device.type == "cuda"  # asked before the models are written, from the CPU
+    on_gpu = subjects[0].device.type == "cuda"  # before the models are written, from the CPU
     gpus = on_gpu and torch.cuda.device_count() > 1
     how = "NCCL" if gpus else "gloo, CPU" + (", for want of a second GPU" if on_gpu else "")
     with tempfile.TemporaryDirectory() as name:
@@ -120,9 +119,9 @@ def ranks_of(subjects: Sequence[Subject], *, program: Sequence[str] = PROGRAM) -
         for folder, subject in zip(folders, subjects, strict=True):
             folder.mkdir()
             _write(subject, subject.uneven_rows()[: len(subject.rows) // 2 * 2], folder)
-        code, said = _two_processes(Path(name), program, gpus)
+        code, errors = _two_processes(Path(name), program, gpus)
         if code != 0:
-            return [Finding("ranks", False, f"two processes failed: {reason_of(said)}")] * len(subjects)
+            return [Finding("ranks", False, f"two processes failed: {reason_of(errors)}")] * len(subjects)
         alone = [_one_step(folder, processes=1, cpu=not gpus) for folder in folders]
         two = [load_file(folder / TWO) for folder in folders]
     return [_compared(*each, how) for each in zip(subjects, two, alone, strict=True)]
@@ -147,31 +146,32 @@ def _base(model: Any) -> Any:
 
 
 def _write(subject: Subject, rows: Sequence[Any], folder: Path) -> None:
-    """Everything that another process needs: models, rows, loss, what else there is to the kind of teacher."""
-    for number, model in enumerate(subject.teachers):
-        _base(model).cpu().float().save_pretrained(folder / f"teacher.{number}")
-    _base(subject.student).cpu().float().save_pretrained(folder / "student")
-    told = {
-        "kind": type(subject).__name__, "teachers": len(subject.teachers), "loss": subject.loss.model_dump(),
-        "rows": [{key: list(map(int, row[key])) for key in row} for row in rows], "vocab_size": subject.vocab_size,
-        "more": subject.told(), "own_words": None if subject.own_words is None else subject.own_words.told(),
+    """Everything that another process needs: models, rows, loss, what else there is to the teacher."""
+    models = list(subject.teacher.models.values())
+    for name, model in [*((f"teacher.{number}", model) for number, model in enumerate(models)),
+                        ("student", subject.student)]:  # fmt: skip
+        _base(model).cpu().float().save_pretrained(folder / name)
+    description = {
+        "format": type(subject.teacher.format).__name__, "teacher": subject.reference.description(),
+        "teachers": len(models), "loss": subject.loss.model_dump(), "vocab_size": subject.vocab_size,
+        "rows": [{key: list(map(int, row[key])) for key in row} for row in rows], "weights": list(subject.weights),
+        "rollouts": None if subject.rollouts is None else dataclasses.asdict(subject.rollouts),
     }  # fmt: skip
-    (folder / "told.json").write_text(json.dumps(told))
+    (folder / DESCRIPTION).write_text(json.dumps(description))
 
 
 def _read_subject(folder: Path) -> Subject:
     """What `_write` wrote, in float32."""
-    told = json.loads((folder / "told.json").read_text())
-    student, *teachers = (
-        AutoModelForCausalLM.from_pretrained(folder / role, dtype=torch.float32)
-        for role in ("student", *(f"teacher.{number}" for number in range(told["teachers"])))
+    read = json.loads((folder / DESCRIPTION).read_text())
+    student, *models = (
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        for name in ("student", *(f"teacher.{number}" for number in range(read["teachers"])))
     )
-    kind = KINDS[told["kind"]]
-    teacher, more = kind.retold(told["more"], teachers)
-    words = None if told["own_words"] is None else OwnWords(**told["own_words"])
-    return kind(
-        student, teacher, told["rows"], Loss.model_validate(told["loss"]), told["vocab_size"], own_words=words, **more
-    )
+    return Subject(
+        student, BY_NAME[read["format"]].rebuilt(models, read["weights"], read["teacher"]), read["rows"],
+        Loss.model_validate(read["loss"]), read["vocab_size"], read["weights"],
+        rollouts=None if read["rollouts"] is None else StudentRollouts(**read["rollouts"]),
+    )  # fmt: skip
 
 
 def _trainer(
@@ -184,18 +184,12 @@ def _trainer(
     rows = Dataset.from_list([{key: list(row[key]) for key in row} for row in subject.rows])
     trainer = DistillationTrainer(
         subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size,
-        train_dataset=rows, objective=subject.objective_type,
+        train_dataset=rows,
     )  # fmt: skip
-    if subject.own_words is not None:
-        trainer.on_policy = subject.own_words.of(subject.student)
-    _silence(trainer)
-    return trainer
-
-
-def _silence(trainer: DistillationTrainer) -> None:
-    from transformers import PrinterCallback
-
+    if subject.rollouts is not None:
+        trainer.on_policy = subject.rollouts.by(subject.student)
     trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _read(path: Path) -> Any:
@@ -219,17 +213,17 @@ ENDED = re.compile(r"exitcode\s*:\s*-(\d+)")
 LAUNCHER = ("torch.distributed.elastic", "SignalException", "ChildFailedError")
 
 
-def reason_of(said: str) -> str:
-    """What a process under torchrun failed of, from all that was said on standard error: the first exception that is
-    not torchrun's own, else the signal that ended a process, else the first line."""
-    lines = said.strip().splitlines()
+def reason_of(errors: str) -> str:
+    """What a process under torchrun failed of, from all of its standard error: the first exception that is not
+    torchrun's own, else the signal that ended a process, else the first line."""
+    lines = errors.strip().splitlines()
     for line in lines:
-        found = RAISED.match(line)
-        if found and not found[1].startswith(LAUNCHER):
-            return found[1].strip()[:300]
+        match = RAISED.match(line)
+        if match and not match[1].startswith(LAUNCHER):
+            return match[1].strip()[:300]
     for line in lines:
-        if found := ENDED.search(line):
-            number = int(found[1])
+        if match := ENDED.search(line):
+            number = int(match[1])
             known = {int(entry): entry.name for entry in signal.Signals}
             return f"a process was ended by {known.get(number, f'signal {number}')}" + (
                 " (kill -9; most often the system, out of memory)" if number == signal.SIGKILL else ""
@@ -252,14 +246,14 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
         command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as launcher:
         try:
-            said = launcher.communicate(timeout=MINUTES * 60)[1]
+            errors = launcher.communicate(timeout=MINUTES * 60)[1]
         except subprocess.TimeoutExpired:
             launcher.terminate()  # torchrun ends its processes, which a kill of torchrun alone would leave behind
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.communicate(timeout=60)
             launcher.kill()
             return 1, f"TimeoutError: the two processes had not ended after {MINUTES:g} minutes"
-    return launcher.returncode, said
+    return launcher.returncode, errors
 
 
 def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from distill.recipe.loss import Loss
-from distill.teachers.objective import IGNORE
+from distill.teachers.losses import IGNORE
 
 Mixture = Sequence[tuple[float, torch.Tensor]]
 
@@ -19,18 +19,9 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
 
 
-def reference_loss(
-    student: torch.Tensor, teacher: torch.Tensor | Mixture, labels: torch.Tensor, loss: Loss
-) -> torch.Tensor:
-    """The recipe's loss from full logits [B, S, V] and labels [B, S] that are not shifted: the mean over the trained
-    tokens, in fp64, straight from the definitions. Several teachers are pairs of a share and logits."""
-    keep = shifted(labels) != IGNORE
-    mixture = [(1.0, teacher)] if isinstance(teacher, torch.Tensor) else teacher
-    return token_loss(student[keep], [(share, z[keep]) for share, z in mixture], shifted(labels)[keep], loss)
-
-
-def token_loss(student: torch.Tensor, teachers: Mixture, wanted: torch.Tensor, loss: Loss) -> torch.Tensor:
-    """As `reference_loss`, from the trained tokens' logits [N, V] and labels [N]."""
+def token_loss(student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss) -> torch.Tensor:
+    """The recipe's loss from the trained tokens' logits [N, V] and labels [N], straight from the definitions: their
+    mean, fp64. Teachers are pairs of a share and logits."""
     z_s = student.double()
     log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
     log_t = mixed_log_probabilities(teachers, loss.temperature)
@@ -38,7 +29,7 @@ def token_loss(student: torch.Tensor, teachers: Mixture, wanted: torch.Tensor, l
         (term.weight * _divergence(term, log_s, log_t) for term in loss.terms if term.type != "cross_entropy"),
         start=z_s.new_zeros(len(z_s)),
     )
-    return _mean(soft, z_s, wanted, loss)
+    return _mean(soft, z_s, labels, loss)
 
 
 def mixed_log_probabilities(teachers: Mixture, temperature: float) -> torch.Tensor:
@@ -51,20 +42,21 @@ def mixed_log_probabilities(teachers: Mixture, temperature: float) -> torch.Tens
 
 
 def top_k_loss(
-    student: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tensor, tail: str, wanted: torch.Tensor, loss: Loss
+    student: torch.Tensor, teacher: tuple[torch.Tensor, torch.Tensor], tail: str, labels: torch.Tensor, loss: Loss
 ) -> torch.Tensor:
     """The recipe's loss against K of a teacher's tokens: the mean over N trained tokens, in fp64.
 
     Args:
         student: logits [N, V].
-        ids: int64 [N, K], which tokens; `probabilities` [N, K], theirs at the loss's temperature (of `sampled` ones
-            their weights).
+        teacher: which tokens, int64 [N, K], and their probabilities [N, K] at the loss's temperature (of `sampled`
+            ones their weights).
         tail: `bucket` (all other tokens are one outcome more), `renormalize` (the K are all there is) or `sampled`
             (sum of w log(w / p_s) less sum w, plus 1).
-        wanted: int64 [N], the next tokens.
+        labels: int64 [N], the next tokens.
         loss: with forward or reverse KL, and cross-entropy.
     """
-    z_s, q = student.double(), probabilities.double()
+    ids, q = teacher[0], teacher[1].double()
+    z_s = student.double()
     p = F.softmax(z_s / loss.temperature, dim=-1).gather(-1, ids)
     if tail == "bucket":
         q, p = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (q, p))
@@ -78,15 +70,15 @@ def top_k_loss(
                 soft = soft + term.weight * (1 - q.sum(-1))
         elif term.type == "reverse_kl":
             soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
-    return _mean(soft, z_s, wanted, loss)
+    return _mean(soft, z_s, labels, loss)
 
 
-def _mean(soft: torch.Tensor, z_s: torch.Tensor, wanted: torch.Tensor, loss: Loss) -> torch.Tensor:
+def _mean(soft: torch.Tensor, z_s: torch.Tensor, labels: torch.Tensor, loss: Loss) -> torch.Tensor:
     """The tokens' divergences [N], scaled, and their hard labels: the mean."""
     total = (loss.temperature**2 if loss.scale_by_temperature_squared else 1.0) * soft
     for term in loss.terms:
         if term.type == "cross_entropy":
-            hard = F.cross_entropy(z_s, wanted, label_smoothing=loss.label_smoothing, reduction="none")
+            hard = F.cross_entropy(z_s, labels, label_smoothing=loss.label_smoothing, reduction="none")
             total = total + term.weight * (hard + loss.z_loss * torch.logsumexp(z_s, dim=-1) ** 2)
     return total.sum() / max(len(total), 1)
 

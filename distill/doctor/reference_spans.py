@@ -1,15 +1,139 @@
 """The divergence across two tokenizers from its definition, span by span and outcome by outcome, on full logits.
 
-What counts as an outcome is told in `distill.teachers.cross.spans`. Here each span's outcomes are written down one
+What counts as an outcome is said in `distill.teachers.cross.spans`. Here each span's outcomes are written down one
 after the other: no gradient by hand, no chunks, no places precomputed; autograd differentiates it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
+from distill_kernels import LossTerm
+
+from distill.doctor.reference import Reads, Reference, Verdict, worst_of
+from distill.doctor.rows import OTHERS, Row, SpanRows
+from distill.recipe.loss import Loss
+from distill.teachers.base import Batch, Teacher
+from distill.teachers.cross.alignment import Shared
+from distill.teachers.cross.encode import Reader, end_pairs
+from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
+from distill.teachers.cross.teacher import CrossTeacher
+from distill.teachers.cross.vocabularies import compare_by_bytes
+from distill.teachers.losses import LogitTransforms, loss_terms
+
+
+class SpansReference(Reference):
+    """Of aligned spans. `tokenizers` are `Reader`s, or None in a process that only trains."""
+
+    rows = SpanRows
+
+    @functools.cached_property
+    def shared(self) -> Shared:
+        """Ids of the same tokens, from the tokenizers themselves."""
+        if self.tokenizers is None:
+            return Shared(*(ids.numpy() for ids in self.teacher.format.shared))
+        teacher, student = self.tokenizers
+        return compare_by_bytes(student, teacher).shared
+
+    def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+        """Row by row without padding, from both models' full logits and the spans of the rows themselves."""
+        terms, losses, device = loss_terms(loss), [], batch["input_ids"].device
+        for row in rows:
+            tensors = {name: torch.tensor(row[name], device=device) for name in row}
+            z_t, z_s = (
+                model(**{name: ids[None] for name, ids in inputs.items()}, use_cache=False).logits[0].double()
+                for model, inputs in self.reads(student, tensors)
+            )
+            spans = torch.tensor(row["spans"]).view(-1, 4)
+            losses.append(dense_spans(
+                z_s, z_t.detach(), row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]),
+                self.shared, terms, loss.temperature, scaled=loss.scale_by_temperature_squared,
+            ))  # fmt: skip
+        return torch.cat(losses).mean()
+
+    def each(self, loss_of: Callable[..., Any], objective: Any, call: Sequence[Any]) -> torch.Tensor:
+        """Each span's divergence and the log-probabilities of its text, [M, 3]."""
+        hidden, head, inputs, *rest = call
+        inputs.statistics = True
+        _, figures = loss_of(hidden, head, inputs, *rest)
+        inputs.statistics = False
+        return torch.stack([figures.divergence, figures.student_label_logprob, figures.teacher_label_logprob], 1)
+
+    def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
+        """The teacher against itself over its own reading's spans, with all and with a part of its tokens shared."""
+        targets, inner = self.teacher.targets(batch), self.teacher.format.inner
+        spans, ids = Spans(targets.spans.teacher, targets.spans.teacher), targets.teacher_ids
+        transforms, values = LogitTransforms(inner.transform, inner.transform), []
+        with inner.head.open() as head:
+            both = (targets.hidden, head.weight) * 2
+            for share in (1.0, 0.5):
+                shared = torch.arange(int(share * len(head.weight)), device=ids.device)
+                for term in terms:
+                    loss = CrossTokenizerLoss([term], (shared, shared), **transforms)
+                    values.append(loss(*both, spans, ids, ids, student_bias=head.bias, teacher_bias=head.bias))
+        return "the teacher over its own spans", worst_of(values)
+
+    def reads(self, student: Any, batch: Batch) -> Reads:
+        """Each model its own reading."""
+        (model,) = self.teacher.models.values()
+        others = {name.removeprefix("teacher_"): batch[name] for name in OTHERS}
+        return [(model, others), (student, {name: batch[name] for name in others})]
+
+    def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
+        """Whether each span is the same bytes in both readings, labels stand where spans begin, and shared tokens are
+        the same bytes."""
+        teacher, student = self.tokenizers
+        ends = set(end_pairs(student, teacher))
+        for one, other in zip(*(ids.tolist() for ids in self.shared), strict=True):
+            if student.spelled[one] != teacher.spelled[other] and (one, other) not in ends:
+                texts = f"{student.spelled[one]!r} and {teacher.spelled[other]!r}"
+                return False, f"shared ids {one} and {other} are {texts}"
+        spans = batch["spans"].tolist()
+        if batch["valid_rows"].tolist() != [a - 1 for a, *_ in spans]:
+            return False, "what is learned are not the first tokens of the spans"
+        own, others = (batch[name].flatten().tolist() for name in ("input_ids", "teacher_input_ids"))
+        count = 0
+        for a, b, c, d in spans:
+            tokens = own[a:b], others[c:d]
+            text, other_text = (
+                b"".join(reader.spelled[token] or b"" for token in ids)
+                for reader, ids in zip((student, teacher), tokens, strict=True)
+            )
+            firsts = (tokens[0][0], tokens[1][0])
+            if firsts not in ends and not same_bytes(text, other_text, puts_a_space(student), puts_a_space(teacher)):
+                return False, f"a span is {text!r} to the student and {other_text!r} to the teacher"
+            count += len(text)
+        if any(a < stop or c < other_stop for (_, stop, _, other_stop), (a, _, c, _) in pairwise(spans)):
+            return False, "spans overlap, or are not in order"
+        return True, f"own ids and positions each; {len(spans)} spans cover the same {count} bytes in both readings"
+
+    def description(self) -> dict[str, Any]:
+        """The shared ids."""
+        return {"shared": [ids.tolist() for ids in self.teacher.format.shared]}
+
+    @staticmethod
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+        """With the shared ids again."""
+        return CrossTeacher(models[0], Shared(*map(np.array, description["shared"])))
+
+
+def same_bytes(student: bytes, teacher: bytes, student_puts: bool, teacher_puts: bool) -> bool:
+    """Whether two readings of a span say the same; a space that a tokenizer puts before a text is no part of it."""
+    if student == teacher:
+        return True
+    return (student_puts and student == b" " + teacher) or (teacher_puts and teacher == b" " + student)
+
+
+@functools.lru_cache(maxsize=8)
+def puts_a_space(reader: Reader) -> bool:
+    """Whether a tokenizer begins a text with a space of its own."""
+    ids = reader.tokenizer("a", add_special_tokens=False)["input_ids"]
+    return bool(ids) and (reader.spelled[ids[0]] or b"").startswith(b" ")
 
 
 def dense_spans(
@@ -21,7 +145,7 @@ def dense_spans(
     Args:
         z_s: the student's logits [S, V_s] over one text; likewise `z_t` [S', V_t].
         ids_s: the student's tokens, S of them; likewise `ids_t`.
-        spans: `student` and `teacher`, int64 [M, 2] each: first token and the one behind the last.
+        spans: `student` and `teacher`, int64 [M, 2] each: first token and the one after the last.
         shared: ids of the same tokens, [C] of the student's and [C] of the teacher's.
         terms: each with `type`, `weight`, and `beta` or `alpha`.
         temperature: of the divergences; `scaled`, whether they are multiplied by its square.

@@ -1,30 +1,28 @@
-"""What is examined: two models, rows of data, a loss; and how the invariants reach into a kind of teacher.
-
-`Subject` is one loaded teacher over the student's vocabulary. Another kind of teacher is a subclass that says what its
-objective, its reference and its documents are (`subject_several`, `subject_cross`, `subject_cached`); the invariants
-are the same functions for all.
-"""
+"""What is examined: a teacher, a student, rows of data and a loss. What depends on the teacher's target format is in
+`distill.doctor.references`; the invariants are the same functions for all."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm
+from distill_kernels import LossTerm
 from torch import nn
 
 from distill.data.collator import Collator
-from distill.doctor.own_words import OwnWords
-from distill.doctor.reference_loss import reference_loss, shifted
-from distill.models.head import bare, decoder_of, find_head, read_head
+from distill.doctor.reference import Reference
+from distill.doctor.references import reference_of
+from distill.doctor.rollouts import StudentRollouts
+from distill.doctor.rows import Row, Rows
 from distill.models.packed import keeps_apart
-from distill.models.vocabulary import compare
 from distill.recipe.loss import Loss
-from distill.teachers.objective import IGNORE, DistillationObjective, build_loss, last_hidden
+from distill.teachers.base import Teacher
+from distill.teachers.losses import IGNORE, is_soft
+from distill.teachers.objective import DistillationObjective, as_teacher
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 DIVERGENCES = (
@@ -36,9 +34,6 @@ DIVERGENCES = (
     LossTerm("tvd", 1.0),
 )
 
-Row = Mapping[str, Sequence[int]]
-Verdict = tuple[bool, str]
-
 
 @dataclass
 class Subject:
@@ -46,15 +41,18 @@ class Subject:
 
     Attributes:
         student: a causal language model, bare or inside PEFT, on one device with the teacher.
-        teacher: a causal language model.
-        rows: some rows of the training data (`input_ids`, `labels`, `position_ids`), at least two.
+        teacher: of any kind, or a causal language model.
+        rows: some rows of the training data, as its `collate` takes them, at least two.
         loss: the recipe's.
-        vocab_size: columns that both heads are cut to; None for the smaller head.
-        tokenizers: of teacher and student; None where the data are random tokens.
+        vocab_size: columns that both heads are cut to; None for what the teacher's targets say.
+        weights: of the teacher's models in the recipe.
+        tokenizers: of every teacher and, last, of the student, as `Vocabulary.tokenizers` gives them; None where the
+            data are random tokens.
         small: makes shrunken copies (student, teacher), for whole training runs; None copies the models.
-        own_words: how the student answers while it trains, where the recipe has it; then `rows` are its answers.
-        prompts: what it was asked then, in the order of the rows' documents.
+        rollouts: how the student answers while it trains, where the recipe has it; then `rows` are its answers.
+        prompts: what it answered then, in the order of the rows' documents.
         packs: whether the recipe puts several documents into a row (`data.packing`).
+        packing_fault: what is wrong with the data's packed rows, in words.
     """
 
     student: nn.Module
@@ -62,13 +60,16 @@ class Subject:
     rows: Sequence[Row]
     loss: Loss
     vocab_size: int | None = None
-    tokenizers: tuple[Any, ...] | None = None
-    small: Callable[[], tuple[nn.Module, Any]] | None = None
-    own_words: OwnWords | None = None
+    weights: Sequence[float] = (1.0,)
+    tokenizers: Sequence[Any] | None = None
+    small: Callable[[], tuple[nn.Module, Teacher]] | None = None
+    rollouts: StudentRollouts | None = None
     prompts: list[list[int]] | None = None
     packs: bool = True
+    packing_fault: str | None = None
 
-    divergences: ClassVar[tuple[LossTerm, ...]] = DIVERGENCES
+    def __post_init__(self) -> None:
+        self.teacher = as_teacher(self.teacher)
 
     # ---------------------------------------------------------------- models
 
@@ -83,14 +84,9 @@ class Subject:
         return TOLERANCE[next(self.student.parameters()).dtype]
 
     @property
-    def teachers(self) -> list[Any]:
-        """Every teacher that is loaded."""
-        return [self.teacher]
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """Every model, the student last."""
-        return [*self.teachers, self.student]
+    def models(self) -> list[Any]:
+        """Every model that is loaded, the student last."""
+        return [*self.teacher.models.values(), self.student]
 
     @property
     def apart(self) -> bool:
@@ -115,195 +111,89 @@ class Subject:
         student, teacher = self.small() if self.small else (copy.deepcopy(self.student), copy.deepcopy(self.teacher))
         return replace(self, student=student, teacher=teacher, small=None)
 
+    def warm(self) -> Subject | None:
+        """The same at temperature 2 where the recipe's is 1, at which T is the same as its square; else None."""
+        if self.loss.temperature != 1.0 or not is_soft(self.loss):
+            return None
+        return replace(
+            self, teacher=self.reference.warm(), loss=self.loss.model_copy(update={"temperature": 2.0}), small=None
+        )
+
     # ---------------------------------------------------- objective and data
 
     @property
-    def objective_type(self) -> Callable[..., DistillationObjective]:
-        """What makes the objective, as `DistillationTrainer` takes it."""
-        return DistillationObjective
+    def reference(self) -> Reference:
+        """Of the teacher's format."""
+        return reference_of(self.teacher, self.weights, self.tokenizers)
 
     def objective(self) -> Any:
         """A fresh objective on the models."""
-        return self.objective_type(self.teacher, self.student, self.loss, vocab_size=self.vocab_size)
-
-    def collator(self, pad_token_id: int = 0, **settings: Any) -> Callable[[Any], dict[str, Any]]:
-        """What makes batches of rows."""
-        return Collator(pad_token_id, **settings)
+        return DistillationObjective(self.teacher, self.student, self.loss, vocab_size=self.vocab_size)
 
     def batch(self, rows: Sequence[Row] | None = None, pad_token_id: int = 0, **collator: Any) -> dict[str, Any]:
         """`rows` (by default all) as one batch on the device."""
-        made = self.collator(pad_token_id, **collator)(self.rows if rows is None else rows)
-        return {name: tensor.to(self.device) for name, tensor in made.items()}
+        collate = self.teacher.collate(Collator(pad_token_id, **collator))
+        return {name: tensor.to(self.device) for name, tensor in collate(self.rows if rows is None else rows).items()}
 
-    @staticmethod
-    def documents(row: Row) -> list[dict[str, list[int]]]:
-        """The documents of a packed row, cut where positions start again."""
-        return [{name: list(values[a:b]) for name, values in row.items()} for a, b in bounds(row["position_ids"])]
+    @property
+    def form(self) -> type[Rows]:
+        """How rows are taken apart and put together."""
+        return self.reference.rows
 
-    @staticmethod
-    def joined(parts: Sequence[Row]) -> dict[str, list[int]]:
-        """Documents behind each other as one row."""
-        return {name: [item for part in parts for item in part[name]] for name in parts[0]}
+    def documents(self) -> list[dict[str, list[int]]]:
+        """The documents of all rows."""
+        return [document for row in self.rows for document in self.form.documents(row)]
 
     def packed_rows(self) -> list[Row]:
-        """The rows where one holds several documents, else two of them behind each other at a time, if they may be."""
-        if not self.apart or any(len(self.documents(row)) > 1 for row in self.rows):
+        """The rows where one holds several documents, else two of them in one at a time, if they may be."""
+        if not self.apart or any(len(self.form.documents(row)) > 1 for row in self.rows):
             return list(self.rows)
-        return [self.joined(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
+        return [self.form.joined(self.rows[at : at + 2]) for at in range(0, len(self.rows), 2)]
 
     def uneven_rows(self) -> list[Row]:
-        """The rows, as many; the first has the second's documents behind its own where all learn equally many tokens.
+        """The rows, as many; the first has the second's documents after its own where all learn equally many tokens.
 
         Of equal rows a mean of means is the mean, so that a wrong divisor would not show.
         """
         if len({sum(label != IGNORE for label in row["labels"]) for row in self.rows}) > 1:
             return list(self.rows)
-        return [self.joined(self.rows[:2]), *self.rows[1:]]
-
-    @staticmethod
-    def shortened(document: Row, tokens: int) -> dict[str, list[int]] | None:
-        """A document cut around what is learned, `tokens` long or little more; None where nothing is."""
-        first = first_learned(document)
-        return None if first is None else {name: list(v[: cut_at(first, tokens)]) for name, v in document.items()}
-
-    @staticmethod
-    def with_masked_end(row: Row, token: int) -> dict[str, list[int]] | None:
-        """The row with one more token that is not learned; None where that makes it another row to the teacher."""
-        return {
-            "input_ids": [*row["input_ids"], token],
-            "labels": [*row["labels"], IGNORE],
-            "position_ids": [*row["position_ids"], row["position_ids"][-1] + 1],
-        }
+        return [self.form.joined(self.rows[:2]), *self.rows[1:]]
 
     # -------------------------------------------------------------- measures
 
-    def reference(self) -> torch.Tensor:
-        """The loss of all rows from the models' own full logits, in fp64 from there, with a graph to the student."""
-        batch = self.batch()
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
-        with torch.no_grad():
-            teachers = [(share, model(**inputs, use_cache=False).logits) for share, model in self.shares()]
-        student = self.student(**inputs, use_cache=False).logits
-        columns = self.vocab_size or min(z.shape[-1] for z in (student, *(z for _, z in teachers)))
-        cut = [(share, z[..., :columns]) for share, z in teachers]
-        return reference_loss(student[..., :columns], cut, batch["labels"], self.loss)
+    @property
+    def divergences(self) -> list[LossTerm]:
+        """Those that the teacher's targets can be compared by."""
+        return [term for term in DIVERGENCES if term.type in self.teacher.format.terms]
 
-    def shares(self) -> list[tuple[float, Any]]:
-        """The teachers with their shares in the mixture."""
-        return [(1.0, self.teacher)]
+    def expected_loss(self) -> torch.Tensor:
+        """The loss of all rows by the reference, fp64, with a graph to the student."""
+        return self.reference.loss(self.student, self.rows, self.batch(), self.loss, self.vocab_size)
 
     def token_losses(
         self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any
     ) -> list[torch.Tensor]:
-        """What every trained token loses, token after token, without gradients: by the loss, or by each of `terms`."""
-        batch, objective = self.batch(rows, **collator), self.objective()
-        losses = [self.single(objective, term) for term in terms] or [objective.loss]
+        """What every trained token (or span) loses, [N, figures], token after token, without gradients: by the loss,
+        or by each of `terms`."""
+        batch, objective, reference = self.batch(rows, **collator), self.objective(), self.reference
+        losses = [reference.single(objective, term) for term in terms] or [objective.loss]
         objective.loss = losses[0]  # a loss of hard labels alone would not ask the teacher
-        found: list[torch.Tensor] = []
-        whole = objective.loss_of
+        results: list[torch.Tensor] = []
+        loss_of = objective.loss_of
 
-        def each(*given: Any) -> Any:
+        def each(*call: Any) -> Any:
             for loss in losses:
                 objective.loss = loss
-                found.append(self.one_by_one(whole, objective, given))
-            return found[0].sum()
+                results.append(reference.each(loss_of, objective, call))
+            return results[0].sum()
 
         objective.loss_of = each
         with torch.no_grad(), self.quiet():
             self.student(**objective.compare(batch, statistics=False))
         objective.detach()
-        return found
-
-    def one_by_one(self, loss_of: Callable[..., Any], objective: Any, given: Sequence[Any]) -> torch.Tensor:
-        """Each token's loss, from the arguments of `objective.loss_of`."""
-        objective.loss.reduction = "none"
-        return loss_of(*given).flatten()[given[-1]]
+        return results
 
     def least(self) -> float:
-        """The least divergence of any token, by any of the divergences that the kind of teacher serves."""
-        return torch.stack([losses.min() for losses in self.token_losses(terms=self.divergences)]).min().item()
-
-    def single(self, objective: Any, term: LossTerm) -> Any:
-        """The loss of one term alone."""
-        return build_loss([term], objective.reading)
-
-    def from_itself(self) -> tuple[str, float]:
-        """What was compared with itself, and the largest divergence of it, a token's mean."""
-        batch, objective = self.batch(), self.objective()
-        hidden, head = self.teacher_states(objective, batch)
-        objective.detach()
-        shape, labels = objective.reading.teacher, shifted(batch["labels"])
-        found = []
-        for term in self.divergences:
-            same = FusedDistillationLoss(
-                [term], student_logit_scale=shape.scale, student_softcap=shape.softcap,
-                teacher_logit_scale=shape.scale, teacher_softcap=shape.softcap,
-            )  # fmt: skip
-            both = (hidden, head.weight)
-            found.append(same(*both, *both, labels, student_bias=head.bias, teacher_bias=head.bias))
-        return "the teacher", worst_of(found)
-
-    def teacher_states(self, objective: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """The teacher's last hidden states over a batch and its head."""
-        return last_hidden(self.teacher, batch), read_head(find_head(self.teacher))
-
-    # -------------------------------------------------------- the same tokens
-
-    def reads(self, batch: Mapping[str, Any]) -> list[tuple[Any, dict[str, torch.Tensor]]]:
-        """Every model with the ids and positions that it should get of a batch."""
-        wanted = {name: batch[name] for name in ("input_ids", "position_ids")}
-        return [(model, wanted) for model in self.models]
-
-    def same_tokens(self, columns: int, batch: Mapping[str, Any]) -> Verdict:
-        """Whether each id means the same to all, in words."""
-        largest = int(batch["input_ids"].max())
-        if largest >= columns:
-            return False, f"id {largest} has no column among {columns:,}"
-        if self.tokenizers is None:
-            return True, "same ids and positions; no tokenizer, the data are random tokens"
-        own, rows = self.tokenizers[-1], self._head_rows()
-        verdicts = [
-            compare(tokenizer, own, there, rows[-1])
-            for tokenizer, there in zip(self.tokenizers[:-1], rows[:-1], strict=True)
-        ]
-        told = next((verdict for verdict in verdicts if not verdict.compatible), verdicts[0])
-        return told.compatible, f"same ids and positions; {told}"
-
-    def _head_rows(self) -> list[int]:
-        return [len(find_head(model).linear.weight) for model in self.models]  # type: ignore[arg-type]
-
-    def decoders(self, batch: Mapping[str, Any]) -> list[tuple[Any, dict[str, torch.Tensor]]]:
-        """As `reads`, with each model's decoder."""
-        return [(decoder_of(bare(model)), wanted) for model, wanted in self.reads(batch)]
-
-    # -------------------------------------------------------------- elsewhere
-
-    def told(self) -> dict[str, Any]:
-        """What another process must be told beside models, rows and loss."""
-        return {}
-
-    @classmethod
-    def retold(cls, told: Mapping[str, Any], teachers: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """In that process: the teacher, and what else it was told, as arguments."""
-        return teachers[0], {}
-
-
-def worst_of(losses: Sequence[torch.Tensor]) -> float:
-    """The largest size; NaN where one is."""
-    return torch.stack(list(losses)).abs().max().item()
-
-
-def bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each document of a packed row begins and ends."""
-    starts = [index for index, position in enumerate(positions) if position == 0]
-    return list(zip(starts, [*starts[1:], len(positions)], strict=True))
-
-
-def first_learned(document: Row) -> int | None:
-    """The first place whose label is learned."""
-    return next((at for at, label in enumerate(document["labels"]) if label != IGNORE), None)
-
-
-def cut_at(first: int, tokens: int) -> int:
-    """Where a document ends that is cut around what is learned from `first` on."""
-    return max(tokens // 2, min(first + tokens // 4, 8 * tokens))
+        """The least divergence of any token, by any of the divergences."""
+        results = self.token_losses(terms=self.divergences)
+        return torch.stack([figures[:, 0].min() for figures in results]).min().item()

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
+from distill.data.labels import IGNORE_INDEX
+from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
-
-IGNORED = -100
 
 
 class HeldOut(NamedTuple):
@@ -75,7 +75,7 @@ def gap_closed(before: HeldOut, after: HeldOut) -> float:
 
 def evaluate(
     student: nn.Module,
-    teacher: nn.Module | None,
+    teacher: nn.Module | Teacher,
     rows: Sequence[Any],
     *,
     collator: Callable[[list[Any]], dict[str, torch.Tensor]] | None = None,
@@ -90,7 +90,7 @@ def evaluate(
 
     Args:
         student: Bare, inside PEFT, or (with `objective`) wrapped by DDP or FSDP.
-        teacher: On the student's device; None with an `objective` that needs none.
+        teacher: On the student's device: a causal language model, or any other kind of teacher.
         rows: A data set of `input_ids`, `labels` (not shifted, -100 where nothing is learned), `position_ids`.
         collator: Makes a batch of rows; None for the objective's around `Collator`.
         batch_size: Rows at a time.
@@ -155,7 +155,7 @@ def _sums(
         batch = collator([rows[number] for number in range(start, min(start + batch_size, len(rows)))])
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         output = student(**objective.compare(inputs, num_items=1))
-        trained = (inputs["labels"][:, 1:] != IGNORED).sum().double()[None]
+        trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double()[None]
         sums += torch.cat([output["statistics"].double(), trained]) * mine
     if distributed:
         torch.distributed.all_reduce(sums)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from distill.evaluation.samples import encode_prompt
+from distill.generation.answers import encode_prompt
 from distill.generation.engines import as_asked, end_tokens
 
 

@@ -19,7 +19,8 @@ from distill.evaluation.bootstrap import intervals
 from distill.evaluation.evaluate import as_trained, figures_of
 from distill.evaluation.judge import FIGURES, Judgement
 from distill.teachers.cross.alignment import Shared
-from distill.teachers.cross.objective import CrossObjective
+from distill.teachers.cross.teacher import CrossTeacher
+from distill.teachers.objective import DistillationObjective
 
 
 @torch.no_grad()
@@ -50,7 +51,7 @@ def judge_spans(
     modes = [(model, model.training) for model in (student, teacher)]
     student.eval(), teacher.eval()
     device = next(student.parameters()).device
-    objective = CrossObjective(teacher, student, shared=shared)
+    objective = DistillationObjective(CrossTeacher(teacher, shared), student)
     objective.loss = objective.held_out_loss()
     collate = objective.collator(Collator(0))
     sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))

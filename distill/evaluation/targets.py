@@ -13,7 +13,11 @@ from distill.data.load import columns_of, load_data
 from distill.data.sources import open_source
 from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.models.vocabulary import compare
-from distill.recipe import Data, Recipe, Student, Teacher, Validation, load
+from distill.recipe import Data, ModelSection, Recipe, Student, Teacher, Validation, load
+from distill.recipe.compatibility import require_command
+from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.measure import KL, Measure
+from distill.teachers.registry import measure_of, source_of
 
 
 class Target(NamedTuple):
@@ -69,15 +73,28 @@ def its_teacher(target: Target, teacher: str | None) -> Teacher:
         raise ValueError(
             f"--teacher: needed with a model; a run knows its own, and there is none at {target.student.model}"
         )
-    if target.recipe.teachers:
-        names = ", ".join(str(one.model) for one in target.recipe.teachers)
-        raise ValueError(f"--teacher: this run had several teachers; name the one to compare with ({names})")
-    section = target.recipe.teacher
-    if section.is_cached:
-        if section.model is None:
-            raise ValueError("--teacher: this run read its teacher from a cache; name the model that made it")
-        section = section.model_copy(update={"type": "model", "path": None})
-    return section
+    require_command(target.recipe, "eval")
+    if not target.recipe.teacher.is_cached:
+        return target.recipe.teacher
+    try:
+        return section_to_load(target.recipe)
+    except ValueError:
+        raise ValueError("--teacher: this run read its teacher from a cache; name the model that made it") from None
+
+
+def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:
+    """The model whose tokenizer the teacher has."""
+    if teacher is not None or target.recipe is None:
+        return its_teacher(target, teacher)
+    return source_of(target.recipe).tokenizer_section
+
+
+def measure_of_target(target: Target, teacher: str | None) -> Measure:
+    """What the student is compared by: the teacher is loaded here, also that of a run from a cache."""
+    if target.recipe is None:
+        return KL
+    alone = {"teacher": its_teacher(target, teacher), "teachers": []}
+    return measure_of(target.recipe.model_copy(update=alone))
 
 
 def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> Any:
@@ -114,10 +131,11 @@ def takes_shards(target: Target, teacher: str | None, processes: int, batch_size
 
 def knows_one_teacher(target: Target) -> bool:
     """Whether `load_its_teacher` needs no name."""
-    recipe = target.recipe
-    return (
-        recipe is not None and not recipe.teachers and not (recipe.teacher.is_cached and recipe.teacher.model is None)
-    )
+    try:
+        its_teacher(target, None)
+    except ValueError:
+        return False
+    return True
 
 
 def held_out_rows(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distill.data.packing import IGNORED
+from distill.data.labels import IGNORE_INDEX
 
 Row = dict[str, list[int]]
 
@@ -35,7 +35,7 @@ class Document:
     def prompt(self) -> list[int]:
         """What stands before the last stretch that is learned: of several answers of a chat, the last is given anew."""
         end = len(self.labels)
-        while end > 0 and self.labels[end - 1] != IGNORED:
+        while end > 0 and self.labels[end - 1] != IGNORE_INDEX:
             end -= 1
         return self.ids[:end]
 
@@ -46,7 +46,7 @@ class Document:
 
     def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> Document:
         """The document with another answer, which alone is learned."""
-        return Document([*prompt, *answer], [IGNORED] * len(prompt) + list(answer), self.row)
+        return Document([*prompt, *answer], [IGNORE_INDEX] * len(prompt) + list(answer), self.row)
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
@@ -63,7 +63,8 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     found = []
     for row, first in enumerate(starts):
         for start, end in zip(first, [*first[1:], len(ids[row])], strict=True):
-            while end > start and labels[row][end - 1] == IGNORED:  # padding, or what follows an answer in a template
+            # padding, or what follows an answer in a template
+            while end > start and labels[row][end - 1] == IGNORE_INDEX:
                 end -= 1
             if end > start:
                 found.append(Document(ids[row][start:end], labels[row][start:end], row))

@@ -211,16 +211,12 @@ def on_policy_of(
         sharded: The student will be sharded over the processes.
 
     Raises:
-        ValueError: data without prompts, a teacher that cannot judge new words, a sharded student, vLLM absent.
+        ValueError: data without prompts, a sharded student, vLLM absent.
     """
     section = recipe.data.on_policy
     if section is None or section.fraction == 0:
         return None
     require_prompts(recipe, tokenizer, format)
-    if recipe.teacher.path is not None:
-        raise ValueError("data.on_policy: a cached teacher has not read what the student will say; give teacher.model")
-    if recipe.student.vocabulary == "cross":
-        raise ValueError("data.on_policy: not with student.vocabulary: cross, whose batches hold each text twice")
     if sharded:
         raise ValueError(
             "data.on_policy: a student sharded by FSDP cannot generate here; set parallel.strategy: ddp, or train LoRA"

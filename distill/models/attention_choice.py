@@ -12,7 +12,6 @@ taken.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
+from distill.core.files import write_json
 from distill.core.ranks import is_first
 from distill.models import attention
 from distill.recipe import Recipe
@@ -65,12 +65,9 @@ class AttentionChoices:
         return str(self.found[place]["backend"])
 
     def write(self, folder: Path) -> None:
-        """Put what was found into the run's folder; nothing where nothing was timed."""
-        if not self.found:
-            return
-        beside = folder / f"{ATTENTION_FILE}.unfinished"
-        beside.write_text(json.dumps(self.found, indent=1), encoding="utf-8")
-        os.replace(beside, folder / ATTENTION_FILE)
+        """Put the choices into the run's folder; nothing where nothing was timed."""
+        if self.found:
+            write_json(folder / ATTENTION_FILE, self.found)
 
 
 def read_choices(folder: Path) -> dict[str, Any]:

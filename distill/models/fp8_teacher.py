@@ -1,9 +1,4 @@
-"""A teacher in fp8, and what that costs: the divergence between the teacher before and after, on one real batch.
-
-`teacher.dtype: fp8` loads the teacher in bf16 and quantises its linear layers, but not its head, once the run's own
-batches exist to measure the damage on. The figure is printed beside the student's own divergence: a teacher that moves
-by a hundredth of what the student has to learn is worth its speed, one that moves by half of it is not.
-"""
+"""A model whose linear layers, but not its head, are in fp8: made so, or read so a layer at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ import torch
 from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
 from torch import nn
 
+from distill.models.head import bare
 from distill.models.load import load_teacher
 from distill.models.pruning import find_layers
 from distill.recipe import Teacher
@@ -41,3 +37,12 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
 def is_quantised(model: nn.Module) -> bool:
     """Whether some linear layers of `model` are in fp8 already."""
     return any(isinstance(module, Fp8Linear) for module in model.modules())
+
+
+def quantise(model: nn.Module) -> int:
+    """Put the linear layers but the head into fp8, in place; how many.
+
+    Raises:
+        ValueError: the model has no linear layer whose sizes divide by 16.
+    """
+    return len(swap_linears_for_fp8(bare(model)))

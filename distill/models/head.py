@@ -9,7 +9,7 @@ that a model with a twist nobody told us about is refused instead of being train
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class HeadWeights(NamedTuple):
     lora: tuple[torch.Tensor, torch.Tensor, float] | None
 
 
-class LogitShape(NamedTuple):
+class LogitTransform(NamedTuple):
     """How logits follow from the head's product: `softcap * tanh(scale * product / softcap)`, no cap if None."""
 
     scale: float = 1.0
@@ -168,8 +168,20 @@ def call_head(head: Head, hidden: torch.Tensor, compute: Callable[[torch.Tensor,
     return call_inside(head.module, lambda inside: compute(inside, read_head(head)), hidden, owner=head.owner)
 
 
+def last_hidden(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    """A frozen model's last hidden states for a batch, [B, S, hidden], without a graph.
+
+    `use_cache=False` matters: with a cache, packed documents would attend to each other.
+    """
+    body = {key: value for key, value in batch.items() if key not in ("labels", "valid_rows") and value is not None}
+    # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
+    decoder = decoder_of(model)
+    with torch.no_grad() if hasattr(decoder, "unshard") else torch.inference_mode():
+        return decoder(**body, use_cache=False).last_hidden_state
+
+
 @torch.no_grad()
-def probe_logits(model: nn.Module, role: str) -> LogitShape:
+def probe_logits(model: nn.Module, role: str) -> LogitTransform:
     """Find the scale and soft cap between `model`'s head and its logits, and prove them on four tokens.
 
     Costs two forward passes over four tokens. A sharded model is read through its wrappers, on all processes.
@@ -241,7 +253,7 @@ def _product(hidden: torch.Tensor, head: HeadWeights) -> torch.Tensor:
     return product
 
 
-def _candidates(config: Any) -> list[LogitShape]:
+def _candidates(config: Any) -> list[LogitTransform]:
     """Readings of a configuration, the likeliest first. `logits_scaling` divides in Granite, multiplies elsewhere."""
     softcap = getattr(config, "final_logit_softcapping", None)
     scales = []
@@ -251,8 +263,8 @@ def _candidates(config: Any) -> list[LogitShape]:
         if scale := getattr(config, field, None):
             scales.append(float(scale))
     scales = [scale for scale in scales if isinstance(scale, float)] + [1.0]
-    shapes = [LogitShape(scale, softcap) for scale in scales]
-    return shapes + ([LogitShape(scale) for scale in scales] if softcap is not None else [])
+    shapes = [LogitTransform(scale, softcap) for scale in scales]
+    return shapes + ([LogitTransform(scale) for scale in scales] if softcap is not None else [])
 
 
 def _name(module: nn.Module) -> str:

@@ -10,12 +10,9 @@ False): with a cache, packed documents would attend to each other.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from distill.core.files import replacing_folder
 from distill.models.adapters import add_lora, load_and_merge, merged
 from distill.models.attention import keep_soft_cap
 from distill.models.offload import offload_layers
@@ -45,7 +43,6 @@ from distill.models.source import ModelSource, loading, remote_arguments, resolv
 from distill.recipe import ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
-from distill.teachers.cache.format import TEACHER, TOKENIZER, maker_of, stored_folder
 
 __all__ = [
     "load_config",
@@ -64,19 +61,16 @@ TEACHER_SEED, STUDENT_SEED = 0, 1
 def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedTokenizerBase:
     """The tokenizer that comes with `section.model` (with `section.config` where `model` is not given).
 
-    A tokenizer without a padding token pads with its end-of-sequence token. A cached teacher's lies in its cache.
+    A tokenizer without a padding token pads with its end-of-sequence token.
 
     Raises:
         ValueError: there is none, or it cannot be reached.
     """
     spec = section.model or section.config
-    if isinstance(section, Teacher) and section.path is not None:
-        spec = stored_folder(section.path, TOKENIZER)
-        source = ModelSource(spec)
-    elif spec is None:
+    if spec is None:
         raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
-    else:
-        source = resolve_model_source(spec, f"{field}.model")
+    alone = (Path(spec) / "tokenizer_config.json").is_file()  # a folder of a tokenizer needs no model beside it
+    source = ModelSource(spec) if alone else resolve_model_source(spec, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
@@ -96,7 +90,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
 def load_teacher(
     section: Teacher, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """The teacher on `device`: eval mode, no gradients, its adapter merged. Of a cache, the model that made it.
+    """The teacher on `device`: eval mode, no gradients, its adapter merged.
 
     With `section.offload` its layers stay in host memory and travel to `device` when they are called.
 
@@ -109,8 +103,6 @@ def load_teacher(
     Raises:
         ValueError: naming the field, what was expected and what came.
     """
-    if section.path is not None:
-        section = maker_of(section)
     device = torch.device(device)
     dtype = dtype or _named_dtype(section.dtype)
     model = _load(section, "teacher", torch.device("cpu") if section.offload else device, dtype, TEACHER_SEED)
@@ -143,7 +135,7 @@ def load_student(
         ValueError: naming the field, what was expected and what came.
     """
     device, dtype = torch.device(device), dtype or _named_dtype(section.dtype)
-    if section.init == "random" or section.from_teacher is None:
+    if not section.is_cut:
         student = _load(section, "student", device, dtype, STUDENT_SEED)
     else:
         if teacher is None:
@@ -175,7 +167,7 @@ def kept_layers(section: Student, teacher: PreTrainedModel) -> list[int]:
 
 
 def load_config(section: ModelSection, field: str) -> Any:
-    """The configuration that `section` tells: of `config` for random weights, of the cache, else of `model`.
+    """The configuration that `section` tells: of `config` for random weights, else of `model`.
 
     Raises:
         ValueError: there is none, or it is not one that transformers knows.
@@ -188,8 +180,6 @@ def load_config(section: ModelSection, field: str) -> Any:
             return AutoConfig.for_model(values.pop("model_type"), **values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{field}.config: {path} is not a model configuration: {error}") from error
-    if isinstance(section, Teacher) and section.path is not None:
-        return AutoConfig.from_pretrained(stored_folder(section.path, TEACHER))
     assert section.model is not None
     source = resolve_model_source(section.model, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
@@ -297,7 +287,7 @@ def save_student(
     if is_lora and state_dict is not None:
         raise ValueError("state_dict: a LoRA student is merged from its own weights; gather them into the model first")
     plain = merged(model) if is_lora else model
-    with _appearing(folder) as unfinished:
+    with replacing_folder(folder, over=True) as unfinished:
         used, plain.config.use_cache = plain.config.use_cache, True
         try:
             plain.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
@@ -306,18 +296,6 @@ def save_student(
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
     if is_lora:
-        with _appearing(folder.parent / "adapter") as unfinished:
+        with replacing_folder(folder.parent / "adapter", over=True) as unfinished:
             model.save_pretrained(unfinished)
     return folder
-
-
-@contextlib.contextmanager
-def _appearing(folder: Path) -> Any:
-    """A folder to write into that takes its name at the end, so that a crash leaves nothing half-written."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    yield unfinished
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(unfinished, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -52,13 +53,7 @@ NO_WORK = Work(0.0, 0.0, 0.0)
 
 
 def work_of(model: nn.Module, *, trains: bool) -> Work | None:
-    """The FLOPs of `model` by the formulas above; None for a mixture of experts, whose active share is unknown here.
-
-    Of several teachers (`members`) the sum.
-    """
-    if members := getattr(model, "members", None):
-        works = [work_of(member, trains=trains) for member in members]
-        return None if None in works else Work(*map(sum, zip(*works, strict=True)))
+    """The FLOPs of `model` by the formulas above; None for a mixture of experts, whose active share is unknown here."""
     model = as_built(model)
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
@@ -78,7 +73,21 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
     )
 
 
+def total_work(works: Iterable[Work | None]) -> Work | None:
+    """The sum; None where one is not known."""
+    known = list(works)
+    return None if None in known else Work(*(sum(part) for part in zip(NO_WORK, *known, strict=True)))
+
+
 def parameters_of(model: nn.Module) -> tuple[int, int]:
     """All parameters (tied ones once) and those that are trained."""
     parameters = list(as_built(model).parameters())
     return sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+
+
+def count_text(number: int) -> str:
+    """A number of parameters for people: 1.24 B, 134.5 M."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.2f} {unit}" if unit == "B" else f"{number / size:.1f} {unit}"
+    return str(number)

@@ -15,90 +15,49 @@ from __future__ import annotations
 import torch
 
 from distill.core.units import GIB
-from distill.models.precision import Precision, resolve_precision
-from distill.models.shape import USABLE, Shape, shape_of
 from distill.models.sharding import ALONE, Sharing
-from distill.planning.memory import gathered_teacher
-from distill.planning.sharing import SHARDED_FP8
-from distill.planning.teacher_weights import on_device
+from distill.planning.situation import Situation
 from distill.recipe import FromTeacher, Recipe, Student
-from distill.recipe import Teacher as TeacherSection
 from distill.teachers.cache.encode import CHUNK_ELEMENTS
+from distill.teachers.cache.teacher import section_to_load
 
 BYTES_A_LOGIT = 48
 
 
-def loaded_section(section: TeacherSection) -> TeacherSection:
-    """The section of a cached teacher as one to load; any other as it is.
-
-    Raises:
-        ValueError: it does not say whose words the cache holds.
-    """
-    if not section.is_cached:
-        return section
-    if section.model is None and section.init != "random":
-        raise ValueError("teacher.model: expected the teacher to run over the data beside type: cache, came none")
-    return section.model_copy(update={"type": "model", "path": None})
-
-
-def caching_memory(
-    recipe: Recipe,
-    teacher: Shape,
-    student: Shape,
-    precision: Precision,
-    *,
-    batch_size: int | None = None,
-    world: int = 1,
-    sharded: bool = False,
-) -> float:
+def caching_memory(situation: Situation, batch_size: int | None = None, *, sharded: bool = False) -> float:
     """Bytes on each device while the recipe's teacher is cached.
 
     Args:
-        recipe: its teacher is one to load.
-        teacher, student: from `shape_of`.
-        precision: from `resolve_precision`.
+        situation: its teacher is one to load.
         batch_size: rows at a time; None for the recipe's.
-        world: devices.
-        sharded: whether they hold shards of one teacher.
+        sharded: whether the devices hold shards of one teacher.
     """
-    size = precision.teacher.itemsize
-    held = on_device(recipe.teacher, teacher, precision)
+    recipe, (teacher, *_) = situation.recipe, situation.source.shapes()
+    size, footprint = situation.precision.teacher.itemsize, situation.footprint(sharded)
+    weights = footprint.weights
     if sharded:
-        held = min(held, held / world + gathered_teacher(teacher, precision)) + teacher.head * size
+        weights = min(weights, weights / situation.world + footprint.gathered) + teacher.head * size
     tokens = (batch_size or recipe.train.batch_size) * recipe.data.max_length
     forward = tokens * size * (4 * teacher.hidden + 2 * (teacher.query + teacher.key_value) + 3 * teacher.intermediate)
     encoding = min(CHUNK_ELEMENTS["cuda"], tokens * teacher.vocabulary) * BYTES_A_LOGIT
-    return held + student.parameters * precision.student.itemsize + forward + encoding
+    student = situation.student.shape.parameters * situation.precision.student.itemsize
+    return weights + student + forward + encoding
 
 
-def share_caching(
-    recipe: Recipe,
-    teacher: Shape,
-    student: Shape,
-    precision: Precision,
-    *,
-    usable: float,
-    world: int,
-    batch_size: int | None = None,
-) -> Sharing:
-    """Whether `world` devices with `usable` bytes each hold copies or shards, by arithmetic alone; as asked for first.
+def share_caching(situation: Situation, batch_size: int | None = None, other_bytes: float = 0.0) -> Sharing:
+    """Whether the devices hold copies or shards, by arithmetic alone; as asked for first.
 
     Args:
-        recipe: its teacher is one to load.
-        teacher, student, precision, batch_size: as `caching_memory` takes them.
-        usable: bytes of one device that caching may take.
-        world: devices.
+        situation: its teacher is one to load.
+        batch_size: rows at a time; None for the recipe's.
+        other_bytes: of each device that something else takes.
     """
-    copied, sharded = (
-        caching_memory(recipe, teacher, student, precision, batch_size=batch_size, world=world, sharded=way)
-        for way in (False, True)
-    )
+    usable, world = situation.usable - other_bytes, situation.world
+    copied, sharded = (caching_memory(situation, batch_size, sharded=way) for way in (False, True))
     if world == 1:
         return ALONE._replace(fits=copied <= usable, why=f"{copied / GIB:.1f} GiB")
-    asked = recipe.parallel.teacher
-    if recipe.teacher.offload is not None or recipe.teacher.dtype == "int8":
-        asked = "copied"
-    in_shards = asked == "sharded" or (asked == "auto" and copied > usable)
+    teachers = situation.recipe.parallel.teacher if situation.source.shardable else "copied"
+    in_shards = teachers == "sharded" or (teachers == "auto" and copied > usable)
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs caching takes {copied / GIB:.1f} with a copy of the "
         f"teacher, {sharded / GIB:.1f} with a shard"
@@ -107,7 +66,7 @@ def share_caching(
 
 
 def plan_caching(
-    recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None, kept_tokens: int = 0
+    recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None, cached_tokens: int = 0
 ) -> Sharing:
     """How the processes of `distill cache` hold the teacher.
 
@@ -118,28 +77,22 @@ def plan_caching(
         device: of this process.
         world: processes.
         batch_size: rows at a time; None for the recipe's.
-        kept_tokens: whose keys and values are kept beside, where the teacher generates.
+        cached_tokens: whose keys and values are kept beside, where the teacher generates.
 
     Raises:
-        ValueError: an fp8 teacher that would have to be sharded.
+        ValueError: a teacher that would have to be sharded and cannot.
     """
-    from distill.models.meta import meta_models
-
     if world == 1:
         return ALONE
     if device.type != "cuda":
-        found = Sharing("ddp", recipe.parallel.teacher == "sharded", True, "as asked for")
-    else:
-        teacher, student = (shape_of(model) for model in meta_models(recipe))
-        usable = USABLE * torch.cuda.get_device_properties(device).total_memory
-        precision = resolve_precision(recipe, device)
-        usable -= kept_tokens * 2 * teacher.layers * teacher.key_value * precision.teacher.itemsize
-        found = share_caching(recipe, teacher, student, precision, usable=usable, world=world, batch_size=batch_size)
-    if found.teacher_sharded and recipe.teacher.dtype == "fp8":
-        if recipe.parallel.teacher == "sharded":
-            raise ValueError("teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
-        raise ValueError(f"teacher.dtype: {SHARDED_FP8} ({found.why}); use bfloat16")
-    return found
+        return Sharing("ddp", recipe.parallel.teacher == "sharded", True, "as asked for")
+    situation = Situation.here(recipe, device, world)
+    (teacher, *_) = situation.source.shapes()
+    kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * situation.precision.teacher.itemsize
+    sharing = share_caching(situation, batch_size, kv_cache)
+    for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded):
+        raise ValueError(f"{problem} ({sharing.why})")
+    return sharing
 
 
 def asked_in_shards(
@@ -148,7 +101,7 @@ def asked_in_shards(
     world: int,
     *,
     batch_size: int,
-    kept_tokens: int = 0,
+    cached_tokens: int = 0,
     alone: bool = False,
 ) -> bool:
     """Whether other commands that ask the recipe's teacher over `world` processes hold it in shards, as caching would.
@@ -156,27 +109,25 @@ def asked_in_shards(
     They load a teacher of `teacher.dtype: fp8` in 16 bits.
 
     Args:
-        recipe, device, world, batch_size, kept_tokens: as `plan_caching` takes them.
+        recipe, device, world, batch_size, cached_tokens: as `plan_caching` takes them.
         alone: no student is loaded beside.
     """
     if world <= 1 or recipe.parallel.teacher == "copied":
         return False
-    section = loaded_section(recipe.teacher)
+    section = section_to_load(recipe)
     if section.dtype == "fp8":
         section = section.model_copy(update={"dtype": "auto"})
     student = Student(from_teacher=FromTeacher(layers=1)) if alone else recipe.student
     recipe = recipe.model_copy(update={"teacher": section, "student": student})
-    return plan_caching(recipe, device, world, batch_size, kept_tokens).teacher_sharded
+    return plan_caching(recipe, device, world, batch_size, cached_tokens).teacher_sharded
 
 
-def what_caching_takes(
-    recipe: Recipe, teacher: Shape, student: Shape, precision: Precision, *, memory_bytes: int, world: int
-) -> str:
+def what_caching_takes(situation: Situation) -> str:
     """In words, for the check of a recipe whose cache is still to be made."""
-    usable = USABLE * memory_bytes
-    recipe = recipe.model_copy(update={"teacher": loaded_section(recipe.teacher)})
-    found = share_caching(recipe, teacher, student, precision, usable=usable, world=world)
-    needed = caching_memory(recipe, teacher, student, precision, world=world, sharded=found.teacher_sharded)
-    held = "the teacher in shards" if found.teacher_sharded else "the teacher whole"
-    fits = "" if found.fits else ", more than there are"
-    return f"{needed / GIB:.1f} GiB on each GPU meanwhile, {held}{fits}"
+    recipe = situation.recipe
+    situation = situation.of(recipe.model_copy(update={"teacher": section_to_load(recipe)}))
+    sharing = share_caching(situation)
+    needed = caching_memory(situation, sharded=sharing.teacher_sharded)
+    teacher = "the teacher in shards" if sharing.teacher_sharded else "the teacher whole"
+    fits = "" if sharing.fits else ", more than there are"
+    return f"{needed / GIB:.1f} GiB on each GPU meanwhile, {teacher}{fits}"

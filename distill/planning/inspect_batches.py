@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-IGNORED = -100
+from distill.data.labels import IGNORE_INDEX
+
 LONGEST_CHARACTER = 4  # tokens
 
 
@@ -35,7 +36,7 @@ def tokens_of(row: dict[str, Any], tokenizer: Any, shades: Sequence[float | None
     texts = [f"{token} " for token in ids] if tokenizer is None else _texts(ids, tokenizer)
     found = []
     for place, (token, label, position) in enumerate(zip(ids, row["labels"], row["position_ids"], strict=True)):
-        state = "read" if label == IGNORED else "learned"
+        state = "read" if label == IGNORE_INDEX else "learned"
         found.append(Token(texts[place], token, state, position == 0, shades[place] if shades else None))
     return found
 
@@ -111,5 +112,5 @@ def shade_rows(rows: Sequence[dict[str, Any]], by: str, teacher: Any, student: A
             log_p, log_q = log_p[:, :columns].log_softmax(-1), log_q[:, :columns].log_softmax(-1)
             values = (log_p.exp() * (log_p - log_q)).sum(-1)
         found = [None, *values[:-1].tolist()]
-        shaded.append([v if label != IGNORED else None for v, label in zip(found, row["labels"], strict=True)])
+        shaded.append([v if label != IGNORE_INDEX else None for v, label in zip(found, row["labels"], strict=True)])
     return shaded

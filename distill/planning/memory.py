@@ -5,7 +5,7 @@ residual stream (the embedding's dtype), H the hidden size, A heads x head width
 MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps a cast copy of its own input
 (our LoRA layers keep none):
 
-    teacher         parameters x bytes of its dtype; fewer in 8 bits and offloaded (`teacher_weights.py`)
+    teacher         parameters x bytes of its dtype; fewer in 8 bits and offloaded (`teachers/model.py`)
     student         parameters x w, gradients trained x w, AdamW states 2 x trained x w (or of their own dtype)
     activations     N L (2 r H norms' inputs + c (q + g) H normed inputs + c (3 A + 2 K) attention + 3 c I MLP), q = 3
                     and g = 2 under autocast, else 1 and 1; 2 c I for an MLP without gate; row statistics in fp32
@@ -24,21 +24,17 @@ the allocator's fragments take comes on top, and is why a device counts as full 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.losses.plan import plan_chunks
 from distill_kernels.losses.projection import TILE
 
-from distill.models.precision import Precision
-from distill.models.shape import USABLE, Shape
+from distill.models.shape import Shape
+from distill.planning.situation import Situation
 from distill.planning.steps import FUSED
-from distill.planning.teacher_weights import on_device
-from distill.recipe import Recipe, Teacher
-from distill.teachers.cache.format import DTYPES, MANIFEST, read_json
-from distill.teachers.cache.settings import Settings
-from distill.teachers.cross.loss import CHUNK_SHARE
+from distill.recipe import Recipe
+from distill.teachers.losses import is_soft
 
 LOADING = "loading of the teacher"
 # bytes of optimizer state per trained weight, in units of the weight's own bytes, by a part of the optimizer's name
@@ -78,77 +74,26 @@ def layer_activations(shape: Shape, *, compute: int, residual: int, autocast: bo
     )
 
 
-def gathered_teacher(teacher: Shape, precision: Precision) -> float:
-    """Bytes of a sharded teacher that are whole at once: a layer and the next one, or the head."""
-    return max(2 * teacher.linear / teacher.layers, teacher.head) * precision.teacher.itemsize
-
-
-def loaded_whole(teacher: Shape, student: Shape, precision: Precision) -> float:
-    """Bytes of a teacher as it is loaded, before it is quantised, beside the student."""
-    adapters = student.trained if student.rank else 0
-    held = (student.parameters - adapters) * precision.student.itemsize + 4 * adapters
-    return float(teacher.parameters * precision.teacher.itemsize + held)
-
-
-class Signal(NamedTuple):
-    """What the loss gets of the teacher.
-
-    Attributes:
-        token_bytes: held for each token of a micro-batch.
-        logits: whether the teacher's logits are made beside the student's.
-        weights: bytes on each GPU.
-    """
-
-    token_bytes: float
-    logits: bool
-    weights: float
-
-
-def signal_of(section: Teacher, teacher: Shape, precision: Precision) -> Signal:
-    """Of a loaded teacher its hidden states; of a cache what is stored there, or will be by default."""
-    width = precision.teacher.itemsize
-    if not section.is_cached:
-        return Signal(width * teacher.hidden, True, on_device(section, teacher, precision))
-    stored = read_json(Path(section.path or "").expanduser() / MANIFEST) or Settings().checked()._asdict()
-    number = DTYPES[stored["dtype"]].itemsize
-    if stored.get("kind") == "hidden":
-        return Signal(2 * number * teacher.hidden, True, float(teacher.head * number))
-    return Signal(stored["k"] * ((4 + number) + (4 + 4)), False, 0.0)  # ids in int32; at their positions in fp32
-
-
-def step_memory(
-    recipe: Recipe,
-    teacher: Shape,
-    student: Shape,
-    precision: Precision,
-    *,
-    memory_bytes: int,
-    accumulation: int,
-    world: int = 1,
-    sharded: bool = False,
-    teacher_sharded: bool = False,
-) -> Memory:
+def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded: bool = False) -> Memory:
     """Memory of each GPU in a training step with our kernels.
 
     Args:
-        recipe: batch size, length, checkpointing, loss and optimizer are read from it.
-        teacher, student: From `shape_of`, the student with its adapters.
-        precision: From `resolve_precision`.
-        memory_bytes: The device's, which the loss's workspace depends on.
-        accumulation: Micro-batches a step on a device.
-        world: Devices.
+        situation: what is planned.
         sharded: FSDP: weights, gradients and states of the student are divided by the devices.
         teacher_sharded: The teacher's weights are too, and gathered a layer at a time.
     """
+    recipe, precision, world = situation.recipe, situation.precision, situation.world
+    student, teacher = situation.student.shape, situation.footprint(teacher_sharded)
+    columns = min(student.vocabulary, *(shape.vocabulary for shape in situation.source.shapes()))
+    accumulation = situation.accumulation
     tokens = recipe.train.batch_size * recipe.data.max_length
     compute, weight = precision.compute.itemsize, precision.student.itemsize
     lora = student.rank > 0
     autocast = precision.autocast is not None
     trained_bytes = 4 if lora else weight
     share = world if sharded else 1
-    soft = any(term.weight > 0 and term.type != "cross_entropy" for term in recipe.loss.terms)
-    signal = signal_of(recipe.teacher, teacher, precision)
-    models = 2 if soft and signal.logits else 1
+    soft = is_soft(recipe.loss)
+    models = 2 if soft and teacher.logits else 1
 
     weights = ((student.parameters - student.trained * lora) * weight + student.trained * trained_bytes * lora) / share
     gradients = student.trained * trained_bytes / share
@@ -172,30 +117,26 @@ def step_memory(
     stream = tokens * weight * student.hidden
     checkpointed = recipe.train.gradient_checkpointing
     activations = stream * student.layers if checkpointed else one_layer * student.layers
-    activations += 2 * stream + tokens * signal.token_bytes * soft
+    activations += 2 * stream + tokens * teacher.token_bytes * soft
     again = one_layer if checkpointed else 0.0
     # gradients inside one layer: of the MLP's three wide tensors, and of the stream
     inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
     copies = 0.0 if lora or not autocast else student.linear * compute / share
 
     head_trained = not lora
-    columns = min(student.vocabulary, teacher.vocabulary) if soft else student.vocabulary
+    columns = columns if soft else student.vocabulary
     head_gradient = student.head * weight if head_trained else 0.0
-    if recipe.student.vocabulary == "cross":
-        workspace = memory_bytes / CHUNK_SHARE * 24  # about six fp32 copies of a chunk, as CrossTokenizerLoss cuts it
-        head_gradient *= 4 / weight if autocast else 1.0  # it adds up in float32
+    if teacher.workspace is not None:
+        workspace = teacher.workspace
     else:
-        workspace = _workspace(tokens, columns, precision, int(head_gradient), memory_bytes, models)
+        workspace = _workspace(situation, tokens, columns, int(head_gradient), models)
+    if teacher.wide_head_gradient and autocast:
+        head_gradient *= 4 / weight
     if autocast:
         workspace += student.head * compute
-    teacher_weights = signal.weights
-    loading = 0.0
-    if recipe.teacher.dtype == "fp8":  # one byte for what is in linear layers, whose head stays as it was
-        # it is loaded whole, and quantised when both models are there; a layer at a time where that does not fit
-        loading = loaded_whole(teacher, student, precision)
-        loading = loading if loading <= USABLE * memory_bytes else 0.0
+    teacher_weights = teacher.weights
     if teacher_sharded:
-        teacher_weights = min(teacher_weights, teacher_weights / world + gathered_teacher(teacher, precision))
+        teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
     rollouts = _rollout_cache(recipe, student, compute)
     held = teacher_weights + weights + states + buckets + rollouts
     kept = gradients if accumulation > 1 else 0.0
@@ -222,8 +163,8 @@ def step_memory(
     if rollouts:
         parts["cache of rollouts"] = rollouts
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
-    if loading:
-        moments[LOADING] = loading
+    if teacher.loading:
+        moments[LOADING] = teacher.loading
     return Memory(
         parts,
         moments,
@@ -239,14 +180,13 @@ def _rollout_cache(recipe: Recipe, student: Shape, compute: int) -> float:
     return 1.5 * section.batch_size * recipe.data.max_length * 2 * student.layers * student.key_value * compute
 
 
-def _workspace(
-    rows: int, columns: int, precision: Precision, head_gradient: int, memory_bytes: int, models: int
-) -> float:
+def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int, models: int) -> float:
+    precision = situation.precision
     narrow = precision.student != torch.float32
     logit = 4 if precision.compute == torch.float32 else 2
     plan: Any = plan_chunks(
-        rows, columns, logit_bytes=logit, models=models, weight_bytes=head_gradient, memory_bytes=memory_bytes,
-        narrow_weight=narrow,
+        rows, columns, logit_bytes=logit, models=models, weight_bytes=head_gradient,
+        memory_bytes=situation.memory_bytes, narrow_weight=narrow,
     )  # fmt: skip
     width = -(-columns // 64) * 64
     numbers = models * 2 * plan.chunk_rows * -(-columns // TILE) * 4

@@ -20,25 +20,23 @@ from typing import Any
 import torch
 
 from distill.core.units import GIB
-from distill.models.load import load_tokenizer
-from distill.models.meta import _config, _meta, meta_models
+from distill.models.meta import meta_config
 from distill.models.precision import Precision, resolve_precision
-from distill.models.shape import USABLE, Shape, shape_of
+from distill.models.shape import USABLE, Shape
 from distill.models.sharding import ALONE, Sharing
-from distill.models.work import NO_WORK, Work, work_of
+from distill.models.source import resolve_model_source
 from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
 from distill.planning.memory import Memory, step_memory
-from distill.planning.sharing import SHARDED_FP8, sharing_of
-from distill.planning.step_time import asks_teacher, step_time
-from distill.planning.steps import FUSED, accumulation_steps, require_arguments, total_steps
-from distill.planning.teacher_weights import cannot_be_held, in_host_memory
-from distill.recipe import Lora, ModelSection, Recipe, Teacher
-from distill.recipe.models import EIGHT_BITS
-from distill.teachers.cache.format import MANIFEST, bytes_a_token
-from distill.teachers.cache.identity import on_disk
-from distill.teachers.cache.read import TeacherCache
-from distill.teachers.cache.settings import Settings
+from distill.planning.sharing import as_requested, sharing_of
+from distill.planning.situation import Situation
+from distill.planning.step_time import StepTokens, step_time
+from distill.planning.steps import FUSED, require_arguments, total_steps
+from distill.recipe import Lora, ModelSection, Recipe
+from distill.teachers.base import TeacherSource
+from distill.teachers.losses import is_soft
+from distill.teachers.registry import source_of
+from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class Preflight:
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
         host, moved: bytes of an offloaded teacher: in host memory for all devices, and over the bus to each in a step.
-        cache: what a teacher on disk holds; empty where a teacher is loaded.
+        teacher_text: the teacher's size, or what a cache holds.
         vocabulary: the verdict in words; `vocabulary_ok` None where the tokenizers are not at hand.
         data: the data's report as lines; `trained_share` of its tokens are learned.
         problems: why the run cannot work as it is.
@@ -80,7 +78,7 @@ class Preflight:
     disk_free: float = 0.0
     host: float = 0.0
     moved: float = 0.0
-    cache: str = ""
+    teacher_text: str = ""
     vocabulary: str = ""
     vocabulary_ok: bool | None = None
     data: str = ""
@@ -98,19 +96,16 @@ class Preflight:
         return not self.problems
 
 
-def _together(teachers: Sequence[Shape]) -> Shape:
-    """Several teachers as one: they are all held, and run one after another."""
-    first = teachers[0]
-    return first._replace(
-        parameters=sum(shape.parameters for shape in teachers), linear=sum(shape.linear for shape in teachers)
-    )
-
-
 def planned_precision(recipe: Recipe, device: Device) -> Precision:
     """`resolve_precision` for a device that may not be in this machine."""
     if device.cuda and recipe.train.precision == "auto":
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bfloat16"})})
     return resolve_precision(recipe, torch.device("cpu"))
+
+
+def situation_of(recipe: Recipe, device: Device, gpus: int) -> Situation:
+    """The recipe on `gpus` devices such as `device`."""
+    return Situation(recipe, source_of(recipe), planned_precision(recipe, device), device.memory_bytes, gpus)
 
 
 def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool = True) -> Preflight:
@@ -126,79 +121,54 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
         ValueError: a setting that no run can have.
     """
     require_arguments(recipe.train.arguments)
-    teacher, student = meta_models(recipe)
-    others = [_meta(_config(section, "teachers"), "teachers") for section in recipe.teachers[1:]]
-    shapes = _together([shape_of(model) for model in (teacher, *others)]), shape_of(student)
-    accumulation = accumulation_steps(recipe.train, recipe.data, gpus)
-    sharing = _sharing(recipe, *shapes, device, gpus)
-    memory = _memory(recipe, *shapes, device, gpus)
+    situation = situation_of(recipe, device, gpus)
+    source, student = situation.source, situation.student
+    sharing = _sharing(situation, device)
+    memory = _memory(situation, device)
     report = Preflight(
-        device, gpus, sharing.short, *shapes, memory, _fits(memory, device), accumulation,
-        recipe.train.batch_size * recipe.data.max_length * accumulation * gpus, recipe.train.steps,
+        device, gpus, sharing.short, _together(source.shapes()), student.shape, memory, _fits(memory, situation),
+        situation.accumulation, recipe.train.batch_size * recipe.data.max_length * situation.accumulation * gpus,
+        recipe.train.steps, teacher_text=source.size_text(),
     )  # fmt: skip
     if not report.fits:
         report.problems.append(_too_much(memory, device))
-    report.problems += cannot_be_held(recipe, teacher.config, student.config, cuda=device.cuda)
-    if sharing.teacher_sharded and recipe.teacher.dtype == "fp8":
-        report.problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
-    weights = in_host_memory(recipe.teacher, shapes[0], planned_precision(recipe, device))
-    report.host, report.moved = weights * gpus, weights * accumulation * asks_teacher(recipe)
-    report.advice = advise(recipe, *shapes, device, gpus)
-    _check_lengths(recipe, teacher, student, report)
-    tokenizer = _check_vocabulary(recipe, report)
-    pairs = _check_data(recipe, tokenizer, shapes, report, gpus) if look_at_data else None
-    works = [work_of(model, trains=False) for model in (teacher, *others)]
-    if recipe.teacher.path is not None:
-        works, report.cache = [NO_WORK], _cache_of(recipe, report)
-    _time(recipe, works, work_of(student, trains=True), pairs, report)
-    _disk(recipe, shapes[1], planned_precision(recipe, device), report)
+    report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded)
+    footprint = situation.footprint(sharing.teacher_sharded)
+    report.host = footprint.host * gpus
+    report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
+    report.advice = advise(situation, device)
+    _check_lengths(situation, report)
+    vocabulary = _check_vocabulary(source, report)
+    pairs = _check_data(source, vocabulary, report) if look_at_data else None
+    if device.cuda and source.is_to_be_made:
+        report.teacher_text += f"; {what_caching_takes(situation)}"
+    _time(situation, pairs, report)
+    _disk(recipe, student.shape, situation.precision, report)
     return report
 
 
-def _cache_of(recipe: Recipe, report: Preflight) -> str:
-    """What the cache holds; of one that is still to be made by the model beside it, what it will take."""
-    section, teacher, device = recipe.teacher, report.teacher, report.device
-    assert section.path is not None
-    if (section.model is None and section.init != "random") or (Path(section.path).expanduser() / MANIFEST).is_file():
-        return on_disk(section.path)
-    each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": teacher.vocabulary, "dtype": "float16"})
-    line = (
-        f"not loaded: {section.path}, which is still to be made: distill cache takes {each} bytes a learned token "
-        f"(k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
+def _together(teachers: Sequence[Shape]) -> Shape:
+    """Several teachers as one: they are all held, and run one after another."""
+    first = teachers[0]
+    return first._replace(
+        parameters=sum(shape.parameters for shape in teachers), linear=sum(shape.linear for shape in teachers)
     )
-    if not device.cuda:
-        return line
-    takes = what_caching_takes(
-        recipe, teacher, report.student, planned_precision(recipe, device), memory_bytes=device.memory_bytes,
-        world=report.gpus,
-    )  # fmt: skip
-    return f"{line}; {takes}"
 
 
-def _sharing(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> Sharing:
+def _sharing(situation: Situation, device: Device) -> Sharing:
     """How the devices share the two models, as the run will choose it."""
-    asked = recipe.parallel.strategy
-    if gpus == 1:
+    if situation.world == 1:
         return ALONE
-    if recipe.teacher.is_cached or not device.cuda:
-        return Sharing("fsdp" if asked == "fsdp" else "ddp", recipe.parallel.teacher == "sharded", True)
-    return sharing_of(
-        recipe, teacher, student, planned_precision(recipe, device), memory_bytes=device.memory_bytes,
-        usable=USABLE * device.memory_bytes, world=gpus,
-    )  # fmt: skip
+    return sharing_of(situation) if device.cuda else as_requested(situation.recipe)
 
 
-def _memory(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> Memory:
-    sharing = _sharing(recipe, teacher, student, device, gpus)
-    return step_memory(
-        recipe, teacher, student, planned_precision(recipe, device), memory_bytes=device.memory_bytes,
-        accumulation=accumulation_steps(recipe.train, recipe.data, gpus), world=gpus,
-        sharded=sharing.student_sharded, teacher_sharded=sharing.teacher_sharded,
-    )  # fmt: skip
+def _memory(situation: Situation, device: Device) -> Memory:
+    sharing = _sharing(situation, device)
+    return step_memory(situation, sharded=sharing.student_sharded, teacher_sharded=sharing.teacher_sharded)
 
 
-def _fits(memory: Memory, device: Device) -> bool:
-    return memory.peak <= USABLE * device.memory_bytes
+def _fits(memory: Memory, situation: Situation) -> bool:
+    return memory.peak <= situation.usable
 
 
 def _too_much(memory: Memory, device: Device) -> str:
@@ -212,8 +182,9 @@ def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 
-def _changes(recipe: Recipe, teacher: Shape, device: Device, gpus: int) -> list[tuple[str, Recipe]]:
+def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
     """Settings that may save memory, and the recipe with each."""
+    recipe, precision, source = situation.recipe, situation.precision, situation.source
     train, changes = recipe.train, []
     if not train.gradient_checkpointing:
         changes.append(("train.gradient_checkpointing=true", _with(recipe, "train", gradient_checkpointing=True)))
@@ -222,23 +193,17 @@ def _changes(recipe: Recipe, teacher: Shape, device: Device, gpus: int) -> list[
     if recipe.data.max_length >= 1024:
         half = recipe.data.max_length // 2
         changes.append((f"data.max_length={half}", _with(recipe, "data", max_length=half)))
-    precision = planned_precision(recipe, device)
     if train.optimizer != FUSED:
         changes.append((f"train.optimizer={FUSED}", _with(recipe, "train", optimizer=FUSED)))
     elif train.optimizer_states == "float32" or (train.optimizer_states == "auto" and precision.student.itemsize > 2):
         label = "train.optimizer_states=bfloat16"
         changes.append((label, _with(recipe, "train", optimizer_states="bfloat16")))
-    alone = not (recipe.teachers or recipe.teacher.is_cached or recipe.student.vocabulary == "cross")
-    whole = recipe.teacher.offload is None and recipe.teacher.dtype not in EIGHT_BITS
-    if device.cuda and alone and whole and precision.teacher != torch.float32:
-        label = "teacher.dtype=fp8 (moves the teacher a little: the run prints by how much)"
-        changes.append((label, _with(recipe, "teacher", dtype="fp8")))
-    if device.cuda and whole and not (recipe.teachers or recipe.teacher.is_cached):
-        offloaded = _with(recipe, "teacher", offload="cpu")
-        moved = in_host_memory(offloaded.teacher, teacher, precision) / GIB
-        label = f"teacher.offload=cpu ({moved:.1f} GiB cross the bus in every micro-batch)"
-        changes.append((label, _with(offloaded, "parallel", teacher="copied")))
-    if precision.teacher == torch.float32 and not recipe.teacher.is_cached:
+    wide = precision.teacher == torch.float32
+    if device.cuda:
+        changes += [
+            (f"{way.override} ({way.note})", way.recipe) for way in source.smaller() if not wide or way.same_targets
+        ]
+    if wide and source.sections:
         changes.append(("teacher.dtype=bfloat16", _with(recipe, "teacher", dtype="bfloat16")))
     if recipe.student.lora is None:
         lora = _with(recipe, "student", lora=Lora(), dtype="bfloat16" if device.cuda else recipe.student.dtype)
@@ -247,149 +212,114 @@ def _changes(recipe: Recipe, teacher: Shape, device: Device, gpus: int) -> list[
             how = "rounded at random" if train.optimizer == FUSED else "small updates are lost"
             label = f"student.dtype=bfloat16 (weights without float32 copies: {how})"
             changes.append((label, _with(recipe, "student", dtype="bfloat16")))
-    if gpus > 1 and recipe.parallel.strategy != "fsdp":
+    if situation.world > 1 and recipe.parallel.strategy != "fsdp":
         changes.append(("parallel.strategy=fsdp", _with(recipe, "parallel", strategy="fsdp")))
-    if gpus > 1 and recipe.parallel.teacher != "sharded" and not recipe.teacher.is_cached:
+    if situation.world > 1 and recipe.parallel.teacher != "sharded" and source.shardable:
         label = "parallel.strategy=fsdp parallel.teacher=sharded"
         changes.append((label, _with(recipe, "parallel", strategy="fsdp", teacher="sharded")))
     return changes
 
 
-def advise(recipe: Recipe, teacher: Shape, student: Shape, device: Device, gpus: int) -> list[tuple[str, float, bool]]:
+def advise(situation: Situation, device: Device) -> list[tuple[str, float, bool]]:
     """Changes that save memory, the largest first: the setting, GiB saved at the peak, whether the run then fits."""
-    now = _memory(recipe, teacher, student, device, gpus).peak
-    found = []
-    for label, changed in _changes(recipe, teacher, device, gpus):
-        shape = student
-        if (changed.student.lora is None) != (recipe.student.lora is None):
-            shape = shape_of(meta_models(changed)[1])
-        memory = _memory(changed, teacher, shape, device, gpus)
+    now = _memory(situation, device).peak
+    advice = []
+    for label, recipe in _changes(situation, device):
+        changed = situation_of(recipe, device, situation.world)
+        memory = _memory(changed, device)
         if (saved := (now - memory.peak) / GIB) >= 0.05:
-            found.append((label, saved, _fits(memory, device)))
-    return sorted(found, key=lambda row: -row[1])
+            advice.append((label, saved, _fits(memory, changed)))
+    return sorted(advice, key=lambda row: -row[1])
 
 
-def _check_lengths(recipe: Recipe, teacher: Any, student: Any, report: Preflight) -> None:
-    for model, name in ((teacher, "teacher"), (student, "student")):
-        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        if most and recipe.data.max_length > most:
+def _check_lengths(situation: Situation, report: Preflight) -> None:
+    recipe, length = situation.recipe, situation.recipe.data.max_length
+    teacher = meta_config(situation.source.config_section, "teacher")
+    for config, name in ((teacher, "teacher"), (situation.student.config, "student")):
+        most = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if most and length > most:
             report.problems.append(f"data.max_length: {recipe.data.max_length} exceeds the {name}'s {most} positions")
 
 
-def _check_vocabulary(recipe: Recipe, report: Preflight) -> Any:
-    """Compare the tokenizers that are at hand; returns the teacher's."""
-    rows = report.teacher.vocabulary, report.student.vocabulary
-    teacher, problem = _tokenizer(recipe.teacher, "teacher")
-    cross = recipe.student.vocabulary == "cross"
-    own = cross or (recipe.student.from_teacher is None and recipe.student.init == "pretrained")
-    student, student_problem = _tokenizer(recipe.student, "student") if own else (teacher, problem)
-    problem = problem or student_problem
-    if teacher is None or student is None:
-        report.vocabulary = f"not compared ({problem}); heads of {rows[0]:,} and {rows[1]:,} rows"
-        return None if cross else teacher
-    if cross:
-        from distill.teachers.cross.objective import compare_by_bytes, readers_of
-
-        try:
-            readers = readers_of(student, teacher, recipe.data.chat_template)
-            report.vocabulary = str(compare_by_bytes(*readers, rows[::-1]))
-            report.vocabulary_ok = True
-        except ValueError as error:
-            report.problems.append(str(error))
-        return student if report.vocabulary_ok else None
-    from distill.models.vocabulary import compare
-
-    verdict = compare(teacher, student, *rows)
-    report.vocabulary = str(verdict)
+def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | None:
+    """Compare the tokenizers that are at hand; returns them, None where they are not, or cannot be compared."""
+    recipe = source.recipe
+    rows = [shape.vocabulary for shape in source.shapes()]
+    sections: list[tuple[ModelSection, str]] = [(source.tokenizer_section, "teacher")]
+    if recipe.student.has_tokenizer:
+        sections.append((recipe.student, "student"))
+    absent = [why for section, name in sections if (why := why_no_tokenizer(section, name))]
+    heads = f"heads of {rows[0]:,} and {report.student.vocabulary:,} rows"
     try:
-        verdict.require()
+        vocabulary = source.vocabulary() if not absent else None
+    except ValueError as error:
+        absent, vocabulary = [str(error)], None
+    if vocabulary is None or vocabulary.tokenizer is None:
+        report.vocabulary = f"not compared ({absent[0] if absent else 'random tokens'}); {heads}"
+        return vocabulary
+    try:
+        vocabulary.prepare()
+        report.vocabulary = vocabulary.match(rows, report.student.vocabulary).verdict
         report.vocabulary_ok = True
     except ValueError as error:
-        report.vocabulary_ok = recipe.student.vocabulary == "extend"
-        if not report.vocabulary_ok:
-            report.problems.append(f"vocabulary: {error}")
-    return teacher
+        report.vocabulary, report.vocabulary_ok = str(error), False
+        report.problems.append(f"vocabulary: {error}")
+    return vocabulary
 
 
-def _tokenizer(section: ModelSection, name: str) -> tuple[Any, str]:
-    """The tokenizer if it is on this machine, and why not."""
+def why_no_tokenizer(section: ModelSection, name: str) -> str:
+    """Why a model's tokenizer cannot be looked at without fetching it; empty where it is on this machine."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    from distill.models.source import resolve_model_source
-
-    stored = isinstance(section, Teacher) and section.is_cached
-    random = section.init == "random" and getattr(section, "vocabulary", "keep") != "cross"  # text is read there
-    if not stored and (section.model is None or random):
-        return None, "random weights"
+    if section.model is None:
+        return "random weights"
     try:
-        if stored or section.model is None:
-            return load_tokenizer(section, name), ""
         source = resolve_model_source(section.model, f"{name}.model")
-        cached = source.local or isinstance(
+        here = source.local or isinstance(
             try_to_load_from_cache(source.location, "tokenizer_config.json", revision=section.revision), str
         )
-        return (load_tokenizer(section, name), "") if cached else (None, f"{section.model} is not on this machine")
     except HFValidationError:
-        return None, f"{section.model} is not on this machine"
+        here = False
     except ValueError as error:
-        return None, str(error)
+        return str(error)
+    return "" if here else f"{section.model} is not on this machine"
 
 
-def _check_data(
-    recipe: Recipe, tokenizer: Any, shapes: tuple[Shape, Shape], report: Preflight, gpus: int
-) -> float | None:
+def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Preflight) -> float | None:
     """Read data that are on this machine; returns (query, key) pairs a token."""
-    from distill.data.load import load_data
-    from distill.teachers.cross.data import load_cross_data
-
-    source = recipe.data.source
-    synthetic = source.partition(":")[0] == "synthetic"
-    local = synthetic or source == "python-stdlib" or Path(source).expanduser().exists()
-    if not local or (tokenizer is None and not synthetic):
+    data, train = source.recipe.data, source.recipe.train
+    synthetic = is_synthetic(data)
+    local = synthetic or data.source == "python-stdlib" or Path(data.source).expanduser().exists()
+    if not local or (vocabulary is None and not synthetic):
         # a path that does not exist is a mistake; a name may be a hub's data set
-        if not local and Path(source).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt"):
-            report.problems.append(f"data.source: {source} does not exist")
-        report.data = f"{source}: not read ({'not on this machine' if not local else 'no tokenizer at hand'})"
+        if not local and Path(data.source).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt"):
+            report.problems.append(f"data.source: {data.source} does not exist")
+        report.data = f"{data.source}: not read ({'not on this machine' if not local else 'no tokenizer at hand'})"
         return None
     try:
-        if recipe.student.vocabulary == "cross":
-            splits = load_cross_data(recipe.data, tokenizer, load_tokenizer(recipe.teacher), seed=recipe.train.seed)
-        else:
-            splits = load_data(
-                recipe.data, None if synthetic else tokenizer, seed=recipe.train.seed,
-                vocab_size=min(shape.vocabulary for shape in shapes),
-            )  # fmt: skip
+        if vocabulary is None:
+            vocabulary = source.vocabulary()
+        splits = vocabulary.read(data, train.seed)
     except ValueError as error:
         report.problems.append(str(error).splitlines()[0])
-        report.data = f"{source}: cannot be used"
+        report.data = f"{data.source}: cannot be used"
         return None
-    if recipe.teacher.path is not None:
-        try:
-            TeacherCache(recipe.teacher.path).require_data(recipe, splits)
-        except ValueError as error:
-            report.problems.append(str(error))
-    found = splits.report
-    report.data, report.trained_share = str(found), found.trained_share
-    if found.trained_share < 0.02:
-        report.problems.append(f"data: only {found.trained_share:.1%} of the tokens are learned; look at data.train_on")
-    report.steps = total_steps(recipe.train, len(splits.train), report.accumulation, gpus)
-    return (found.tokens / max(found.documents, 1) + 1) / 2
+    report.problems += source.data_problems(splits)
+    facts = splits.report
+    report.data, report.trained_share = str(facts), facts.trained_share
+    if facts.trained_share < 0.02:
+        report.problems.append(f"data: only {facts.trained_share:.1%} of the tokens are learned; look at data.train_on")
+    report.steps = total_steps(train, len(splits.train), report.accumulation, report.gpus)
+    return (facts.tokens / max(facts.documents, 1) + 1) / 2
 
 
-def _time(
-    recipe: Recipe, teachers: Sequence[Work | None], student: Work | None, pairs: float | None, report: Preflight
-) -> None:
-    known = [work for work in teachers if work is not None]
-    if student is None or len(known) < len(teachers):
-        return
+def _time(situation: Situation, pairs: float | None, report: Preflight) -> None:
     tokens = report.tokens_per_step
     share = report.trained_share if report.trained_share is not None else 1.0
-    report.flops_per_step, report.seconds_per_step = step_time(
-        recipe, known, student, report.device, gpus=report.gpus, tokens=tokens, learned=tokens * share,
-        pairs=tokens * (pairs or (recipe.data.max_length + 1) / 2),
-        compute=planned_precision(recipe, report.device).compute, moved=report.moved,
-    )  # fmt: skip
+    each = pairs or (situation.recipe.data.max_length + 1) / 2
+    if found := step_time(situation, report.device, StepTokens(tokens, tokens * share, tokens * each)):
+        report.flops_per_step, report.seconds_per_step = found
 
 
 def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Preflight) -> None:

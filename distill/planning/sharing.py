@@ -12,101 +12,79 @@ device, T of the teacher, S(w) of everything else in a step with the student ove
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, NamedTuple
 
 import torch
 
+from distill.core.units import GIB
 from distill.models.sharding import ALONE, Sharing, Strategy
+from distill.planning.memory import step_memory
+from distill.planning.situation import Situation
 from distill.recipe import Recipe
+from distill.teachers.registry import source_of
 
-if TYPE_CHECKING:
-    from distill.models.precision import Precision
-    from distill.models.shape import Shape
 
-GIB = 2**30
-SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"
+class Needs(NamedTuple):
+    """Bytes of one device.
+
+    Attributes:
+        teacher: of the teacher's weights, whole.
+        gathered: of the teacher, whole at any time when it is sharded.
+        copied: of everything but the teacher, with a copied student.
+        sharded: the same with a sharded student.
+    """
+
+    teacher: float
+    gathered: float
+    copied: float
+    sharded: float
 
 
 def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
     """What `parallel` comes to for this recipe on `world` devices such as `device`, and why.
 
     Sizes are counted on models without memory, so nothing has to be loaded for it. A CPU has no limit here: copies,
-    unless shards are asked for. A teacher whose answers are read from disk takes no memory.
+    unless shards are asked for.
 
     Raises:
-        ValueError: an fp8 teacher that would have to be sharded.
+        ValueError: a teacher that would have to be sharded and cannot.
     """
-    from distill.models.meta import meta_models
-    from distill.models.precision import resolve_precision
-    from distill.models.shape import USABLE, shape_of
-
-    asked = recipe.parallel
     if world == 1:
         return ALONE
-    if recipe.teacher.is_cached:
-        return Sharing("fsdp" if asked.strategy == "fsdp" else "ddp", False, True, "no teacher is loaded")
     if device.type != "cuda":
-        return Sharing("fsdp" if asked.strategy == "fsdp" else "ddp", asked.teacher == "sharded", True, "as asked for")
-    teacher, student = (shape_of(model) for model in meta_models(recipe))
-    precision, total = resolve_precision(recipe, device), torch.cuda.get_device_properties(device).total_memory
-    chosen = sharing_of(recipe, teacher, student, precision, memory_bytes=total, usable=USABLE * total, world=world)
-    if chosen.teacher_sharded and recipe.teacher.dtype == "fp8":
-        raise ValueError(f"teacher.dtype: {SHARDED_FP8} ({chosen.why}); use bfloat16")
-    return chosen
+        return as_requested(recipe)
+    situation = Situation.here(recipe, device, world)
+    sharing = sharing_of(situation)
+    for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded):
+        raise ValueError(f"{problem} ({sharing.why})")
+    return sharing
 
 
-def sharing_of(
-    recipe: Recipe,
-    teacher: Shape,
-    student: Shape,
-    precision: Precision,
-    *,
-    memory_bytes: int,
-    usable: float,
-    world: int,
-) -> Sharing:
-    """What `parallel` comes to on `world` devices, by arithmetic alone.
+def as_requested(recipe: Recipe) -> Sharing:
+    """Without arithmetic: copies, unless shards are asked for and possible."""
+    in_shards = recipe.parallel.teacher == "sharded" and source_of(recipe).shardable
+    return Sharing("fsdp" if recipe.parallel.strategy == "fsdp" else "ddp", in_shards, True, "as asked for")
 
-    Args:
-        recipe: What is asked for.
-        teacher, student: Sizes, from `distill.models.shape.shape_of`.
-        precision: From `resolve_precision`.
-        memory_bytes: Of one device.
-        usable: Bytes of these that a run may take.
-        world: Devices, more than one.
-    """
-    from distill.planning.memory import gathered_teacher, step_memory
-    from distill.planning.steps import accumulation_steps
 
-    ways = [
-        step_memory(
-            recipe, teacher, student, precision, memory_bytes=memory_bytes, world=world, sharded=sharded,
-            accumulation=accumulation_steps(recipe.train, recipe.data, world),
-        )
-        for sharded in (False, True)
-    ]  # fmt: skip
-    held, gathered = ways[0].parts["teacher"], gathered_teacher(teacher, precision)
-    copied, sharded = (way.peak - way.parts["teacher"] for way in ways)
-    never_sharded = recipe.teacher.offload is not None or recipe.teacher.dtype == "int8"
-    chosen = choose_sharing(
-        recipe.parallel.strategy, teacher=held, gathered=gathered, copied=copied, sharded=sharded, usable=usable,
-        world=world, teachers="copied" if never_sharded else recipe.parallel.teacher,
-    )  # fmt: skip
+def sharing_of(situation: Situation) -> Sharing:
+    """What `parallel` comes to on more than one device, by arithmetic alone."""
+    parallel, usable, world = situation.recipe.parallel, situation.usable, situation.world
+    ways = [step_memory(situation, sharded=sharded) for sharded in (False, True)]
+    others = [way.peak - way.parts["teacher"] for way in ways]
+    needs = Needs(ways[0].parts["teacher"], situation.footprint(sharded=True).gathered, *others)
+    teachers = parallel.teacher if situation.source.shardable else "copied"
+    sharing = choose_sharing(parallel.strategy, needs, usable, world, teachers)
     why = (
-        f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {held / GIB:.1f} "
-        f"({min(held, held / world + gathered) / GIB:.1f} in shards), the student's step {copied / GIB:.1f} "
-        f"({sharded / GIB:.1f} in shards)"
+        f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {needs.teacher / GIB:.1f} "
+        f"({min(needs.teacher, needs.teacher / world + needs.gathered) / GIB:.1f} in shards), the student's step "
+        f"{needs.copied / GIB:.1f} ({needs.sharded / GIB:.1f} in shards)"
     )
-    return chosen._replace(why=why if chosen.fits else why + ", which is too much by this arithmetic")
+    return sharing._replace(why=why if sharing.fits else why + ", which is too much by this arithmetic")
 
 
 def choose_sharing(
-    asked: Literal["auto", "ddp", "fsdp"],
-    *,
-    teacher: float,
-    gathered: float,
-    copied: float,
-    sharded: float,
+    strategy: Literal["auto", "ddp", "fsdp"],
+    needs: Needs,
     usable: float,
     world: int,
     teachers: Literal["auto", "copied", "sharded"] = "auto",
@@ -114,27 +92,28 @@ def choose_sharing(
     """The first of the three ways above that fits; the last one asked for where none does.
 
     Args:
-        asked: `parallel.strategy`.
-        teacher: Bytes of the teacher's weights.
-        gathered: Bytes of the teacher that are whole at any time when it is sharded.
-        copied: Bytes a device of everything but the teacher, with a copied student.
-        sharded: The same with a sharded student.
-        usable: Bytes of one device.
-        world: Devices.
+        strategy: `parallel.strategy`.
+        needs: bytes.
+        usable: bytes of one device.
+        world: devices.
         teachers: `parallel.teacher`; what is asked for rules out the other ways.
     """
     if world == 1:
-        return Sharing("ddp", False, teacher + copied <= usable)
-    in_shards = min(teacher, teacher / world + gathered)
-    ways: list[tuple[Strategy, bool, float]] = [("ddp", False, teacher + copied), ("fsdp", False, teacher + sharded)]
-    ways += [("ddp", True, in_shards + copied), ("fsdp", True, in_shards + sharded)]
-    wanted = [way for way in ways if asked in ("auto", way[0])]
+        return Sharing("ddp", False, needs.teacher + needs.copied <= usable)
+    shard = min(needs.teacher, needs.teacher / world + needs.gathered)
+    ways: list[tuple[Strategy, bool, float]] = [
+        ("ddp", False, needs.teacher + needs.copied),
+        ("fsdp", False, needs.teacher + needs.sharded),
+        ("ddp", True, shard + needs.copied),
+        ("fsdp", True, shard + needs.sharded),
+    ]
+    allowed = [way for way in ways if strategy in ("auto", way[0])]
     if teachers != "auto":
-        wanted = [way for way in wanted if way[1] == (teachers == "sharded")]
-    elif asked == "auto":  # a copied student beside a sharded teacher is for those who ask for it
-        wanted.remove(ways[2])
-    for student, teacher_sharded, needed in wanted:
+        allowed = [way for way in allowed if way[1] == (teachers == "sharded")]
+    elif strategy == "auto":  # a copied student beside a sharded teacher is for those who ask for it
+        allowed.remove(ways[2])
+    for student, in_shards, needed in allowed:
         if needed <= usable:
-            return Sharing(student, teacher_sharded, True)
-    student, teacher_sharded, _ = wanted[-1]
-    return Sharing(student, teacher_sharded, False)
+            return Sharing(student, in_shards, True)
+    student, in_shards, _ = allowed[-1]
+    return Sharing(student, in_shards, False)

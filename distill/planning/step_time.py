@@ -7,17 +7,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from distill.models.work import Work
-from distill.planning.devices import Device
-from distill.planning.teacher_weights import bus_rate
-from distill.recipe import Recipe
+from distill.planning.devices import Device, bus_rate
+from distill.planning.situation import Situation
+from distill.teachers.losses import is_soft
 
 SUSTAINED = 0.5  # of the bf16 peak that a step is assumed to reach; measured on an H200: 0.58
+
+
+class StepTokens(NamedTuple):
+    """Of a step on all devices: tokens, how many of them are learned, (query, key) pairs."""
+
+    tokens: float
+    learned: float
+    pairs: float
 
 
 class StepTime(NamedTuple):
@@ -32,34 +38,24 @@ class StepTime(NamedTuple):
     seconds: float | None
 
 
-def asks_teacher(recipe: Recipe) -> bool:
-    """Whether a step runs a loaded teacher."""
-    soft = any(term.weight > 0 and term.type != "cross_entropy" for term in recipe.loss.terms)
-    return soft and not recipe.teacher.is_cached
-
-
-def step_time(
-    recipe: Recipe, teachers: Sequence[Work], student: Work, device: Device, *, gpus: int, tokens: float,
-    learned: float, pairs: float, compute: torch.dtype, moved: float = 0.0,
-) -> StepTime:  # fmt: skip
-    """Arithmetic and time of a step.
+def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepTime | None:
+    """Arithmetic and time of a step; None for a model whose arithmetic is not known.
 
     Args:
-        recipe: loss and checkpointing are read from it.
-        teachers, student: FLOPs by token, from `work_of`.
-        device: one of `gpus`.
-        gpus: how many.
-        tokens: of a step on all of them; `learned` of these are trained, `pairs` the (query, key) pairs.
-        learned, pairs: see `tokens`.
-        compute: dtype of the arithmetic.
-        moved: bytes of an offloaded teacher that go to each device.
+        situation: what is planned.
+        device: one of its devices.
+        tokens: of a step on all of them.
     """
-    of_student = student.of(tokens, learned, pairs)
-    of_teachers = sum(work.of(tokens, learned, pairs) for work in teachers) if asks_teacher(recipe) else 0.0
-    flops = of_student + of_teachers
-    bus = bus_rate(device.name)
-    if not device.flops or compute == torch.float32 or (moved and bus is None):
+    student, footprint = situation.student.work, situation.footprint()
+    if student is None or footprint.work is None:
+        return None
+    recipe = situation.recipe
+    of_student = student.of(*tokens)
+    of_teacher = footprint.work.of(*tokens) if is_soft(recipe.loss) else 0.0
+    moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
+    flops, bus = of_student + of_teacher, bus_rate(device.name)
+    if not device.flops or situation.precision.compute == torch.float32 or (moved and bus is None):
         return StepTime(flops, None)
-    again = student.of(tokens, 0, pairs) / 3 if recipe.train.gradient_checkpointing else 0.0
-    rate = device.flops * SUSTAINED * gpus
-    return StepTime(flops, (of_student + again) / rate + max(of_teachers / rate, moved / bus if bus else 0.0))
+    again = student.of(tokens.tokens, 0, tokens.pairs) / 3 if recipe.train.gradient_checkpointing else 0.0
+    rate = device.flops * SUSTAINED * situation.world
+    return StepTime(flops, (of_student + again) / rate + max(of_teacher / rate, moved / bus if bus else 0.0))

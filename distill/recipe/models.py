@@ -175,6 +175,16 @@ class Student(ModelSection):
     lora: Lora | None = None
     vocabulary: Literal["keep", "extend", "cross"] = "keep"
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a copy of the teacher with fewer layers."""
+        return self.init == "pretrained" and self.from_teacher is not None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether it is a model of its own, which comes with a tokenizer."""
+        return self.init == "pretrained" and self.from_teacher is None
+
     @model_validator(mode="after")
     def _trains_in_a_dtype_with_gradients(self) -> Self:
         if self.dtype in EIGHT_BITS:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.faults import RecipeError, Section, explain
+from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data
 from distill.recipe.fields import Text
 from distill.recipe.loss import Loss
@@ -86,26 +87,12 @@ class Recipe(Section):
     def _weights_some_teacher(self) -> Self:
         if self.teachers and not any(teacher.weight for teacher in self.teachers):
             raise ValueError("teachers: every weight is 0: give at least one teacher a weight above 0")
-        if self.teachers and self.student.vocabulary == "cross":
-            raise ValueError("student.vocabulary: cross compares with one teacher, and came with several teachers")
-        if self.teacher.is_cached and self.student.vocabulary == "cross":
-            raise ValueError("student.vocabulary: cross needs a loaded teacher; came teacher.type: cache")
-        if self.teacher.dtype == "fp8" and self.student.vocabulary == "cross":
-            raise ValueError("teacher.dtype: fp8 does not work with student.vocabulary: cross; use bfloat16")
         return self
 
     @model_validator(mode="after")
-    def _teacher_can_be_held_so(self) -> Self:
-        teacher, sharded = self.teacher, self.parallel.teacher == "sharded"
-        if teacher.dtype == "int8" and sharded:
-            raise ValueError("teacher.dtype: int8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
-        if teacher.offload is not None and sharded:
-            raise ValueError("teacher.offload: cpu and parallel.teacher: sharded are two ways of holding it; give one")
-        if teacher.dtype == "int8" and self.student.init == "pretrained" and self.student.from_teacher is not None:
-            raise ValueError(
-                "student.from_teacher: layers cannot be cut out of a teacher in int8; set teacher.dtype to bfloat16 or "
-                "fp8, or name a student that is cut already by student.model"
-            )
+    def _settings_go_together(self) -> Self:
+        for message in conflicts(self):
+            raise ValueError(message)
         return self
 
     @model_validator(mode="after")
@@ -116,20 +103,6 @@ class Recipe(Section):
                 f"train.tokens_per_step: expected at least one micro-batch, train.batch_size {self.train.batch_size} "
                 f"x data.max_length {self.data.max_length} = {micro_batch}; came {self.train.tokens_per_step}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _own_words_have_no_labels(self) -> Self:
-        section = self.data.on_policy
-        if section is None or section.fraction == 0:
-            return self
-        if any(term.type == "cross_entropy" and term.weight > 0 for term in self.loss.terms):
-            raise ValueError(
-                "data.on_policy: the loss has a cross_entropy term, whose labels would be the student's own words: "
-                "it would learn whatever it says; set its weight to 0 and keep a divergence such as reverse_kl or jsd"
-            )
-        if self.data.format == "text":
-            raise ValueError("data.on_policy: running text (data.format: text) has no prompts to answer")
         return self
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core.files import replacing
 from distill.teachers.measure import KL, Measure
 
 INK, QUIET, TRAIN, HELD_OUT = "#1f2937", "#9ca3af", "#2563eb", "#dc2626"
@@ -73,9 +73,8 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "", 
             axes.set_xlabel("step", color=INK, fontsize=8)
     if title:
         figure.suptitle(_plain(title), color=INK, fontsize=12, x=0.01, ha="left")
-    beside = path.with_name(path.name + ".unfinished")
-    figure.savefig(beside, format="png", facecolor="white")
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        figure.savefig(beside, format="png", facecolor="white")
     return True
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -13,11 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.faults import RecipeError
+from distill.core.files import replacing_folder
+from distill.reports.gguf_file import write_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def export(folder: Path, destination: Path, *, dtype: str | None = None, shard_size: str = "5GB") -> dict[str, Any]:
+def export(
+    folder: Path, destination: Path, *, dtype: str | None = None, shard_size: str = "5GB", gguf: str | None = None
+) -> dict[str, Any]:
     """Write the student of the run in `folder` to `destination`.
 
     A LoRA student was merged when the run saved it. Weights are safetensors in shards; the tokenizer, the generation
@@ -29,9 +33,10 @@ def export(folder: Path, destination: Path, *, dtype: str | None = None, shard_s
         destination: A folder that does not exist or is empty.
         dtype: float32, bfloat16 or float16; None as trained.
         shard_size: The most a file may hold, as transformers takes it ("5GB").
+        gguf: Also one GGUF file, of this type.
 
     Returns:
-        What was written: `folder`, `dtype`, `parameters`, `bytes`, `files`.
+        What was written: `folder`, `dtype`, `parameters`, `bytes`, `files`; with `gguf` what `write_gguf` returns.
 
     Raises:
         RecipeError: no student, a destination in use, or values that this dtype cannot hold.
@@ -43,29 +48,34 @@ def export(folder: Path, destination: Path, *, dtype: str | None = None, shard_s
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; came {dtype!r}"])
     if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):
         raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, came {shard_size!r}"])
+    in_use = RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
+        raise in_use
     model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     if dtype is not None:
         model = model.to(getattr(torch, dtype))
         for name, tensor in model.named_parameters():
             if not torch.isfinite(tensor).all():
                 raise RecipeError([f"--dtype: {name} holds values that {dtype} cannot; use bfloat16"])
-    unfinished = destination.with_name(destination.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    model.save_pretrained(unfinished, max_shard_size=shard_size)
-    if (source / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
-    for path in (source / "README.md", folder / "recipe.yaml"):
-        if path.is_file():
-            shutil.copy(path, unfinished / path.name)
-    _check(model, unfinished)
-    if destination.is_dir():
-        destination.rmdir()
-    os.replace(unfinished, destination)
+    more: dict[str, Any] = {}
+    try:
+        with replacing_folder(destination) as unfinished:
+            model.save_pretrained(unfinished, max_shard_size=shard_size)
+            if (source / "tokenizer_config.json").is_file():
+                AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
+            for path in (source / "README.md", folder / "recipe.yaml"):
+                if path.is_file():
+                    shutil.copy(path, unfinished / path.name)
+            _check(model, unfinished)
+            if gguf is not None:
+                name = f"{destination.name}-{gguf}.gguf"
+                more["gguf"] = write_gguf(unfinished, unfinished / name, gguf)._replace(path=str(destination / name))
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise in_use from None  # another export was first
     files = sorted(path.name for path in destination.iterdir())
-    return {
+    return more | {
         "folder": str(destination),
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -16,7 +16,6 @@ become the same tokens.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.core.faults import RecipeError
+from distill.core.files import replacing
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
@@ -82,13 +82,9 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> Written:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     scaled = _refuse_what_is_lost(model.config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    unfinished = destination.with_name(destination.name.removesuffix(".gguf") + ".unfinished.gguf")
-    try:
+    with replacing(destination) as unfinished:
         _write(model, tokenizer, unfinished, type, destination.stem, scaled)
         kl = _check(model, tokenizer, unfinished, type, scaled)
-        os.replace(unfinished, destination)
-    finally:
-        unfinished.unlink(missing_ok=True)
     note = "transformers leaves the file's rope scaling out: load it with config=AutoConfig of the folder"
     return Written(str(destination), destination.stat().st_size, type, kl, note if scaled else "")
 
@@ -221,20 +217,20 @@ def split_name(spec: dict[str, Any]) -> str:
     """
     before = spec.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
-    told = []
+    parts = []
     for step in steps:
         kind = step.get("type", "none")
         if kind == "Split":
             kind += ":" + str(step["pattern"].get("Regex"))
         elif kind == "ByteLevel" and step.get("use_regex", True):
             kind += ":regex"
-        told.append(kind)
-    name = SPLITS.get(tuple(told))
+        parts.append(kind)
+    name = SPLITS.get(tuple(parts))
     if spec["model"]["type"] != "BPE" or name is None or spec.get("normalizer") not in (None, {"type": "NFC"}):
         raise RecipeError(
             [
-                f"--gguf: this tokenizer ({spec['model']['type']}, text split by {' then '.join(told)}) has no name in "
-                f"the format; written are byte-level BPE tokenizers that split like {', '.join(SPLITS.values())}"
+                f"--gguf: this tokenizer ({spec['model']['type']}, text split by {' then '.join(parts)}) has no name "
+                f"in the format; written are byte-level BPE tokenizers that split like {', '.join(SPLITS.values())}"
             ]
         )
     return name

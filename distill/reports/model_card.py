@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from distill.core.files import write_text
 from distill.evaluation.evaluate import HeldOut, gap_closed
 from distill.teachers.measure import KL, SPANS, Measure, shown
 
@@ -83,7 +84,7 @@ def write_model_card(
             "Trained with " + ", ".join(f"{escape(key)} {escape(value)}" for key, value in versions.items()) + "."
         )
     path = folder / "README.md"
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_text(path, "\n\n".join(parts) + "\n")
     return path
 
 

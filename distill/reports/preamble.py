@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-from torch import nn
+from typing import NamedTuple
 
 from distill.core import console
+from distill.core.units import GIB
 from distill.evaluation.evaluate import HeldOut, gap_closed
 from distill.evaluation.samples import TITLES
 from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
-from distill.models.work import parameters_of
-from distill.recipe import Recipe
-from distill.teachers.cache.identity import description
-from distill.teachers.cache.read import TeacherCache
+from distill.models.work import count_text, parameters_of
+from distill.teachers.base import TeacherSource
+from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
-from distill.teachers.names import model_name, teacher_name
 from distill.teachers.objective import DistillationObjective
+from distill.teachers.opening import Pair
 
 
 class Plan(NamedTuple):
@@ -38,31 +36,28 @@ class Plan(NamedTuple):
 
 
 def preamble(
-    recipe: Recipe,
-    *,
-    teacher: nn.Module | None,
-    student: nn.Module,
+    source: TeacherSource,
+    pair: Pair,
     objective: DistillationObjective,
+    *,
     plan: Plan,
-    data: Any,
-    vocabulary: str,
+    data: object,
     device: str,
-    kept: Sequence[int] | None = None,
     sharing: str | None = None,
 ) -> list[str]:
     """The lines that open a run."""
-    total, trained = parameters_of(student)
+    recipe = source.recipe
+    total, trained = parameters_of(pair.student)
     name = model_name(recipe.student)
-    if kept is not None:
-        name += f", layers {_ranges(kept)}"
-    columns = objective.columns
-    avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * columns * 4 / 2**30
+    if pair.layer_indices is not None:
+        name += f", layers {_ranges(pair.layer_indices)}"
+    avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
     lines = {
-        "teacher": f"{teacher_name(recipe)}, {_size(recipe, teacher)}",
-        "student": f"{name}, {_count(total)} parameters, {_count(trained)} trained ({trained / total:.0%})",
+        "teacher": f"{source.title()}, {pair.teacher.parameters_text()}",
+        "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
-        "vocabulary": vocabulary,
+        "vocabulary": pair.verdict,
         "data": str(data).replace("\n", "\n" + " " * 12),
         "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens ({plan.steps * plan.tokens_per_step:,} in all), "
         f"{plan.accumulation} micro-batches a step on {plan.world} x {device}",
@@ -70,12 +65,15 @@ def preamble(
     }
     if sharing is not None:
         lines["devices"] = sharing
-    if offloaded := offloading_of(teacher):
-        lines["offload"] = offloaded
-    if method := quantised_by(teacher):
-        lines["quantised"] = f"linear layers of the teacher by {method}, its head not; what that costs is not measured"
-    if objective.caveat is not None:
-        lines["divergences"] = objective.caveat
+    for model in pair.teacher.models.values():
+        if offloaded := offloading_of(model):
+            lines["offload"] = offloaded
+        if method := quantised_by(model):
+            lines["quantised"] = (
+                f"linear layers of the teacher by {method}, its head not; what that costs is not measured"
+            )
+    if caveat := pair.teacher.format.caveat:
+        lines["divergences"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
 
 
@@ -103,20 +101,6 @@ def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -
         console.say(f"\nprompt: {prompt}")
         for name, texts in answers.items():
             console.say(f"  {TITLES.get(name, name) + ':':<16}{' '.join(texts[number].split()) or '(nothing)'}")
-
-
-def _size(recipe: Recipe, teacher: nn.Module | None) -> str:
-    """A teacher's parameters; of one on disk what is stored."""
-    if teacher is None:
-        return description(TeacherCache(recipe.teacher.path or "").manifest)
-    return f"{_count(parameters_of(teacher)[0])} parameters"
-
-
-def _count(number: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.2f} {unit}" if unit == "B" else f"{number / size:.1f} {unit}"
-    return str(number)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

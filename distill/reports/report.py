@@ -9,17 +9,19 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.core.faults import RecipeError
+from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.reports.curves import Panel, panels_of
 from distill.reports.style import STYLE
 from distill.reports.svg_plot import Series, line_chart, short
-from distill.teachers.measure import Measure, measure_of, shown
+from distill.teachers.identity import model_name
+from distill.teachers.measure import Measure, shown
+from distill.teachers.registry import measure_of, source_of
 
 MEMORY = Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True)
 # the report's words for what training.phases times
@@ -119,10 +121,7 @@ def read_run(folder: Path) -> Run:
 def write_report(folder: Path, destination: Path | None = None) -> Path:
     """Write the page about the run in `folder` to `destination` (`report.html` in the folder); returns its path."""
     target = destination or folder / "report.html"
-    text = page(read_run(folder))
-    beside = target.with_name(target.name + ".unfinished")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, target)
+    write_text(target, page(read_run(folder)))
     return target
 
 
@@ -156,14 +155,13 @@ def _section(title: str, body: str) -> str:
 
 def _recipe_facts(run: Run) -> dict[str, str]:
     from distill.recipe import parse
-    from distill.teachers.names import model_name, teacher_name
 
     recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
     weighted = [term for term in recipe.loss.terms if term.weight > 0]
     plain = len(weighted) == 1 and weighted[0].weight == 1
     terms = " + ".join(("" if plain else f"{term.weight:g} ") + _term(term, run.measure) for term in weighted)
     return {
-        "teacher": teacher_name(recipe),
+        "teacher": source_of(recipe).title(),
         "student": model_name(recipe.student),
         "data": recipe.data.source,
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
-from distill.models.head import find_head
+from distill.teachers.objective import DistillationObjective
 
 
-def teacher_fault(objective: Any, batches: Iterable[Mapping[str, Any]]) -> str | None:
+def teacher_fault(objective: DistillationObjective, batches: Iterable[Mapping[str, Any]]) -> str | None:
     """What is NaN or infinite of the teacher: its head, else what it says of the batches; None where all is finite.
 
     The teacher runs once more over every batch, on every process alike, since the processes of a sharded one run
@@ -26,43 +25,27 @@ def teacher_fault(objective: Any, batches: Iterable[Mapping[str, Any]]) -> str |
         objective: the trainer's, of any kind of teacher.
         batches: of the step, on the device.
     """
-    faults: list[str] = []
-    for name, model in _teachers(objective):
-        head: Any = find_head(model).linear
-        if any(_broken(tensor) for tensor in (head.weight, getattr(head, "bias", None)) if tensor is not None):
-            faults.append(f"the weights of the {name}'s head")
-    stored = getattr(objective, "head", None)  # of a cache
-    if stored is not None and _broken(stored.weight):
-        faults.append("the head in the teacher's cache")
+    teacher = objective.teacher
+    faults = [name for name, tensor in teacher.head_tensors() if _broken(tensor)]
     for batch in batches:
         with torch.no_grad():
-            said = list(_tensors(objective.signal(batch)))
-        names = [name for name, _ in _teachers(objective)] if len(said) > 1 else ["teacher"]
-        for number, value in enumerate(said):
-            name = names[number] if len(names) == len(said) else "teacher"
+            targets = list(_tensors(objective.targets(batch)))
+        names = list(teacher.models) if len(targets) > 1 else ["teacher"]
+        for number, value in enumerate(targets):
+            name = names[number] if len(names) == len(targets) else "teacher"
             if count := _broken(value):
                 positions = value.shape[:-1].numel() if value.dim() > 1 else value.numel()
                 faults.append(f"what the {name} says of {count} of {positions} positions")
     return faults[0] if faults else None
 
 
-def _teachers(objective: Any) -> list[tuple[str, nn.Module]]:
-    """The loaded teachers, named as in the recipe."""
-    if objective.teacher is None:
-        return []
-    members = getattr(objective.teacher, "members", None)
-    if members is None:
-        return [("teacher", objective.teacher)]
-    return [(f"teachers.{number}", model) for number, model in enumerate(members)]
-
-
-def _tensors(signal: Any) -> Iterator[torch.Tensor]:
+def _tensors(targets: object) -> Iterator[torch.Tensor]:
     """The numbers in what a teacher says, whatever its kind."""
-    if isinstance(signal, torch.Tensor):
-        if signal.is_floating_point():
-            yield signal
-    elif isinstance(signal, tuple):
-        for part in signal:
+    if isinstance(targets, torch.Tensor):
+        if targets.is_floating_point():
+            yield targets
+    elif isinstance(targets, tuple):
+        for part in targets:
             yield from _tensors(part)
 
 

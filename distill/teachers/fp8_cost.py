@@ -1,21 +1,28 @@
-"""What fp8 costs a teacher: the divergence between it before and after, on one real batch."""
+"""What fp8 costs a teacher: the divergence between it before and after, on one real batch.
+
+`teacher.dtype: fp8` loads the teacher in bf16 and quantises its linear layers, but not its head, once the run's own
+batches exist to measure the damage on. The figure is printed beside the student's own divergence: a teacher that moves
+by a hundredth of what the student has to learn is worth its speed, one that moves by half of it is not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss
-from distill_kernels.matmul.fp8 import swap_linears_for_fp8
-from torch.nn import functional as F
+from torch import nn
 
-from distill.models.head import bare, decoder_of, find_head, read_head
-from distill.teachers.objective import IGNORE, DistillationObjective
+from distill.data.labels import shift_labels
+from distill.models.fp8_teacher import quantise
+from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, last_hidden, read_head
+from distill.teachers.base import Batch, Pairing
+from distill.teachers.hidden import HiddenFormat
+from distill.teachers.losses import LogitTransforms
 
 
-class Quantised(NamedTuple):
-    """What `quantise_teacher` did.
+class Fp8Cost(NamedTuple):
+    """What quantising moved.
 
     Attributes:
         layers: linear layers now in fp8.
@@ -35,46 +42,44 @@ class Quantised(NamedTuple):
 
 
 @torch.no_grad()
-def quantise_teacher(objective: DistillationObjective, batch: Mapping[str, Any]) -> Quantised:
-    """Quantise the objective's teacher in place and measure by how much that moves it.
+def quantise_and_measure(
+    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module, pairing: Pairing
+) -> Fp8Cost:
+    """Quantise the teacher in place and measure by how much that moves it.
 
     Args:
-        objective: Holds teacher and student; call this after patching and before sharding.
-        batch: A collated batch on the models' device.
+        teacher: after patching and before sharding.
+        format: its targets.
+        batch: collated, on the models' device.
+        student: as it stands.
+        pairing: of both.
 
     Raises:
         ValueError: The teacher has no linear layer whose sizes divide by 16.
     """
-    student = objective.student
     modes = [(module, module.training) for module in student.modules()]
     student.eval()
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
-    labels = F.pad(batch["labels"], (0, 1), value=IGNORE)[..., 1:]
-    before = objective.teacher_hidden(batch)
+    labels = shift_labels(batch["labels"])
+    before = last_hidden(teacher, batch)
     student_hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
     for module, training in modes:
         module.training = training
-    layers = swap_linears_for_fp8(bare(objective.teacher))
-    after = objective.teacher_hidden(batch)
+    layers = quantise(teacher)
+    after = last_hidden(teacher, batch)
+    teacher_head, student_head = read_head(find_head(teacher)), read_head(find_head(student))
 
-    teacher_head, student_head = read_head(find_head(objective.teacher)), read_head(find_head(student))
-    reading = objective.reading
-
-    def divergence(hidden: torch.Tensor, head: Any, shape: Any) -> float:
-        loss = FusedKLLoss(
-            student_logit_scale=shape.scale, student_softcap=shape.softcap,
-            teacher_logit_scale=reading.teacher.scale, teacher_softcap=reading.teacher.softcap,
-        )  # fmt: skip
+    def divergence(hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform) -> float:
+        loss = FusedKLLoss(**LogitTransforms(transform, format.transform))
         return float(
             loss(
                 hidden.to(head.weight.dtype), head.weight, before.to(teacher_head.weight.dtype), teacher_head.weight,
                 labels, student_bias=head.bias, teacher_bias=teacher_head.bias, student_lora=head.lora,
-                valid_rows=batch.get("valid_rows"), vocab_size=reading.vocab_size,
+                valid_rows=batch.get("valid_rows"), vocab_size=pairing.vocab_size,
             )
         )  # fmt: skip
 
-    return Quantised(
-        len(layers),
-        divergence(after, teacher_head, reading.teacher),
-        divergence(student_hidden, student_head, reading.student),
-    )
+    return Fp8Cost(
+        layers, divergence(after, teacher_head, format.transform),
+        divergence(student_hidden, student_head, pairing.student),
+    )  # fmt: skip

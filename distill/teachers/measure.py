@@ -62,27 +62,6 @@ def over_stored(manifest: Mapping[str, Any]) -> Measure:
     return Measure(name[manifest["tail"]] + ("" if temperature == 1 else f" at T = {temperature:g}"))
 
 
-def measure_of(recipe: Any, stored: Mapping[str, Any] | None = None) -> Measure:
-    """The measure of a run, by what it keeps of it, else by its recipe.
-
-    Args:
-        recipe: resolved.
-        stored: `measure` of its result.json or before.json.
-    """
-    if stored:
-        return Measure(**stored)
-    if recipe.student.vocabulary == "cross":
-        return SPANS
-    if not recipe.teacher.is_cached:
-        return KL
-    from pathlib import Path
-
-    from distill.teachers.cache.format import MANIFEST, read_json
-
-    manifest = read_json(Path(recipe.teacher.path).expanduser() / MANIFEST)
-    return Measure("KL over what is cached") if manifest is None else over_stored(manifest)
-
-
 def shown(value: float) -> str:
     """A figure for people; NaN where a run's teacher cannot tell it, such as the reverse KL of sampled tokens."""
     return "unknown" if math.isnan(value) else f"{value:.4f}"

@@ -1,94 +1,178 @@
-"""Several teachers in a run: the models as one module, and the objective that compares with their mixture.
+"""Several teachers in a run: the student learns the mixture of their probabilities.
 
     p_t = sum_k w_k softmax(z_k / T)
 
-The student learns the mixture of the teachers' probabilities, made in the fused pass (`distill_kernels.TeacherHead`);
-held-out figures are against the mixture too. All teachers see the same tokens, so they share one vocabulary. Each is
-loaded for itself, also where two of them are the same model with different adapters.
+The mixture is made in the fused pass (`distill_kernels.TeacherHead`); held-out figures are against it too. All teachers
+see the same tokens, so they share one vocabulary. Each is loaded for itself, also where two of them are the same model
+with different adapters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from distill_kernels import TeacherHead
 from torch import nn
 
-from distill.models.head import HeadWeights, LogitShape, find_head, probe_logits, whole
-from distill.models.load import load_teacher, load_tokenizer
-from distill.models.precision import COMPUTE, Precision
+from distill.core.ranks import is_first
+from distill.generation.answers import generate
+from distill.models.fingerprint import model_identity
+from distill.models.head import LogitTransform, last_hidden
+from distill.models.load import load_tokenizer
+from distill.models.shape import Shape
 from distill.models.vocabulary import compare
-from distill.recipe import Recipe
-from distill.teachers.objective import Comparison, DistillationObjective, Reading, last_hidden
+from distill.models.work import Work, count_text, parameters_of, total_work
+from distill.recipe import Generate, ModelSection, Recipe, Student
+from distill.recipe.teachers import describe_teacher
+from distill.teachers.base import (
+    Batch,
+    CutStudent,
+    Footprint,
+    FootprintContext,
+    HeadCall,
+    LossResult,
+    OpenContext,
+    Pairing,
+    TargetFormat,
+    Teacher,
+    TeacherSource,
+)
+from distill.teachers.hidden import HiddenFormat, pairing_of
+from distill.teachers.losses import DIVERGENCES, HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
+from distill.teachers.model import LoadedTeacher, ModelSource
+from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
 
-def load_several(
-    recipe: Recipe, tokenizer: Any, device: torch.device, precision: Precision, sharing: Any, choices: Any
-) -> Any:
-    """What `load_models` gives, for a recipe with `teachers`; `teacher` is a `TeacherGroup`.
-
-    Raises:
-        ValueError: a teacher whose tokens or rules differ from the first one's, and what `load_models` refuses.
-    """
-    from distill.teachers.opening import check_length, check_packing, load_models
-
-    for number, section in enumerate(recipe.teachers[1:], 1):
-        if tokenizer is not None:  # before gigabytes are read
-            compare(tokenizer, load_tokenizer(section, f"teachers.{number}")).require(field=f"teachers.{number}.model")
-    if sharing.teacher_sharded:
-        raise ValueError(
-            "parallel.teacher: several teachers cannot be sharded over the devices, and do not fit as copies; name "
-            "fewer or smaller ones, or set it to copied"
-        )
-    models = load_models(
-        recipe.model_copy(update={"teachers": []}), tokenizer, device, precision, sharing, choices
-    )  # fmt: skip
-    members = [models.teacher]
-    for number, section in enumerate(recipe.teachers[1:], 1):
-        if any(section.model == other.model and section.config == other.config for other in recipe.teachers[:number]):
-            log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
-        dtype = precision.teacher if section.dtype == "auto" else COMPUTE[section.dtype]
-        members.append(load_teacher(section, device=device, dtype=dtype))
-        check_length(recipe, members[-1], f"teachers.{number}")
-        check_packing(recipe, members[-1], f"teachers.{number}")
-    rows = [len(find_head(model).linear.weight) for model in members]  # type: ignore[arg-type]
-    group = TeacherGroup(members, [section.weight for section in recipe.teachers])
-    return models._replace(
-        teacher=group, vocab_size=min(models.vocab_size or min(rows), *rows), objective=MixtureObjective
-    )
-
-
-class TeacherGroup(nn.Module):
-    """Several causal language models and their shares.
+class MixtureFormat(TargetFormat):
+    """Each teacher's last hidden states, and all their heads.
 
     Args:
-        members: the models, over one vocabulary.
-        shares: their weights in the mixture, >= 0, not all 0; kept divided by their sum.
+        members: the formats of the teachers.
+        weights: of their probabilities, summing to 1.
     """
 
-    def __init__(self, members: Sequence[nn.Module], shares: Sequence[float]) -> None:
-        super().__init__()
-        if len(members) != len(shares) or not members or min(shares) < 0 or sum(shares) <= 0:
+    def __init__(self, members: Sequence[HiddenFormat], weights: Sequence[float]) -> None:
+        self.members, self.weights = list(members), tuple(weights)
+
+    @property
+    def terms(self) -> frozenset[str]:
+        """Every divergence."""
+        return DIVERGENCES
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+        """Over the columns that all heads have."""
+        heads = {f"teachers.{number}": member.head.rows for number, member in enumerate(self.members)}
+        return pairing_of(student, {"student": rows, **heads}, vocab_size)
+
+    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+        """The fused loss; each teacher's scale and cap travel with its head."""
+        return build_loss(section, LogitTransforms(pairing.student, LogitTransform()))
+
+    def held_out(self, pairing: Pairing) -> TargetLoss:
+        """Forward KL with its statistics, and the reverse KL."""
+        return HeldOutLoss(LogitTransforms(pairing.student, LogitTransform()))
+
+    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+        """Against the mixture."""
+        targets: Any = call.inputs.targets
+        with contextlib.ExitStack() as opened:
+            heads = None
+            if targets is not None:
+                weights = [opened.enter_context(member.head.open()) for member in self.members]
+                heads = [
+                    TeacherHead(hidden, head.weight, share, head.bias, member.transform.scale, member.transform.softcap)
+                    for hidden, head, share, member in zip(targets, weights, self.weights, self.members, strict=True)
+                ]
+            arguments = pairing.arguments(call)
+            return loss(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
+
+
+class MixtureTeacher(Teacher):
+    """Several loaded teachers over one vocabulary.
+
+    Args:
+        members: the teachers, or causal language models.
+        weights: of their probabilities, >= 0, not all 0; divided by their sum.
+    """
+
+    def __init__(self, members: Sequence[LoadedTeacher | nn.Module], weights: Sequence[float]) -> None:
+        if len(members) != len(weights) or not members or min(weights) < 0 or sum(weights) <= 0:
             raise ValueError(
-                f"teachers: expected a weight >= 0 for each of {len(members)} models, not all 0; came {list(shares)}"
+                f"teachers: expected a weight >= 0 for each of {len(members)} models, not all 0; got {list(weights)}"
             )
+        self.members = [
+            member if isinstance(member, LoadedTeacher) else LoadedTeacher(member, field=f"teachers.{number}")
+            for number, member in enumerate(members)
+        ]
+        self.models = {name: model for member in self.members for name, model in member.models.items()}
+        self.weights = tuple(weight / sum(weights) for weight in weights)
+        self.format = MixtureFormat([member.format for member in self.members], self.weights)
+
+    def targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Each teacher's last hidden states, [B, S, its hidden size]."""
+        return tuple(last_hidden(member.model, batch) for member in self.members)
+
+    def work(self) -> Work | None:
+        """Of all of them."""
+        return total_work(member.work() for member in self.members)
+
+    def parameters_text(self) -> str:
+        """How many parameters in all."""
+        return f"{count_text(sum(parameters_of(member.model)[0] for member in self.members))} parameters"
+
+    def to(self, device: torch.device) -> None:
+        """Move all of them."""
+        for member in self.members:
+            member.to(device)
+
+    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+        """Cut from the first one."""
+        return self.members[0].cut_student(section, device, dtype)
+
+    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+        """Greedy answers of the mixture."""
+        tokenizer = self.members[0].tokenizer
+        if tokenizer is None or not is_first():
+            return None
+        return generate(self._group(), tokenizer, prompts, settings.max_new_tokens)
+
+    def small(self, layers: Sequence[int]) -> MixtureTeacher:
+        """Of copies with only these layers."""
+        return MixtureTeacher([member.small(layers) for member in self.members], self.weights)
+
+    def fingerprint(self) -> dict[str, object]:
+        """Of all weights."""
+        return model_identity(self._group())
+
+    def _group(self) -> MixtureModel:
+        return MixtureModel([member.model for member in self.members], self.weights)
+
+
+class MixtureModel(nn.Module):
+    """Several causal language models that generate together: each token is drawn from the mixture.
+
+    The first one keeps a cache, the others read the whole text for every token: meant for samples, not bulk.
+    """
+
+    def __init__(self, members: Sequence[nn.Module], weights: Sequence[float]) -> None:
+        super().__init__()
         self.members = nn.ModuleList(members)
-        self.shares = tuple(share / sum(shares) for share in shares)
+        self.weights = tuple(weights)
 
     @property
     def config(self) -> Any:
-        """Of the first teacher, whose tokenizer makes the data."""
+        """Of the first one, whose tokenizer makes the data."""
         return self.members[0].config
 
     @property
     def generation_config(self) -> Any:
-        """Of the first teacher."""
+        """Of the first one."""
         return self.members[0].generation_config
 
     @generation_config.setter
@@ -96,70 +180,112 @@ class TeacherGroup(nn.Module):
         self.members[0].generation_config = value
 
     def generate(self, **arguments: Any) -> Any:
-        """As `generate` of transformers; each token is drawn from the mixture.
-
-        The first teacher keeps a cache, the others read the whole text for every token: meant for samples, not bulk.
-        """
+        """As `generate` of transformers."""
         from transformers import LogitsProcessorList
 
         first: Any = self.members[0]
         return first.generate(**arguments, logits_processor=LogitsProcessorList([self._mix_scores]))
 
     def _mix_scores(self, ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """The mixture's log-probabilities [B, V] in place of the first teacher's scores."""
+        """The mixture's log-probabilities [B, V] in place of the first model's scores."""
         rows = [scores]
         rows += [model(input_ids=ids, use_cache=False).logits[:, -1] for model in self.members[1:]]
         columns = min(row.shape[-1] for row in rows)
         mixed = torch.full_like(scores, -torch.inf)
-        parts = [share * row[:, :columns].float().softmax(-1) for share, row in zip(self.shares, rows, strict=True)]
+        parts = [weight * row[:, :columns].float().softmax(-1) for weight, row in zip(self.weights, rows, strict=True)]
         mixed[:, :columns] = torch.stack(parts).sum(0).log().to(scores.dtype)
         return mixed  # type: ignore[return-value]
 
 
-class MixtureObjective(DistillationObjective):
-    """`DistillationObjective` against the mixture of a `TeacherGroup`."""
+class MixtureSource(TeacherSource):
+    """The models that the recipe's `teachers` names."""
 
-    def read(self, student: nn.Module, vocab_size: int | None) -> Reading:
-        """Probe every teacher; the columns are those that all heads have."""
-        members = self.teacher.members
-        self.shapes = [probe_logits(model, f"teachers.{number}") for number, model in enumerate(members)]
-        rows = [len(find_head(model).linear.weight) for model in (student, *members)]  # type: ignore[arg-type]
-        if vocab_size is not None and not 0 < vocab_size <= min(rows):
-            raise ValueError(f"vocab_size: expected 1 to {min(rows)} (rows of the heads: {rows}), got {vocab_size}")
-        columns = vocab_size or min(rows)
-        return Reading(
-            probe_logits(student, "student"), LogitShape(), None if columns == max(rows) else columns
-        )  # fmt: skip
+    def __init__(self, recipe: Recipe) -> None:
+        description = describe_teacher(recipe)
+        self.recipe, self.weights, self.sections = recipe, description.weights, description.members
+        self.members = [ModelSource(recipe, section, field) for field, section in self.sections.items()]
 
     @property
-    def columns(self) -> int:
-        """Columns of the vocabulary that the loss is over."""
-        return self.reading.vocab_size or len(find_head(self.teacher.members[0]).linear.weight)  # type: ignore[arg-type]
+    def config_section(self) -> ModelSection:
+        """The first one's."""
+        return self.members[0].section
 
-    def signal(self, inputs: Mapping[str, Any]) -> Any:
-        """Each teacher's last hidden states, [B, S, its hidden size]; None where the loss needs none."""
-        if not self.loss.objective.needs_teacher:
+    @property
+    def tokenizer_section(self) -> ModelSection:
+        """The first one's."""
+        return self.members[0].section
+
+    def shapes(self) -> list[Shape]:
+        """Of each."""
+        return [member.meta().shape for member in self.members]
+
+    def vocabulary(self) -> Vocabulary:
+        """The first teacher's tokenizer makes the data."""
+        return MixtureVocabulary(self)
+
+    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
+        """Of any of them; they cannot be sharded."""
+        problems = [text for member in self.members for text in member.problems(cuda=cuda, sharded=sharded)]
+        return problems + [SHARDED] * sharded
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """All are held, and run one after another; the loss reads their hidden states one teacher at a time."""
+        parts = [member.footprint(context) for member in self.members]
+        return parts[0]._replace(
+            weights=sum(part.weights for part in parts),
+            token_bytes=sum(part.token_bytes for part in parts),
+            work=total_work(part.work for part in parts),
+        )
+
+    def identity(self) -> dict[str, object]:
+        """Of each."""
+        return {member.field: member.identity() for member in self.members}
+
+    def title(self) -> str:
+        """Their names with their weights."""
+        return " + ".join(
+            f"{weight:.2f} x {member.title()}" + (f" with {member.section.adapter}" if member.section.adapter else "")
+            for weight, member in zip(self.weights, self.members, strict=True)
+        )
+
+    def size_text(self) -> str:
+        """Parameters of all."""
+        return f"{sum(shape.parameters for shape in self.shapes()) / 1e6:,.2f} M parameters"
+
+    def open(self, context: OpenContext, vocabulary: Vocabulary) -> MixtureTeacher:
+        """Load each."""
+        sections = list(self.sections.values())
+        for number, section in enumerate(sections):
+            if any(section.model == other.model and section.config == other.config for other in sections[:number]):
+                log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
+        return MixtureTeacher([member.open(context, vocabulary) for member in self.members], self.weights)
+
+
+class MixtureVocabulary(Vocabulary):
+    """One tokenizer for several teachers and a student."""
+
+    def __init__(self, source: MixtureSource) -> None:
+        super().__init__(source.recipe, source.tokenizer_section)
+        self.source = source
+
+    def tokenizers(self) -> list[Any] | None:
+        """Of each teacher, and the student's."""
+        if self.tokenizer is None:
             return None
-        return tuple(last_hidden(model, inputs) for model in self.teacher.members)
+        others = [load_tokenizer(member.section, member.field) for member in self.source.members[1:]]
+        return [self.tokenizer, *others, self.student_tokenizer]
 
-    def loss_of(
-        self,
-        hidden: torch.Tensor,
-        head: HeadWeights,
-        comparison: Comparison,
-        labels: torch.Tensor,
-        valid_rows: torch.Tensor | None,
-    ) -> Any:
-        """As of `DistillationObjective`, against the mixture."""
-        with contextlib.ExitStack() as gathered:
-            teachers = None
-            if comparison.signal is not None:
-                heads = [gathered.enter_context(whole(find_head(model))) for model in self.teacher.members]
-                teachers = [
-                    TeacherHead(states, found.weight, share, found.bias, shape.scale, shape.softcap)
-                    for states, found, share, shape in zip(
-                        comparison.signal, heads, self.teacher.shares, self.shapes, strict=True
-                    )
-                ]
-            shared = self.arguments(head, comparison, valid_rows)
-            return self.loss(hidden, head.weight, labels=labels, teachers=teachers, **shared)
+    def prepare(self) -> None:
+        """Compare every teacher's tokenizer, and the student's, with the first one's."""
+        for member in self.source.members[1:]:
+            if self.tokenizer is not None:
+                compare(self.tokenizer, load_tokenizer(member.section, member.field)).require(
+                    field=f"{member.field}.model"
+                )
+        super().prepare()
+
+
+SHARDED = (
+    "parallel.teacher: several teachers cannot be sharded over the devices, and do not fit as copies; name fewer or "
+    "smaller ones, or set it to copied"
+)

@@ -22,17 +22,19 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from distill_kernels import ChunkedLoss, LossTerm
-from torch import nn
 
-from distill.models.head import HeadWeights, LogitShape, find_head, whole
+from distill.data.labels import IGNORE_INDEX
+from distill.models.head import LogitTransform
 from distill.recipe.loss import Loss, PlainTerm, PluginTerm
-from distill.teachers.objective import IGNORE, KL, Comparison, DistillationObjective
+from distill.teachers.base import HeadCall, Pairing, TargetFormat
+from distill.teachers.hidden import HiddenFormat
+from distill.teachers.losses import LossSpec, TargetLoss, zero_like
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -102,91 +104,98 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
     return plugin
 
 
-class PluginObjective(DistillationObjective):
+class PluginLoss:
     """The fused terms of a loss, and functions over logits beside them.
 
-    Args:
-        teacher, student, loss, vocab_size: As of `DistillationObjective`; `loss` is a recipe's.
-        functions: By the name that terms call them.
+    Attributes:
+        fused: the fused loss; where the recipe has no fused term, forward KL, for the statistics alone.
+        is_alone: whether that is so.
+        own: the recipe's own terms, each with its loss over chunks of logits.
     """
 
-    def __init__(
-        self,
-        teacher: nn.Module | None,
-        student: nn.Module,
-        loss: Any,
-        *,
-        vocab_size: int | None = None,
-        functions: Mapping[str, RowLosses],
-    ) -> None:
-        own = [term for term in loss.terms if isinstance(term, PluginTerm) and term.weight > 0]
-        fused = [term for term in loss.terms if not isinstance(term, PluginTerm) and term.weight > 0]
-        self.is_alone = not fused  # then the fused pass is for the statistics
-        fused = fused or [PlainTerm(type="forward_kl")]
-        super().__init__(
-            teacher, student, loss.model_copy(update={"terms": fused, "plugin": None}), vocab_size=vocab_size
-        )
-        self._fused = self.loss
-        self.own = [
-            (term, ChunkedLoss(_with_shapes(functions[term.function], self.reading.student, self.reading.teacher)))
-            for term in own
-        ]
+    def __init__(self, fused: TargetLoss, is_alone: bool, own: Sequence[tuple[PluginTerm, ChunkedLoss]]) -> None:
+        self.fused, self.is_alone, self.own = fused, is_alone, own
+        self.objective = fused.objective
 
     @property
     def terms(self) -> Sequence[LossTerm]:
         """Of the loss, the functions under their names."""
-        fused = () if self.is_alone else self._fused.terms
+        fused = () if self.is_alone else self.fused.terms
         return [*fused, *(LossTerm(term.function, term.weight) for term, _ in self.own)]
 
-    @property
-    def divergence(self) -> tuple[str | None, float]:
+
+class PluginFormat(HiddenFormat):
+    """Hidden states, compared by a plugin's functions too.
+
+    Args:
+        inner: the teacher's own format.
+        plugin: its functions.
+
+    Raises:
+        ValueError: a kind of teacher whose logits the functions cannot be given.
+    """
+
+    def __init__(self, inner: TargetFormat, plugin: Plugin) -> None:
+        if not isinstance(inner, HiddenFormat):
+            raise ValueError(
+                "--plugin: its functions take one teacher's logits; this recipe's teacher is of another kind"
+            )
+        super().__init__(inner.head, inner.transform)
+        self.functions = plugin.terms
+
+    def loss(self, section: LossSpec, pairing: Pairing) -> Any:
+        """Of a recipe's loss section: fused terms and the plugin's."""
+        assert isinstance(section, Loss)
+        own = [term for term in section.terms if isinstance(term, PluginTerm) and term.weight > 0]
+        fused = [term for term in section.terms if not isinstance(term, PluginTerm) and term.weight > 0]
+        plain = section.model_copy(update={"terms": fused or [PlainTerm(type="forward_kl")], "plugin": None})
+        functions = [
+            (term, ChunkedLoss(_with_transforms(self.functions[term.function], pairing.student, self.transform)))
+            for term in own
+        ]
+        return PluginLoss(super().loss(plain, pairing), not fused, functions)
+
+    def measured_terms(self, loss: Any) -> Sequence[LossTerm]:
         """Of the fused terms; forward KL, for the figures alone, where there are none."""
-        soft = [term for term in self._fused.terms if term.type != "cross_entropy"]
-        if not soft:
-            return None, 1.0
-        return "kl" if {term.type for term in soft} in KL else "divergence", sum(term.weight for term in soft)
+        return loss.fused.terms if isinstance(loss, PluginLoss) else loss.terms
 
-    def signal(self, inputs: Mapping[str, Any]) -> Any:
-        """The teacher's last hidden states, which the functions need even where no fused term does."""
-        return self.teacher_hidden(inputs)
+    def needs_targets(self, loss: TargetLoss) -> bool:
+        """The functions need them even where no fused term does."""
+        return isinstance(loss, PluginLoss) or super().needs_targets(loss)
 
-    def loss_of(
-        self,
-        hidden: torch.Tensor,
-        head: HeadWeights,
-        comparison: Comparison,
-        labels: torch.Tensor,
-        valid_rows: torch.Tensor | None,
-    ) -> Any:
+    def apply(self, loss: Any, pairing: Pairing, call: HeadCall) -> Any:
         """The fused loss plus the functions' sums, inside the student head's own call."""
-        if self.loss is not self._fused:  # an evaluation that measures something else
-            return super().loss_of(hidden, head, comparison, labels, valid_rows)
+        if not isinstance(loss, PluginLoss):  # an evaluation that measures something else
+            return super().apply(loss, pairing, call)
         statistics: Any = None
-        total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        if comparison.statistics or not self.is_alone:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_alone):
-                fused = super().loss_of(hidden, head, comparison, labels, valid_rows)
-            fused, statistics = fused if comparison.statistics else (fused, None)
-            total = total if self.is_alone else fused
-        with whole(find_head(self.teacher)) as teacher:
-            for term, chunked in self.own:
+        total = zero_like(call.hidden)
+        if call.inputs.statistics or not loss.is_alone:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not loss.is_alone):
+                fused: Any = super().apply(loss.fused, pairing, call)
+            fused, statistics = fused if call.inputs.statistics else (fused, None)
+            total = total if loss.is_alone else fused
+        with self.head.open() as teacher:
+            for term, chunked in loss.own:
+                arguments = pairing.arguments(call)
+                del arguments["return_stats"]
                 total = total + term.weight * chunked(
-                    hidden, head.weight, comparison.signal, teacher.weight, labels,
-                    student_bias=head.bias, teacher_bias=teacher.bias, student_lora=head.lora,
-                    num_items=comparison.num_items, valid_rows=valid_rows, vocab_size=self.reading.vocab_size,
+                    call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels,
+                    teacher_bias=teacher.bias, **arguments,
                 )  # fmt: skip
-        return (total, statistics) if comparison.statistics else total
+        return (total, statistics) if call.inputs.statistics else total
 
 
-def _with_shapes(function: RowLosses, student: LogitShape, teacher: LogitShape) -> Callable[..., torch.Tensor]:
+def _with_transforms(
+    function: RowLosses, student: LogitTransform, teacher: LogitTransform
+) -> Callable[..., torch.Tensor]:
     """`function` of what the heads make, after each model's own scale and soft cap."""
 
-    def shaped(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
-        logits = logits * shape.scale if shape.scale != 1.0 else logits
-        return logits if shape.softcap is None else shape.softcap * torch.tanh(logits / shape.softcap)
+    def transformed(logits: torch.Tensor, by: LogitTransform) -> torch.Tensor:
+        logits = logits * by.scale if by.scale != 1.0 else logits
+        return logits if by.softcap is None else by.softcap * torch.tanh(logits / by.softcap)
 
     def of_raw(raw: torch.Tensor, teacher_raw: Any, labels: Any) -> torch.Tensor:
-        losses = function(shaped(raw, student), shaped(teacher_raw, teacher), labels)
-        return torch.where(labels == IGNORE, 0.0, losses) if labels is not None else losses
+        losses = function(transformed(raw, student), transformed(teacher_raw, teacher), labels)
+        return torch.where(labels == IGNORE_INDEX, 0.0, losses) if labels is not None else losses
 
     return of_raw

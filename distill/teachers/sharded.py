@@ -11,7 +11,6 @@ weights cannot be tried out.
 
 from __future__ import annotations
 
-import datetime
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from distill.core.ranks import on_the_first
 from distill.models.attention import keep_soft_cap
 from distill.models.load import TEACHER_SEED, load_config, load_teacher
 from distill.models.patching import PatchReport, patch
@@ -30,9 +30,6 @@ from distill.models.sharding import shard_teacher
 from distill.recipe import Teacher
 
 log = logging.getLogger(__name__)
-
-# of processes that wait while the first one reads weights; NCCL gives up after ten minutes
-PATIENCE = datetime.timedelta(hours=4)
 
 
 def load_sharded_teacher(
@@ -81,7 +78,7 @@ def load_sharded_teacher(
         with torch.random.fork_rng(devices):
             _draw(model, TEACHER_SEED)
     else:
-        source = _on_the_first(lambda: load_teacher(section, device="cpu", dtype=dtype))
+        source = on_the_first(lambda: load_teacher(section, device="cpu", dtype=dtype))
         _fill(model, source, device)
     return model, report
 
@@ -108,28 +105,6 @@ def _draw(model: Any, seed: int) -> None:
     with torch.no_grad():
         for module in model.modules():
             model._init_weights(module)
-
-
-def of_the_first(make: Callable[[], Any]) -> Any:
-    """What `make` returns on the first process, which alone calls it, on all; what it raises is raised on all."""
-    found = [_on_the_first(make)]
-    dist.broadcast_object_list(found)
-    return found[0]
-
-
-def _on_the_first(load: Callable[[], Any]) -> Any:
-    """What `load` returns, on the first process; None on the others. What it raises is raised on all."""
-    found, fault, waiting = None, [""], dist.new_group(backend="gloo", timeout=PATIENCE)
-    if dist.get_rank() == 0:
-        try:
-            found = load()
-        except ValueError as error:
-            fault = [str(error)]
-    dist.broadcast_object_list(fault, group=waiting)
-    dist.destroy_process_group(waiting)
-    if fault[0]:
-        raise ValueError(fault[0])
-    return found
 
 
 @torch.no_grad()

@@ -142,6 +142,11 @@ def training_arguments(
     if clash := sorted(set(values) & set(train.arguments) - {"save_total_limit", "logging_first_step"}):
         raise ValueError(f"train.arguments.{clash[0]}: a field of the recipe sets it; leave it out")
     require_arguments(train.arguments)
+    if train.arguments.get("ignore_data_skip"):
+        raise ValueError(
+            "train.arguments.ignore_data_skip: a resumed run would learn the epoch's first rows again in place of "
+            "those that follow; leave it out"
+        )
     values |= train.arguments
     if device.type == "cuda":  # batches are copied while the GPU computes; otherwise every copy would wait for it
         asked = values.get("accelerator_config")

@@ -1,7 +1,7 @@
 """Checkpoints in a run's folder: which are complete, which are not, and taking old ones away.
 
 A checkpoint is written into `.unfinished/` and renamed, so that a folder called `checkpoint-N` is whole, whenever the
-process was killed. `trainer_state.json` is the last file `Trainer` writes.
+process was killed. `trainer_state.json` is the last file `Trainer` writes; `manifest.json` then sums them all up.
 """
 
 from __future__ import annotations
@@ -28,16 +28,6 @@ def drop_old(folder: Path, limit: int | None, best: str | None = None) -> None:
     for old in checkpoints(folder)[: -limit if limit else 0]:
         if best is None or old.name != Path(best).name:
             os.replace(old, folder / UNFINISHED / f"old-{old.name}")
-
-
-def make_lasting(folder: Path) -> None:
-    """Have the system write all files below `folder` to the disk, so that they survive a power cut."""
-    for path in [*folder.rglob("*"), folder]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,23 +10,19 @@ from pathlib import Path
 
 import torch
 
-from distill.core.faults import DISK, RunError
+from distill.core.faults import DISK, RunError, disk_code
+from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
+from distill.core.units import GIB
 from distill.recipe import Recipe
-from distill.recipe.models import EIGHT_BITS
 from distill.recipe.same_step import why_batch_size_stays
+from distill.teachers.base import SmallerTeacher
+from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch
 
-GIB = 2**30
 MOST_WAYS = 4  # named where memory ran out, so that it stays one line; `distill check` has them all
-# what libraries that are not Python's put into exceptions of their own
-CUT_SHORT = (
-    "inline_container",
-    "PytorchStreamWriter",
-    "iostream error",
-)  # torch.save, which keeps the reason to itself
-SAID = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)}
+CUT_SHORT = ("inline_container", "PytorchStreamWriter", "iostream error")  # torch.save, which says no reason
 
 
 @contextmanager
@@ -37,23 +32,20 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise RunError(out_of_memory(recipe, error, folder)) from error
-    except OSError as error:
-        if error.errno not in DISK:
-            raise
-        raise RunError(_disk(error.errno, error.filename or folder, folder)) from error
-    except Exception as error:  # libraries wrap what the system said into their own exceptions
-        text = str(error)
-        full = next((code for code, words in SAID.items() if words in text), None)
-        if full is None and any(words in text for words in CUT_SHORT):
-            full = errno.ENOSPC if _free(folder) < GIB else errno.EFBIG
-        if full is not None:
-            raise RunError(_disk(full, folder, folder)) from error
+    except Exception as error:
+        text, code = str(error), disk_code(error)
+        if code is None and any(words in text for words in CUT_SHORT):
+            code = errno.ENOSPC if _free(folder) < GIB else errno.EFBIG
+        if code is not None:
+            raise RunError(_disk(code, getattr(error, "filename", None) or folder, folder)) from error
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             raise RunError(
                 f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
                 f"train.batch_size (now {recipe.train.batch_size}), or data.max_length (now {recipe.data.max_length}) "
                 f"in a new run, or close what else runs{_continue(folder)}"
             ) from error
+        if world_size() > 1 and "by peer" in text:  # what gloo says; that process has said why
+            raise RunError(f"another process of this run has ended, and so does this one{_continue(folder)}") from error
         if "DataLoader worker" in text:
             raise RunError(
                 f"a data worker died ({text.splitlines()[0]}); most often the machine ran out of memory: lower "
@@ -103,11 +95,7 @@ def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
         ways["train.gradient_checkpointing=true"] = (
             "train.gradient_checkpointing to true, one layer's activations at a time"
         )
-    if _holds_a_whole_teacher(recipe):
-        ways["teacher.offload=cpu"] = (
-            "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead"
-        )
-    return ways
+    return ways | {way.override: way.words for way in _smaller_teachers(recipe) if way.same_targets}
 
 
 def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
@@ -122,15 +110,11 @@ def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
         ways.append("student.lora to {}, no gradients and optimizer states of the base weights")
     if train.optimizer_states != "bfloat16" and train.optimizer == "fused_adamw":
         ways.append("train.optimizer_states to bfloat16, half of the optimizer's memory")
-    if _holds_a_whole_teacher(recipe):
-        ways.append("teacher.dtype to fp8, half of the teacher's layers")
-    return ways
+    return ways + [way.words for way in _smaller_teachers(recipe) if not way.same_targets]
 
 
-def _holds_a_whole_teacher(recipe: Recipe) -> bool:
-    teacher = recipe.teacher
-    in_full = teacher.offload is None and teacher.dtype not in EIGHT_BITS
-    return in_full and not teacher.is_cached and not recipe.teachers and recipe.parallel.teacher != "sharded"
+def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
+    return [] if recipe.parallel.teacher == "sharded" else source_of(recipe).smaller()
 
 
 def _disk(code: int, where: object, folder: Path) -> str:
@@ -149,4 +133,7 @@ def _free(folder: Path) -> int:
 
 def _continue(folder: Path) -> str:
     whole = checkpoints(folder) if folder.is_dir() else []
-    return f", then continue from {whole[-1]} with --resume" if whole else ", then start again"
+    if whole:
+        return f", then continue from {whole[-1]} with --resume"
+    begun = f", then start again with --name {folder.name} --resume, since {folder} has begun"
+    return begun if (folder / RECIPE_FILE).is_file() else ", then start again"

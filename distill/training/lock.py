@@ -19,34 +19,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from distill.core.environment import environment
 from distill.core.faults import RecipeError
 from distill.data.chat import load_template
 from distill.models.attention import BACKENDS
-from distill.models.head import bare
+from distill.models.fingerprint import model_identity
 from distill.models.load import STUDENT_SEED, TEACHER_SEED
-from distill.models.quantised import plain_tensors, quantised_by_transformers
 from distill.recipe import Recipe
 from distill.recipe.yaml_text import parse_yaml, to_yaml
-from distill.teachers.cache.format import cache_hash
+from distill.teachers.base import Teacher
 
 LOCK_FILE = "lock.yaml"
 FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environment")
 
 
 def lock_of(
-    recipe: Recipe, *, teacher: nn.Module | None, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
+    recipe: Recipe, *, teacher: Teacher, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
     processes: int, source: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Everything the run depends on, as plain data.
 
     Args:
         recipe: as resolved.
-        teacher: as loaded, its attention chosen, None where it is a cache; likewise `student`, before training.
+        teacher: as loaded, its attention chosen; likewise `student`, before training.
         tokenizer: of the data; None for random tokens.
         rows: the tokenised training data.
         processes: of the run.
@@ -56,8 +53,8 @@ def lock_of(
     return {
         "recipe": recipe.model_dump(mode="json", exclude={"name"}),
         "data": {"source": source, "rows_sha256": hash_of_rows(rows), **_text_to_tokens(recipe, tokenizer)},
-        "teacher": {"cache_sha256": cache_hash(recipe.teacher.path)} if recipe.teacher.path else _model(teacher),
-        "student": _model(student),
+        "teacher": teacher.fingerprint(),
+        "student": model_identity(student),
         "seeds": {"init": {"teacher": TEACHER_SEED, "student": STUDENT_SEED, "adapters": seed}, "data": seed,
                   "dropout": seed, "sampling": "greedy"},
         "processes": processes,
@@ -87,52 +84,6 @@ def _columns(rows: Any, names: tuple[str, ...]) -> Iterator[list[tuple[np.ndarra
         return
     for row in rows:
         yield [(np.array([len(row[name])]), np.array(row[name], dtype=np.int32)) for name in names]
-
-
-def fingerprint(model: nn.Module) -> str:
-    """SHA-256 over each parameter's name, shape, dtype and checksum.
-
-    The checksum: a parameter's bytes as rows of 4,096 integers of 64 bits, summed along the rows and along the
-    columns, modulo 2^64. Any change of one value changes both, and so does exchanging two that differ; it is no
-    defence against weights made to collide, which the commit of a hub model is. Of a sharded model each process takes
-    its own shards, and the result is the hash of those hashes: it depends on the number of processes, and every
-    process must call this.
-    """
-    digest, sharded = hashlib.sha256(), False
-    # quantised weights may be buffers, and their scales neither
-    packed = quantised_by_transformers(model)
-    for name, parameter in sorted(plain_tensors(model) if packed else model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
-        held: Any = parameter.detach()
-        if isinstance(held, DTensor):
-            held, sharded = held.to_local(), True
-        for sums in _sums(held):
-            digest.update(sums.cpu().numpy().tobytes())
-    if not sharded:
-        return digest.hexdigest()
-    parts: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, digest.hexdigest())
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
-
-
-def _sums(tensor: torch.Tensor, width: int = 4096) -> Iterator[torch.Tensor]:
-    """Sums of a tensor's bytes, as int64 [rows, width] along either dimension, and the bytes that fill no row."""
-    held = tensor.contiguous().flatten().view(torch.uint8)
-    held = held.clone() if held.storage_offset() % 8 else held  # a view of int64 begins on a multiple of 8
-    whole = len(held) // (8 * width) * (8 * width)
-    table = held[:whole].view(torch.int64).view(-1, width)
-    yield table.sum(dim=1)
-    yield table.sum(dim=0)
-    yield held[whole:]
-
-
-def _model(model: Any) -> dict[str, Any]:
-    config: Any = bare(model).config
-    return {
-        "weights": fingerprint(model),
-        "commit": getattr(config, "_commit_hash", None),
-        "attention": getattr(config, "_attn_implementation", None),
-    }
 
 
 def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:

@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
+from distill.data.labels import IGNORE_INDEX
 from distill.models.work import Work, peak_flops
-from distill.teachers.objective import STATISTICS
+from distill.teachers.losses import STATISTICS
 from distill.training.phases import PAUSED, Phases
 
 
@@ -81,7 +82,7 @@ class Meter:
         """Count one micro-batch; `statistics` are the objective's sums. Launches a few small kernels, never waits."""
         self._sums += statistics.detach()
         rows = inputs.get("valid_rows")
-        trained = (inputs["labels"][:, 1:] != -100).sum() if rows is None else rows.numel()
+        trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum() if rows is None else rows.numel()
         positions = inputs.get("position_ids")
         batch, length = inputs["input_ids"].shape
         self._counts[0] += trained

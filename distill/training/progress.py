@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from distill.core.files import write_text
 from distill.teachers.measure import KL, Measure
 
 
@@ -21,10 +23,14 @@ class MetricsFile(TrainerCallback):
 
     On resume, rows beyond the checkpoint's step and a last line cut short are dropped, so that no step appears twice.
     Numbers that are not finite are written as null, since JSON has none.
+
+    Args:
+        path: the file.
+        check: called before each row is written, to raise where nothing should be.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
+        self.path, self.check = path, check
         self._last: dict[str, Any] = {}
         self._offset = 0
 
@@ -34,9 +40,7 @@ class MetricsFile(TrainerCallback):
             return
         rows = [row for row in read_metrics(self.path) if row["step"] <= state.global_step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, self.path)
+        write_text(self.path, text)
         self._last, self._offset = {}, len(text.encode())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -48,6 +52,7 @@ class MetricsFile(TrainerCallback):
         figures = {key: _number(value) for key, value in logs.items() if isinstance(value, int | float)}
         same = self._last.get("step") == state.global_step
         self._last = {**(self._last if same else {}), "step": state.global_step, **figures}
+        self.check()
         mode = "r+b" if self.path.exists() else "w+b"
         with self.path.open(mode) as file:
             if not same:
@@ -62,17 +67,17 @@ def _number(value: float) -> float | None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics file; a line cut short by a kill is left out, and so is a missing file."""
+    """Rows of a metrics file; a line cut short by a kill, and what is no number, are left out; so is a missing file."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append({name: value for name, value in row.items() if value is None or type(value) in (int, float)})
     return rows
 
 

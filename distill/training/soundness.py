@@ -1,8 +1,9 @@
 """Is a checkpoint whole, and nothing but data? Asked before a run is continued from it.
 
-    last, refused = resumable(folder)
+    last, lines = resumable(folder)
 
-A checkpoint of ours is whole by construction. One that a bad disk, a copy cut short or a stranger made may not be:
+A checkpoint of ours is whole by construction. One that a bad disk, a copy cut short or a stranger made may not be: it
+is held against its manifest (`core/manifest.py`), its weights have to be finite, and
 files that a pickle could hide code in are read here by torch's restricted reader (`weights_only`), tensors left on the
 disk, so that the look is cheap at any size; of a sharded checkpoint, whose index and whose numbers torch reads with
 plain pickle, the index is read with a list of the classes that it may name, and the numbers by the restricted reader;
@@ -24,11 +25,17 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from transformers.trainer_pt_utils import safe_globals
 
 from distill.core.faults import RunError
+from distill.core.manifest import MANIFEST, fault_of_files, read_manifest
 from distill.training.checkpoints import STATE, checkpoints
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 INDEX = "model.safetensors.index.json"
 STATES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+REQUIRED = {
+    "optimizer*": "state of the optimizer (train.arguments.save_only_model leaves it out)",
+    "scheduler.pt": "state of the learning rate's schedule",
+    "rng_state*.pth": "state of the random numbers",
+}
 SHARDED = ".metadata"  # a file of torch.distributed.checkpoint, in folders that hold shards
 PLAIN = {
     "builtins": {"set", "frozenset", "list", "dict", "tuple", "int"},
@@ -45,10 +52,10 @@ PLAIN = {
 
 
 def resumable(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in `folder` that can be used, and a line for each newer one that cannot.
+    """The newest checkpoint in `folder` that can be used, with a line for each newer one that cannot.
 
     Returns:
-        None where there is no checkpoint at all.
+        None where there is no checkpoint at all. A line also says where the one in use has no manifest.
 
     Raises:
         RunError: there are some, and none is of use.
@@ -57,7 +64,8 @@ def resumable(folder: Path) -> tuple[Path | None, list[str]]:
     for path in reversed(checkpoints(folder)):
         fault = fault_of(path)
         if fault is None:
-            return path, refused
+            unsummed = [] if (path / MANIFEST).exists() else [f"{path} has no {MANIFEST}: its contents are not checked"]
+            return path, refused + unsummed
         refused.append(f"{path} cannot be used: {fault}")
     if refused:
         raise RunError(f"--resume: {'; '.join(refused)}; move these folders away to start again at step 0")
@@ -72,7 +80,12 @@ def fault_of(checkpoint: Path) -> str | None:
         return f"{STATE} cannot be read ({_first(error)})"
     if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
         return f"{STATE} names no step"
-    return _fault_of_weights(checkpoint) or _fault_of_states(checkpoint)
+    try:
+        manifest = read_manifest(checkpoint)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{MANIFEST} cannot be read ({_first(error)})"
+    fault = None if manifest is None else fault_of_files(checkpoint, manifest.get("files"))
+    return fault or _fault_of_weights(checkpoint) or _fault_of_states(checkpoint)
 
 
 def _fault_of_weights(checkpoint: Path) -> str | None:
@@ -90,8 +103,8 @@ def _fault_of_weights(checkpoint: Path) -> str | None:
         return "it holds no safetensors weights"
     for path in files:
         try:
-            with safe_open(str(path), framework="pt") as file:
-                file.keys()
+            if (name := not_finite(path)) is not None:
+                return f"{path.name}: {name} is not finite"
         except (OSError, SafetensorError) as error:
             return f"{path.name} cannot be read ({_first(error)})"
     for path in shards:
@@ -103,15 +116,37 @@ def _fault_of_weights(checkpoint: Path) -> str | None:
 
 
 def _fault_of_states(checkpoint: Path) -> str | None:
-    found = [path for pattern in STATES for path in sorted(checkpoint.glob(pattern))]
-    if not any(path.name.startswith("optimizer") for path in checkpoint.iterdir()):
-        return "it holds no state of the optimizer (train.arguments.save_only_model leaves it out)"
-    for path in found:
+    for pattern, what in REQUIRED.items():
+        if not any(checkpoint.glob(pattern)):
+            return f"it holds no {what}"
+    for path in [path for pattern in STATES for path in sorted(checkpoint.glob(pattern))]:
         try:
             with safe_globals():  # what random states of numpy and python are made of
-                torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+                state = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+            groups = state["param_groups"] if path.name.startswith("optimizer") else []
+            empty = any("betas" in group for group in groups) and not state["state"]
         except Exception as error:  # a file that is damaged may raise anything
             return f"{path.name} cannot be read as tensors and numbers alone ({_first(error)})"
+        if empty:
+            return f"{path.name} holds moments of no weight"
+    return None
+
+
+def shapes_of(path: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors in a safetensors file."""
+    with safe_open(str(path), framework="pt") as file:
+        return {str(name): list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def not_finite(path: Path) -> str | None:
+    """The first tensor of a safetensors file that holds NaN or infinity; None where all are finite."""
+    with safe_open(str(path), framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - no dictionary
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and tensor.numel() and tensor.itemsize > 1:
+                low, high = torch.aminmax(tensor)
+                if not torch.isfinite(low - low + (high - high)):
+                    return str(name)
     return None
 
 

@@ -23,18 +23,25 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from distill.core.faults import RunError
+from distill.core.files import sync
+from distill.core.manifest import write_manifest
 from distill.data.collator import Collator
+from distill.data.labels import IGNORE_INDEX
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
-from distill.models.work import NO_WORK, work_of
+from distill.models.work import work_of
+from distill.teachers.base import Teacher
 from distill.teachers.blame import teacher_fault
-from distill.teachers.objective import STATISTICS, DistillationObjective, LossSpec
-from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old, make_lasting
+from distill.teachers.losses import STATISTICS, LossSpec
+from distill.teachers.objective import DistillationObjective
+from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
 from distill.training.metrics import Meter, named_means
+from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +54,8 @@ class DistillationTrainer(Trainer):
 
     Args:
         model: The student: a causal language model, bare or inside PEFT. Its forward is patched.
-        teacher: A causal language model over the same vocabulary; moved to the student's device and frozen. None only
-            with an `objective` that needs no model.
+        teacher: A causal language model over the same vocabulary, or any other kind of
+            `distill.teachers.base.Teacher`; moved to the student's device and frozen.
         args: As of `Trainer`. Five of its fields are set, since any other value trains wrongly here:
             `remove_unused_columns`, `logging_nan_inf_filter`, `ddp_find_unused_parameters` and
             `accelerator_config.dispatch_batches` (which cuts every tensor of a batch to its number of rows) to False,
@@ -58,8 +65,6 @@ class DistillationTrainer(Trainer):
         train_dataset, eval_dataset, processing_class, callbacks: As of `Trainer`.
         data_collator: None for `distill.data.collator.Collator` with the tokenizer's (or the student's) padding token.
             On several processes each row of an epoch is taken once (`even_batches.py`).
-        objective: What makes the objective of `(teacher, model, loss, vocab_size=)`: `DistillationObjective` or a
-            subclass for another kind of teacher.
         more: Anything else of `Trainer`.
 
     Raises:
@@ -71,7 +76,7 @@ class DistillationTrainer(Trainer):
     def __init__(
         self,
         model: nn.Module,
-        teacher: nn.Module | None,
+        teacher: nn.Module | Teacher,
         args: TrainingArguments,
         *,
         loss: LossSpec = "forward_kl",
@@ -81,7 +86,6 @@ class DistillationTrainer(Trainer):
         data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        objective: Callable[..., DistillationObjective] = DistillationObjective,
         **more: Any,
     ) -> None:
         args.remove_unused_columns = False
@@ -92,9 +96,9 @@ class DistillationTrainer(Trainer):
         if args.n_gpu > 1:
             log.warning("%d GPUs are visible to one process; using one. Start with torchrun to use all.", args.n_gpu)
             args._n_gpu = 1
-        for whose, owned in (("student", model), ("teacher", teacher)):
-            if owned is not None:
-                keep_soft_cap(owned, field=f"{whose}'s attention")
+        loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
+        for whose, owned in {"student": model, **loaded}.items():
+            keep_soft_cap(owned, field=f"{whose}'s attention")
         plain = Collator(_padding_token(processing_class, model), omit_plain_positions=True)
         data_collator = PlainRows(plain) if data_collator is None else OrPadding(data_collator, plain)
         super().__init__(
@@ -107,19 +111,22 @@ class DistillationTrainer(Trainer):
             callbacks=callbacks,
             **more,
         )
-        if teacher is not None and not is_sharded(teacher):
+        if not isinstance(teacher, nn.Module):
             teacher.to(args.device)
+        elif not is_sharded(teacher):
+            teacher = teacher.to(args.device)
         # FSDP places the student itself, later; the objective reads both models where they stand now
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:
             model.to(args.device)
-        self.objective: DistillationObjective = objective(teacher, model, loss, vocab_size=vocab_size)
-        self.data_collator = self.objective.collator(self.data_collator)
-        work = work_of(teacher, trains=False) if teacher is not None else NO_WORK
-        self.meter = Meter(args.device, work, work_of(model, trains=True), self.objective.divergence)
+        self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
+        self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
+        work = self.objective.teacher.work(), work_of(model, trains=True)
+        self.meter = Meter(args.device, *work, self.objective.divergence)
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
+        self._begun = 0  # micro-batches
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),
             self.accelerator.num_processes,
@@ -166,6 +173,7 @@ class DistillationTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `Trainer.training_step`; remembers the batch until its step is known to be finite."""
+        self._begun += 1
         with self.meter.phases.within("student"):
             loss = super().training_step(model, inputs, *args, **kwargs)
         self.health.see_batch(inputs, loss)
@@ -195,7 +203,7 @@ class DistillationTrainer(Trainer):
         """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
         if not batch_samples:
             return None
-        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples)
+        count = sum((batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batch_samples)
         count = torch.as_tensor(count, dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
@@ -228,7 +236,7 @@ class DistillationTrainer(Trainer):
             KeyboardInterrupt: Ctrl-C, behind the step that was being made and its checkpoint.
         """
         self.meter.restart()
-        with self.health.stops_on_signals():
+        with self.health.stops_on_signals(), watching(Path(self.args.output_dir or "."), lambda: self._begun):
             result = super().train(*args, **kwargs)
         if self.health.interrupted and self.state.global_step < self.state.max_steps:
             raise KeyboardInterrupt
@@ -249,9 +257,15 @@ class DistillationTrainer(Trainer):
         return super()._run_epoch(*args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As `Trainer`'s, which misses a tied head in every checkpoint: safetensors holds shared weights once."""
+        """Refuse a checkpoint that lacks weights; of a tied head, safetensors holds one copy only.
+
+        Raises:
+            RunError: `Trainer` would only warn, and go on with weights that were never trained.
+        """
         tied = getattr(self.objective.student, "all_tied_weights_keys", None) or {}
-        if load_result.unexpected_keys or not set(load_result.missing_keys) <= set(tied):
+        if missing := sorted(set(load_result.missing_keys) - set(tied)):
+            raise RunError(f"--resume: the checkpoint lacks the weights of {missing[0]}; move it away to use another")
+        if load_result.unexpected_keys:
             super()._issue_warnings_after_load(load_result)
 
     @torch.no_grad()
@@ -287,7 +301,7 @@ class DistillationTrainer(Trainer):
             for batch in batches:
                 inputs = self._prepare_inputs(batch)
                 output = model(**self.objective.compare(inputs, num_items=1))
-                trained = (inputs["labels"][:, 1:] != -100).sum().double()[None]
+                trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double()[None]
                 sums += torch.cat([output["statistics"].double(), output["loss"].double()[None], trained])
         model.train(training)
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()
@@ -332,8 +346,9 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
-                make_lasting(unfinished / name)
+                write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
+                sync(folder, deep=False)
                 drop_old(folder, limit, self.state.best_model_checkpoint)
                 shutil.rmtree(unfinished, ignore_errors=True)
             self.accelerator.wait_for_everyone()

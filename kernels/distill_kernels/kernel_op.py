@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from distill_kernels.launch import runs_on_triton
+from distill_kernels.operands import check_tensor, differentiable_once
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class KernelOp:
     """A kernel launcher registered as `distill::<name>`, with the dispatcher skipped where nothing needs it.
 
-    Calls are positional. Double backward is not supported and raises.
+    Calls are positional. Double backward is not supported and raises, `create_graph=True` included.
 
     Args:
         name: The op's name; it appears as `torch.ops.distill.<name>`.
@@ -51,7 +52,7 @@ class KernelOp:
         definition.register_fake(fake)
         if backward is not None:
             assert setup_context is not None
-            definition.register_autograd(backward, setup_context=setup_context)
+            definition.register_autograd(differentiable_once(backward), setup_context=setup_context)
             self.function = _eager_function(name, launch, setup_context, backward)
         self.traced = getattr(torch.ops.distill, name).default
 
@@ -78,15 +79,49 @@ def _eager_function(
         setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    once = differentiable_once(once_differentiable(backward))
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once)}
     return type(f"Eager_{name}", (torch.autograd.Function,), methods)
 
 
-def check_dtype(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what is not computed in: anything but fp32, bf16 and fp16, and fp64 outside of the kernels.
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, upstream: torch.Tensor) -> torch.Tensor:
+        return upstream
+
+
+def as_from_kernel(output: torch.Tensor) -> torch.Tensor:
+    """A reference's `output`, which refuses to be differentiated twice as a kernel's does."""
+    return _Once.apply(output) if output.requires_grad else output
+
+
+def check_tensors(**tensors: torch.Tensor | None) -> None:
+    """`check_tensor` of each, and that they lie on one device; None is left out."""
+    device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        device = device or tensor.device
+        if tensor.device != device:
+            raise ValueError(f"{name}: expected on {device} as {next(iter(tensors))}, got {tensor.device}")
+
+
+def check_floats(**tensors: torch.Tensor | None) -> None:
+    """Refuse operands that no kernel takes, on a CPU as on a GPU; None is left out.
 
     Raises:
-        ValueError: If `tensor` has another dtype.
+        ValueError: For what `check_tensors` refuses, and dtypes that are not computed in: anything but fp32, bf16
+            and fp16, and fp64 outside of the kernels.
     """
-    if tensor.dtype not in _DTYPES and (tensor.dtype != torch.float64 or runs_on_triton(tensor)):
-        raise ValueError(f"{name}: expected dtype float32, bfloat16 or float16, got {tensor.dtype}")
+    check_tensors(**tensors)
+    for name, tensor in tensors.items():
+        if tensor is None or tensor.dtype in _DTYPES:
+            continue
+        if tensor.dtype != torch.float64 or runs_on_triton(tensor):
+            raise ValueError(f"{name}: expected dtype float32, bfloat16 or float16, got {tensor.dtype}")

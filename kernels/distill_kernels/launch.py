@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 import typing
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,8 +22,16 @@ import torch
 try:
     import triton
     import triton.language as tl
+    from triton.language.target_info import is_cuda
+    from triton.runtime.jit import constexpr_function
 
     HAS_TRITON = True
+
+    @constexpr_function
+    def has_ptx() -> bool:
+        """In a kernel: whether it is compiled for an NVIDIA GPU, and may hold lines of PTX."""
+        return not triton.knobs.runtime.interpret and bool(is_cuda())
+
 except ImportError:
     HAS_TRITON = False
 
@@ -39,6 +49,7 @@ except ImportError:
     triton = _MissingTriton()
     tl = _MissingTriton()
 
+_log = logging.getLogger(__name__)
 _interpreting = False
 
 
@@ -53,46 +64,133 @@ def interpreted() -> Iterator[None]:
         _interpreting = before
 
 
-def runs_on_triton(tensor: torch.Tensor) -> bool:
-    """True where `tensor` is served by a Triton kernel, False where by the PyTorch reference."""
-    return tensor.is_cuda or _interpreting
+class Family(NamedTuple):
+    """What the GPUs of one architecture share.
+
+    Attributes:
+        shared_bytes: The most shared memory that a program may take.
+        tma: Whether an engine copies tiles by descriptors. (Elsewhere they are loaded through pointers.)
+        warpgroups: Whether products read their operands from shared memory and leave the registers to sums.
+        fp8: Whether there are products of e4m3 (the form without infinities).
+        warp_size: Threads of a warp.
+    """
+
+    shared_bytes: int
+    tma: bool = False
+    warpgroups: bool = False
+    fp8: bool = False
+    warp_size: int = 32
+
+
+INTERPRETER = "interpreter"
+FAMILIES = {
+    "sm_80": Family(163 << 10),  # Ampere: A100
+    "sm_86": Family(99 << 10),  # Ampere: A40, RTX 30
+    "sm_89": Family(99 << 10, fp8=True),  # Ada: L40S, RTX 40
+    "sm_90": Family(227 << 10, tma=True, warpgroups=True, fp8=True),  # Hopper: H100, H200
+    "sm_100": Family(227 << 10, tma=True, warpgroups=True, fp8=True),  # Blackwell: B200, B300
+    "sm_120": Family(99 << 10, tma=True, fp8=True),  # Blackwell: RTX 50, RTX PRO 6000, GB10
+    "gfx942": Family(64 << 10, warp_size=64),  # CDNA 3: MI300
+    INTERPRETER: Family(99 << 10, tma=True, warpgroups=True),
+}
+_OF_CAPABILITY = {
+    (8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90", (10, 0): "sm_100",
+    (10, 3): "sm_100", (12, 0): "sm_120", (12, 1): "sm_120",
+}  # fmt: skip
+OLDER, UNKNOWN = "older", "unknown"  # no kernel is launched there
 
 
 class DeviceFacts(NamedTuple):
-    """What launch decisions depend on."""
+    """What launch decisions depend on: no kernel's file asks for a compute capability.
+
+    Attributes:
+        multiprocessors: Of the device.
+        family: A key of `FAMILIES`, or `OLDER` or `UNKNOWN`.
+        shared_bytes: The most shared memory that a program may take.
+        l2_bytes, memory_bytes: Of the device.
+    """
 
     multiprocessors: int
-    capability: tuple[int, int]
+    family: str
+    shared_bytes: int
     l2_bytes: int
     memory_bytes: int
 
     @property
-    def starts_early(self) -> bool:
-        """Whether a kernel can be started while the one before it ends: griddepcontrol, NVIDIA from Hopper on."""
-        return self.capability >= (9, 0) and torch.version.hip is None
+    def has_kernels(self) -> bool:
+        """Whether Triton kernels are launched there; elsewhere the PyTorch references run."""
+        return self.family in FAMILIES
 
     @property
-    def large_shared(self) -> bool:
-        """Whether a program may have 160 KiB of shared memory, as on NVIDIA's data-centre GPUs from A100 on."""
-        return (self.capability[0] in (9, 10) or self.capability == (8, 0)) and torch.version.hip is None
+    def tma(self) -> bool:
+        return self.has_kernels and FAMILIES[self.family].tma
+
+    @property
+    def warpgroups(self) -> bool:
+        return self.has_kernels and FAMILIES[self.family].warpgroups
+
+    @property
+    def fp8(self) -> bool:
+        return self.has_kernels and FAMILIES[self.family].fp8
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether a kernel can be started while the one before it ends: griddepcontrol, NVIDIA from Hopper on."""
+        return self.tma and self.family != INTERPRETER
+
+
+def family_of(capability: tuple[int, int], gcn: str | None = None) -> str:
+    """The family of an NVIDIA GPU by its compute capability; of an AMD GPU by its architecture's name `gcn`."""
+    if gcn is not None:
+        name = gcn.split(":")[0]
+        return name if name in FAMILIES else UNKNOWN
+    return _OF_CAPABILITY.get(capability, OLDER if capability < (8, 0) else UNKNOWN)
+
+
+def forced_family() -> str | None:
+    """The family of which DISTILL_FAMILY says that its paths are to be taken, on another GPU: for tests.
+
+    Raises:
+        ValueError: If there is no such family.
+    """
+    name = os.environ.get("DISTILL_FAMILY")
+    if name and (name not in FAMILIES or name == INTERPRETER):
+        names = ", ".join(name for name in FAMILIES if name != INTERPRETER)
+        raise ValueError(f"DISTILL_FAMILY: expected one of {names}, got {name}")
+    return name or None
 
 
 @functools.cache
 def _cuda_facts(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
+    gcn = getattr(properties, "gcnArchName", None) if torch.version.hip else None
+    family = family_of((properties.major, properties.minor), gcn)
+    shared = getattr(properties, "shared_memory_per_block_optin", None) or properties.shared_memory_per_block
+    if family not in FAMILIES:
+        _log.warning("%s: no kernels for GPUs as old or as new as this; PyTorch computes instead", properties.name)
+    elif forced := forced_family():
+        _log.warning("%s: takes the paths of %s (DISTILL_FAMILY)", properties.name, forced)
+        family, shared = forced, min(shared, FAMILIES[forced].shared_bytes)
     return DeviceFacts(
-        properties.multi_processor_count,
-        (properties.major, properties.minor),
-        properties.L2_cache_size,
-        properties.total_memory,
+        properties.multi_processor_count, family, shared, properties.L2_cache_size, properties.total_memory
     )
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
     """Facts of a CUDA device, read once; of the CPU, small stand-ins that keep interpreted launches short."""
     if device.type != "cuda":
-        return DeviceFacts(multiprocessors=4, capability=(0, 0), l2_bytes=32 << 20, memory_bytes=8 << 30)
+        return DeviceFacts(4, INTERPRETER, FAMILIES[INTERPRETER].shared_bytes, 32 << 20, 8 << 30)
     return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@torch.compiler.assume_constant_result
+def _has_kernels(index: int) -> bool:
+    return _cuda_facts(index).has_kernels
+
+
+def runs_on_triton(tensor: torch.Tensor) -> bool:
+    """True where `tensor` is served by a Triton kernel, False where by the PyTorch reference."""
+    return _interpreting or (tensor.is_cuda and _has_kernels(tensor.get_device()))
 
 
 def cdiv(a: int, b: int) -> int:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import torch
 
+from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+from distill_kernels.operands import rows_of
 
 _MASK = 0xFFFFFFFF
 BLOCK = 1024
@@ -95,7 +97,7 @@ def _sample(logits: torch.Tensor, seeds: torch.Tensor, draws: torch.Tensor, temp
     if not runs_on_triton(logits):
         return reference_sample(logits, seeds, draws, temperature)
     rows, columns = logits.shape
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits, seeds, draws = rows_of(logits), rows_of(seeds), rows_of(draws)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _sample_kernel[(rows,)](
@@ -128,6 +130,7 @@ def sample_tokens(
     Raises:
         ValueError: shapes, dtypes or a temperature that do not fit.
     """
+    check_tensors(logits=logits, seeds=seeds, draws=draws)
     if logits.dim() != 2 or not logits.is_floating_point() or not 0 < logits.shape[1] < 2**31:
         raise ValueError(
             f"logits: expected floating point [rows, vocabulary], got {logits.dtype} {tuple(logits.shape)}"

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
-from distill.caching.write import Teacher, close, open_folder, plan_work, write_shards
+from distill.caching.write import EncodableTeacher, close, open_folder, plan_work, write_shards
 from distill.data.collator import Collator
 from distill.models.head import decoder_of, find_head, probe_logits, read_head
 from distill.teachers.cache.format import HEAD, bytes_a_token, write_tensors
-from distill.teachers.cache.objective import HiddenObjective, TopKObjective
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import SHARD_BYTES
+from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row
 
@@ -53,7 +53,7 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
         body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
         return decoder_of(teacher)(**body, use_cache=False).last_hidden_state
 
-    parts = Teacher(hidden_states, head, shape, head.weight.device)
+    parts = EncodableTeacher(hidden_states, head, shape, head.weight.device)
     start = time.perf_counter()
     write_shards(folder, plan, work, [rows], parts, batch_size=batch_size)
     seconds = time.perf_counter() - start
@@ -114,7 +114,7 @@ def compare(
         seconds = write_cache(there, teacher, rows, hidden=hidden, batch_size=batch_size)
         row(f"write {name}", seconds * tokens / (len(rows) * length))
         cache = TeacherCache(there)
-        objective = (HiddenObjective if hidden else TopKObjective)(None, student, "forward_kl", cache=cache)
+        objective = DistillationObjective(CachedTeacher(cache, student.device), student, "forward_kl")
         spent = seconds_a_step(objective, student, rows, batch_size, steps)
         row(name, spent, f"{bytes_a_token(cache.manifest)} bytes a token, {found[0].ms / spent / 1e3:.2f} x online")
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core.files import replacing
 from scripts.study.plan import KNOWN
 from scripts.study.verdict import Rows, by_objective, settings_of
 
@@ -81,9 +81,8 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
         label: handle for place in axes.flat for handle, label in zip(*place.get_legend_handles_labels(), strict=True)
     }
     drawing.legend(lines_drawn.values(), lines_drawn.keys(), loc="outside lower center", ncols=4, frameon=False)
-    beside = path.with_name(path.name + ".unfinished")
-    drawing.savefig(beside, format="svg", facecolor="white", metadata={"Date": None})
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        drawing.savefig(beside, format="svg", facecolor="white", metadata={"Date": None})
     plt.close(drawing)
 
 

@@ -16,19 +16,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill.caching.make import Loaded, as_read, make_cache
+from distill.caching.make import Loaded, encodable, make_cache
 from distill.core.console import progress
 from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.evaluation.judge import judge
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import Engine, end_tokens, engine_for
-from distill.models.head import LogitShape, find_head, probe_logits
+from distill.models.head import find_head, probe_logits
 from distill.recipe import Recipe
-from distill.teachers.cache.objective import TopKObjective
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
-from distill.teachers.opening import Models
+from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.opening import Pair
+from distill.teachers.vocabulary import Vocabulary
 from scripts.study.runs import Bench, Quality, free, point_of, row_of, train
 from scripts.study.teachers import OWN, K, TeacherSetup
 
@@ -46,10 +48,6 @@ class TeacherBench(Bench):
         self._right: dict[str, list[int]] = {}
         super().__init__(setups, held_out)
 
-    def shape(self) -> LogitShape:
-        """How the teacher makes its logits."""
-        return probe_logits(self.teacher, "teacher")
-
     def cache(self, setup: TeacherSetup, recipe: Recipe, student: Any) -> TeacherCache:
         """The teacher's words on the data of a configuration, made when they are first asked for."""
         assert setup.tail is not None
@@ -57,9 +55,10 @@ class TeacherBench(Bench):
         if key not in self._caches:
             folder = Path(self._folder.name) / f"{setup.data}-{setup.tail}"
             rows = min(len(find_head(model).linear.weight) for model in (self.teacher, student))
+            teacher = LoadedTeacher(self.teacher, tokenizer=self.tokenizer)
             loaded = Loaded(
-                recipe, self.splits(setup), Models(self.teacher, student, self.tokenizer, rows, "", None),
-                self.precision, as_read(self.teacher, self.shape(), self.device), probe_logits(student, "student"),
+                recipe, self.splits(setup), Pair(teacher, student, Vocabulary(recipe, recipe.teacher), rows, "", None),
+                self.precision, encodable(teacher, self.device), probe_logits(student, "student"),
             )  # fmt: skip
             settings = Settings(K, tail=setup.tail).checked()
             make_cache(
@@ -123,7 +122,7 @@ def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
     kind: dict[str, Any] = {}
     if setup.tail is not None:
         cache = bench.cache(setup, recipe, student)
-        kind = {"teacher": None, "objective": functools.partial(TopKObjective, cache=cache)}
+        kind = {"teacher": CachedTeacher(cache, bench.device)}
     if setup.first:
         bench.after_first_stage(setup, student)
         before = bench.judge(student, setup, recipe)

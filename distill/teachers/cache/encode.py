@@ -25,7 +25,7 @@ from distill_kernels.losses.divergence import transform_logits
 from distill_kernels.losses.operands import Head
 from torch.nn import functional as F
 
-from distill.models.head import HeadWeights, LogitShape
+from distill.models.head import HeadWeights, LogitTransform
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
 LEAST_TAIL = -13.8  # log of 1e-6: what float32 sums of K probabilities still tell from 1
@@ -57,7 +57,7 @@ class Said(NamedTuple):
 
 @torch.no_grad()
 def log_probabilities(
-    hidden: torch.Tensor, head: HeadWeights, shape: LogitShape, columns: int, temperature: float
+    hidden: torch.Tensor, head: HeadWeights, shape: LogitTransform, columns: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [n, columns] and log-probabilities at the temperature, fp32 (fp64 for fp64), of hidden states [n, H]."""
     narrow = Head(hidden, head.weight, head.bias).cut(columns, head.weight.dtype)
@@ -70,7 +70,7 @@ def log_probabilities(
 def encode(
     hidden: torch.Tensor,
     head: HeadWeights,
-    shape: LogitShape,
+    shape: LogitTransform,
     labels: torch.Tensor,
     *,
     columns: int,

@@ -21,6 +21,10 @@ and ranks cannot misalign it. Stored are the positions whose next token is learn
 At K = 64 that is 262 bytes a token for vocabularies up to 65,536, 270 up to 131,072 and 278 up to 262,144. The rounding
 of float16 moves a probability by at most 0.4 % where it is above 1e-7 (log-probabilities from -16 to -8 are 0.0078
 apart). With hidden states: `hidden` [teacher's width] in bfloat16 alone.
+
+Beside them a shard has, for each document, its key, where its positions begin, and a checksum (XXH3, 64 bits) of key
+and positions, held whenever the document is read: hashing what is copied anyway costs about 0.1 s a GiB. The manifest
+has the checksum of each shard's checksums, held when the cache is opened.
 """
 
 from __future__ import annotations
@@ -28,15 +32,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
-from distill.data.packing import IGNORED
+from distill.core.faults import show
+from distill.core.files import replacing
+from distill.data.labels import IGNORE_INDEX
 from distill.recipe import Teacher
 
 log = logging.getLogger(__name__)
@@ -47,6 +53,7 @@ TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"  # folders
 KEY_BYTES = 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FIGURES = ("tail", "entropy", "label_logprob")
+DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard that hold a value a document, not a position
 STORED_AS = {"U8": np.uint8, "U16": np.uint16, "I64": np.int64, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 
 
@@ -80,10 +87,10 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
     starts = np.zeros(1, np.int64) if positions is None else np.flatnonzero(np.asarray(positions) == 0)
     if len(starts) == 0 or starts[0] != 0:
         starts = np.concatenate([[0], starts])
-    if (labels[starts[1:]] != IGNORED).any():
+    if (labels[starts[1:]] != IGNORE_INDEX).any():
         raise ValueError("labels: expected -100 at each document's first token, which nothing before it predicts")
     for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
-        learned = labels[start + 1 : stop] != IGNORED
+        learned = labels[start + 1 : stop] != IGNORE_INDEX
         if learned.any():
             digest = hashlib.blake2b(ids[start:stop].tobytes(), digest_size=KEY_BYTES)
             digest.update(np.packbits(learned).tobytes())
@@ -149,19 +156,21 @@ def bytes_a_token(plan: Mapping[str, Any]) -> int:
 # ------------------------------------------------------------------ files
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that is whole or absent."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    beside.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-    os.replace(beside, path)
-
-
 def read_json(path: Path) -> Any:
-    """A JSON file's content; None where there is no such file."""
+    """A JSON file's content, a dictionary; None where there is no such file.
+
+    Raises:
+        ValueError: it holds something else.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is damaged: {str(error).splitlines()[0]:.120}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: is damaged: expected a section of JSON, got {show(value)}")
+    return value
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -173,29 +182,59 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A safetensors file that is whole, and on the disk, or absent."""
     from safetensors.torch import save_file
 
-    beside = path.with_name(path.name + ".unfinished")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
-    with beside.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    with replacing(path) as beside:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file, mapped: read from disk as they are used. bfloat16 comes as uint16 bits."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    arrays = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
-        dtype = np.dtype(STORED_AS[entry["dtype"]])
-        if stop == start:
-            arrays[name] = np.zeros(shape, dtype)
-        else:
-            arrays[name] = np.memmap(path, dtype=dtype, mode="r", offset=8 + size + start, shape=shape)
-    return arrays
+    """The tensors of a safetensors file, mapped: read from disk as they are used. bfloat16 comes as uint16 bits.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, path.stat().st_size)))
+        arrays: dict[str, np.ndarray] = {}
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
+            dtype = np.dtype(STORED_AS[entry["dtype"]])
+            if stop == start:
+                arrays[name] = np.zeros(shape, dtype)
+            else:
+                arrays[name] = np.memmap(path, dtype=dtype, mode="r", offset=8 + size + start, shape=shape)
+        return arrays
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"teacher.path: {path} is damaged: {type(error).__name__}: {error!s:.80}") from None
+
+
+def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) -> list[int]:
+    """Checksums of some documents of a shard, int64: of the key and of all that is stored of its positions.
+
+    Args:
+        arrays: of the shard: `keys`, `offsets`, and those with a value a position.
+        documents: their numbers in it.
+    """
+    names = sorted(set(arrays) - set(DOCUMENTS))
+    sums = []
+    for number in documents:
+        start, stop = arrays["offsets"][number : number + 2].tolist()
+        digest = xxhash.xxh3_64(arrays["keys"][number].tobytes())
+        for name in names:
+            digest.update(arrays[name][start:stop].tobytes())
+        sums.append(int.from_bytes(digest.digest(), "little", signed=True))
+    return sums
+
+
+def sum_of_sums(path: Path) -> str:
+    """XXH3 of what a shard holds for its documents: `keys`, `offsets` and `sums`."""
+    arrays, digest = map_tensors(path), xxhash.xxh3_128()
+    for name in DOCUMENTS:
+        digest.update(arrays[name].tobytes())
+    return digest.hexdigest()
 
 
 def sizes_of(folder: Path, count: int) -> Sequence[int]:

@@ -9,35 +9,9 @@ from typing import Any
 
 from distill.data.chat import load_template
 from distill.data.token_cache import tokenizer_hash
-from distill.models.source import resolve_model_source
-from distill.recipe import Recipe, Teacher
+from distill.recipe import Recipe
 from distill.teachers.cache.format import MANIFEST, no_cache, read_json
-
-WEIGHTS = ("*.safetensors", "config.json")
-
-
-def teacher_identity(section: Teacher) -> dict[str, Any]:
-    """Name, revision and adapter of a teacher, and the hash of its files where they lie on this machine."""
-    named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
-    if section.init == "random" or section.model is None:
-        return {**named, "config": section.config, "init": section.init, "files_sha256": None}
-    source = resolve_model_source(section.model, "teacher.model")
-    files: list[Path] = []
-    if source.local:
-        folder = Path(source.location)
-        files = [folder / source.gguf_file] if source.gguf_file else sorted(f for p in WEIGHTS for f in folder.glob(p))
-    return {**named, "config": None, "init": section.init, "files_sha256": files_hash(files) if files else None}
-
-
-def files_hash(files: list[Path]) -> str:
-    """SHA-256 of names and contents."""
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.name} {path.stat().st_size} ".encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()
+from distill.teachers.identity import teacher_identity
 
 
 def text_hashes(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
@@ -72,14 +46,6 @@ def require_same_teacher(recipe: Recipe, tokenizer: Any, manifest: Mapping[str, 
     for name, field in (("tokenizer", "teacher.path"), ("template", "data.chat_template")):
         if now[name] != manifest["text"][name]:
             raise ValueError(f"{field}: the {name} differs from the one that the cache {path} was made with")
-
-
-def cached_name(section: Teacher) -> str:
-    """What the teacher of a cache is called; the cache's folder where that cannot be read any more."""
-    manifest = read_json(Path(section.path or "").expanduser() / MANIFEST) or {}
-    kept = manifest.get("teacher", {})
-    name = section.model or kept.get("model") or kept.get("config")
-    return str(name or f"the cache {section.path}")
 
 
 def description(manifest: Mapping[str, Any]) -> str:

@@ -9,22 +9,27 @@ it, and what is found is one contiguous piece of a mapped file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from distill.core.manifest import fault_of_files
 from distill.data.collator import valid_rows
 from distill.recipe import Generate, Recipe
 from distill.teachers.cache.format import (
     ANSWERS,
+    DOCUMENTS,
     FIGURES,
+    HEAD,
     KEY_BYTES,
     MANIFEST,
     VERSION,
     Document,
+    document_sums,
     documents_of,
     join_ids,
     map_tensors,
@@ -33,12 +38,14 @@ from distill.teachers.cache.format import (
     rows_of,
     shard_path,
     sizes_of,
+    sum_of_sums,
 )
 
 if TYPE_CHECKING:
     from distill.data.load import Splits
 
 PREFIX = "cached_"
+log = logging.getLogger(__name__)
 
 
 class TeacherCache:
@@ -48,6 +55,7 @@ class TeacherCache:
         path: its folder.
         manifest: what it holds and how it was made.
         stored: positions it has.
+        shards: their tensors by name, mapped.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -65,13 +73,24 @@ class TeacherCache:
                 f"teacher.path: {self.path} is of cache version {manifest.get('version')}, this distill reads {VERSION}"
             )
         self.manifest: dict[str, Any] = manifest
-        for number, (found, wanted) in enumerate(
-            zip(sizes_of(self.path, len(manifest["shards"])), manifest["shards"], strict=True)
-        ):
-            if found != wanted:
-                path = shard_path(self.path, number)
-                raise ValueError(f"teacher.path: {path} is damaged: expected {wanted:,} bytes, came {found:,}")
-        self._shards = [map_tensors(shard_path(self.path, number)) for number in range(len(manifest["shards"]))]
+        try:
+            self._open(manifest["shards"], manifest.get("sums"))
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"teacher.path: the cache {self.path} is damaged: {error!r:.100}") from None
+
+    def _open(self, sizes: list[int], sums: list[str] | None) -> None:
+        for number, (size, expected) in enumerate(zip(sizes_of(self.path, len(sizes)), sizes, strict=True)):
+            path = shard_path(self.path, number)
+            if size != expected:
+                raise ValueError(f"teacher.path: {path} is damaged: expected {expected:,} bytes, got {size:,}")
+            if sums is not None and sum_of_sums(path) != sums[number]:
+                raise ValueError(f"teacher.path: {path} is damaged: its list of documents is not the one written")
+        if sums is None:
+            log.warning("%s was cached without checksums: what it holds is not checked", self.path)
+        head = {name: entry for name, entry in self.manifest.get("files", {}).items() if name == HEAD}
+        if fault := fault_of_files(self.path, head):
+            raise ValueError(f"teacher.path: {self.path}: {fault}")
+        self.shards = [map_tensors(shard_path(self.path, number)) for number in range(len(sizes))]
         self._index()
 
     def __reduce__(self) -> Any:
@@ -88,26 +107,25 @@ class TeacherCache:
         return int(self.manifest["vocabulary"])
 
     def _index(self) -> None:
-        keys = np.concatenate([shard["keys"].reshape(-1, KEY_BYTES) for shard in self._shards] or [np.zeros((0, 16))])
+        keys = np.concatenate([shard["keys"].reshape(-1, KEY_BYTES) for shard in self.shards] or [np.zeros((0, 16))])
         halves = np.ascontiguousarray(keys, dtype=np.uint8).view(np.uint64).reshape(-1, 2)
         owner = np.concatenate(
-            [np.full(len(shard["keys"]), number, np.int32) for number, shard in enumerate(self._shards)]
+            [np.full(len(shard["keys"]), number, np.int32) for number, shard in enumerate(self.shards)]
         )
-        within = np.concatenate([np.arange(len(shard["keys"]), dtype=np.int32) for shard in self._shards])
+        within = np.concatenate([np.arange(len(shard["keys"]), dtype=np.int32) for shard in self.shards])
         order = np.argsort(halves[:, 0], kind="stable")
         self._first, self._second = halves[order, 0], halves[order, 1]
         self._owner, self._within = owner[order], within[order]
-        self.stored = sum(int(shard["offsets"][-1]) for shard in self._shards)
+        self.stored = sum(int(shard["offsets"][-1]) for shard in self.shards)
 
-    def find(self, key: bytes) -> tuple[int, int, int] | None:
-        """Shard and range of its positions that a document has; None where it is not in the cache."""
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """Shard and number in it of a document; None where it is not in the cache."""
         first, second = np.frombuffer(key, np.uint64)
         place = int(np.searchsorted(self._first, first))
         while place < len(self._first) and self._first[place] == first:
             if self._second[place] == second:
                 shard, document = int(self._owner[place]), int(self._within[place])
-                start, stop = self._shards[shard]["offsets"][document : document + 2].tolist()
-                return shard, start, stop
+                return shard, document
             place += 1
         return None
 
@@ -135,7 +153,7 @@ class TeacherCache:
                 f"the first in {first}; {hint or 'it was made from other data'}"
             )
 
-    def said(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def said(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """What the teacher said of the learned positions of some rows, in their order.
 
         Returns:
@@ -149,8 +167,8 @@ class TeacherCache:
         for number, row in enumerate(rows):
             for document in documents_of(row):
                 shard, start, stop = self._found(document, number, row)
-                for name, values in self._shards[shard].items():
-                    if name not in ("keys", "offsets"):
+                for name, values in self.shards[shard].items():
+                    if name not in DOCUMENTS:
                         pieces.setdefault(name, []).append(values[start:stop])
         whole = {name: np.concatenate(parts) for name, parts in pieces.items()}
         if not whole:
@@ -173,8 +191,26 @@ class TeacherCache:
                 f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them learned, beginning "
                 f"{ids}; it was made from other data, another tokenizer or another split into pieces"
             )
-        assert place[2] - place[1] == len(document.predicting)
-        return place
+        shard, (start, stop) = place[0], self.read_back(*place)
+        if stop - start != len(document.predicting):
+            raise ValueError(f"teacher.path: {shard_path(self.path, shard)} is damaged: a document has another length")
+        return shard, start, stop
+
+    def read_back(self, shard: int, number: int) -> tuple[int, int]:
+        """The positions of a document in its shard, once its checksum holds.
+
+        Raises:
+            ValueError: it does not.
+        """
+        arrays = self.shards[shard]
+        if "sums" in arrays and document_sums(arrays, [number]) != [int(arrays["sums"][number])]:
+            path = shard_path(self.path, shard)
+            raise ValueError(
+                f"teacher.path: {path} is damaged: document {number} of it is not as it was written; delete the file "
+                f"and {self.path / MANIFEST}, and distill cache with the same settings makes them again"
+            )
+        start, stop = arrays["offsets"][number : number + 2].tolist()
+        return start, stop
 
     def _nothing(self) -> dict[str, torch.Tensor]:
         if self.is_hidden:
@@ -205,10 +241,10 @@ class TeacherCache:
 class CachedRows:
     """A collator that puts what the teacher said of the rows beside what another collator makes of them."""
 
-    def __init__(self, collate: Callable[[list[Any]], dict[str, Any]], cache: TeacherCache) -> None:
+    def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], cache: TeacherCache) -> None:
         self.collate, self.cache = collate, cache
 
-    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Collate rows and look their documents up."""
         batch = self.collate(rows)
         if "valid_rows" not in batch:

@@ -8,15 +8,18 @@ ends its turn. A span is learned only where something of the same document stand
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from distill.data.chat import ChatTemplate
 from distill.data.formats import Format, Sample
-from distill.data.sources import Row, RowFault
-from distill.data.tokenise import Tally, _blocks, _clean, _origin
+from distill.data.labels import IGNORE_INDEX
+from distill.data.sources import RowFault
+from distill.data.token_cache import tokenizer_hash
+from distill.data.tokenise import Batch, RowEncoder, Tally, beginning_of, blocks, clean, hash_of
 from distill.teachers.cross.alignment import common_boundaries, token_bytes, token_ends
 
 SMALLEST_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -35,6 +38,13 @@ class Pair(NamedTuple):
     teacher: np.ndarray
     spans: np.ndarray
     origin: int
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """As `PairEncoder.columns`; a label at each span's first token."""
+        labels = np.full(len(self.student), IGNORE_INDEX, dtype=np.int32)
+        labels[self.spans[:, 0]] = self.student[self.spans[:, 0]]
+        columns = (self.student, labels, self.teacher, self.spans)
+        return dict(zip(PairEncoder.columns, columns, strict=True))
 
 
 class Part(NamedTuple):
@@ -58,31 +68,29 @@ class Reader:
         self.tokenizer, self.template, self.side = tokenizer, template, field.partition(".")[0]
         self.spelled = token_bytes(tokenizer, field)
         self.end = tokenizer.eos_token_id
-        alone = tokenizer("a")["input_ids"]
-        begins = tokenizer.bos_token_id is not None and alone[:1] == [tokenizer.bos_token_id]
-        self.beginning = [tokenizer.bos_token_id] if begins else []  # as the tokenizer begins a text by itself
+        self.beginning = beginning_of(tokenizer)
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         alternatives = "|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)) or r"(?!)"
         self._special = re.compile(alternatives)
 
-    def read(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Token ids of a text and where each ends, in bytes.
+    def read(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids of a text, int32 [n], and where each ends in it, in bytes, int64 [n].
 
         Raises:
             RowFault: the tokens do not spell the text.
         """
-        ids, ends, before = [], [], 0
-        for block in _blocks(text):
+        ids, ends, before = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int64)], 0
+        for block in blocks(text):
             here, raw = self.tokenizer(block, add_special_tokens=False, verbose=False)["input_ids"], block.encode()
-            found = token_ends(here, self.spelled, raw)
-            if found is None:
+            here_ends = token_ends(here, self.spelled, raw)
+            if here_ends is None:
                 raise RowFault(
                     "tokens do not spell the text", f"the {self.side}'s tokenizer changes it: {block[:80]!r}"
                 )
-            ids += here
-            ends.append(found + before)
+            ids.append(np.array(here, dtype=np.int32))
+            ends.append(here_ends + before)
             before += len(raw)
-        return ids, np.concatenate(ends) if ends else np.zeros(0, dtype=np.int64)
+        return np.concatenate(ids), np.concatenate(ends)
 
     def parts(self, sample: Sample, train_on: Literal["all", "last"]) -> tuple[str, list[Part]]:
         """A chat as this model's template writes it, and what the assistant says of it."""
@@ -90,7 +98,7 @@ class Reader:
         rendered = self.template.render_for_training(
             sample.messages, sample.tools, train_on=train_on, first_trained=sample.first_trained
         )
-        return _clean(rendered.text), [self._part(rendered.text, *span) for span in rendered.spans]
+        return clean(rendered.text), [self._part(rendered.text, *span) for span in rendered.spans]
 
     def _part(self, text: str, start: int, stop: int) -> Part:
         """A turn without the spaces around it and the tokens that close it."""
@@ -104,7 +112,7 @@ class Reader:
         closing = self._special.match(text, stop)
         return Part(start, stop, closing[0] if closing else None)
 
-    def closes(self, part: Part, ids: list[int], at: int) -> bool:
+    def closes(self, part: Part, ids: np.ndarray, at: int) -> bool:
         """Whether token `at` is the special one that closes `part`."""
         return (
             part.closing is not None and at < len(ids) and ids[at] == self.tokenizer.convert_tokens_to_ids(part.closing)
@@ -128,111 +136,107 @@ def end_pairs(student: Reader, teacher: Reader) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-class PairEncoder:
-    """Turns batches of rows into pairs; holds all that decides the result, and can be sent to another process."""
+class PairEncoder(RowEncoder):
+    """The rows as both models read them; a row of data holds both readings and `spans`, four numbers each (`Pair`)."""
+
+    columns: Mapping[str, tuple[str, ...]] = {
+        "input_ids": (), "labels": (), "teacher_input_ids": (), "spans": ("input_ids",) * 2 + ("teacher_input_ids",) * 2
+    }  # fmt: skip
 
     def __init__(
         self, student: Reader, teacher: Reader, format: Format, *, max_length: int, train_on: Literal["all", "last"]
     ) -> None:
-        self.student, self.teacher, self.format = student, teacher, format
+        self.sides, self.format = (student, teacher), format
         self.max_length, self.train_on = max_length, train_on
         self.ends = [[student.end], [teacher.end]] if None not in (student.end, teacher.end) else [[], []]
 
-    def __call__(self, batch: Iterable[tuple[int, Row | RowFault]]) -> tuple[list[Pair], Tally]:
-        """Encode numbered rows; those that cannot be used are counted, never raised."""
-        tally, pairs = Tally(), []
-        for number, row in batch:
-            tally.rows_read += 1
-            try:
-                if isinstance(row, RowFault):
-                    raise row
-                sample = self.format.sample(row)
-                if sample.messages is not None:
-                    made = [self._chat(sample, tally)]
-                elif sample.prompt is not None:
-                    made = [self._completion(_clean(sample.prompt), _clean(sample.text or ""), tally)]
-                else:
-                    made = list(self._pieces(_clean(sample.text or "")))
-                if not made:
-                    raise RowFault("too short", "no span with something before it")
-                pairs += made
-            except RowFault as fault:
-                tally.drop(number, fault)
-        return pairs, tally
+    def settings(self) -> list[Any]:
+        templates = [side.template and side.template.source for side in self.sides]
+        tokenizers = [tokenizer_hash(side.tokenizer) for side in self.sides]
+        return ["pairs", tokenizers, templates, asdict(self.format), self.max_length, self.train_on]
 
-    def _pieces(self, text: str) -> Iterator[Pair]:
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[Pair]:
+        for number, row in batch:
+            with tally.row(number):
+                sample = self.sample(row, tally)
+                if sample.messages is not None:
+                    pairs = [self._chat(sample, tally)]
+                elif sample.prompt is not None:
+                    pairs = [self._completion(clean(sample.prompt), clean(sample.text or ""), tally)]
+                else:
+                    pairs = self._pieces(clean(sample.text or ""))
+                if not pairs:
+                    raise RowFault("too short", "no span with something before it")
+                yield from pairs
+
+    def _pieces(self, text: str) -> list[Pair]:
         """Running text, cut where both readings have a token end."""
         readings, boundaries, before = self._common(text)
-        starts, first, last = [0, 0], 0, len(boundaries) - 1
+        by_side = np.ascontiguousarray(boundaries.T)  # searchsorted copies what has strides
+        pairs, starts, first, last, origin = [], [0, 0], 0, len(boundaries) - 1, hash_of(text)
         while first < last:
-            stop = min(
-                int(np.searchsorted(boundaries[:, side], starts[side] + self.max_length - len(before[side]), "right"))
-                for side in (0, 1)
-            )
-            stop -= 1
+            room = [starts[side] + self.max_length - len(before[side]) for side in (0, 1)]
+            stop = min(int(np.searchsorted(by_side[side], room[side], "right")) for side in (0, 1)) - 1
             if stop <= first:
                 raise RowFault("no common token end within data.max_length", repr(text[:80]))
             if stop == last - 1 > first + 1:
                 stop -= 1  # the last span, the end of the text, would stand alone, with nothing before it to learn from
             cuts = boundaries[first : stop + 1]
-            ids = [before[side] + readings[side][starts[side] : cuts[-1, side]] for side in (0, 1)]
-            if spans := self._cut(ids, [cuts - starts + [len(own) for own in before]], text):
-                yield spans
+            ids = [_joined(before[side], readings[side][starts[side] : cuts[-1, side]]) for side in (0, 1)]
+            if pair := self._cut(ids, [cuts - starts + [len(own) for own in before]], origin):
+                pairs.append(pair)
             first, starts = stop, cuts[-1].tolist()
-            before = [self.student.beginning, self.teacher.beginning]
+            before = [side.beginning for side in self.sides]
+        return pairs
 
-    def _common(self, text: str) -> tuple[list[list[int]], np.ndarray, list[list[int]]]:
+    def _common(self, text: str) -> tuple[list[np.ndarray], np.ndarray, list[list[int]]]:
         """Both readings of a text with the token that ends it, the tokens up to each common boundary, [k, 2], and what
         each is to begin with."""
-        (ids_s, ends_s), (ids_t, ends_t) = self.student.read(text), self.teacher.read(text)
-        _, cut_s, cut_t = common_boundaries(ends_s, ends_t)
-        boundaries = np.stack([cut_s, cut_t], 1)
-        before, behind = self._around(ids_s, ids_t)
-        if behind[0]:
+        (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
+        _, *cuts = common_boundaries(ends_s, ends_t)
+        boundaries = np.stack(cuts, 1)
+        before, after = self._around(ids_s, ids_t)
+        if after[0]:
             boundaries = np.concatenate([boundaries, boundaries[-1:] + 1])
-        return [ids_s + behind[0], ids_t + behind[1]], boundaries, before
+        return [_joined(ids_s, after[0]), _joined(ids_t, after[1])], boundaries, before
 
-    def _around(self, *readings: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+    def _around(self, *readings: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
         """The tokens that begin both readings, each unless the text says it itself (`<s>[INST] ... </s>`), and those
         that end them, unless the text says one of them: then they could not be compared."""
-        sides = (self.student, self.teacher)
-        before = [
-            [] if ids[:1] == side.beginning else side.beginning for side, ids in zip(sides, readings, strict=True)
-        ]
-        said = any(ids[-1:] == [side.end] for side, ids in zip(sides, readings, strict=True))
-        return before, [[], []] if said else self.ends
+        both = list(zip(self.sides, readings, strict=True))
+        before = [[] if ids[:1].tolist() == side.beginning else side.beginning for side, ids in both]
+        ended = any(ids[-1:].tolist() == [side.end] for side, ids in both)
+        return before, [[], []] if ended else self.ends
 
-    def _cut(self, ids: list[list[int]], runs: list[np.ndarray], text: str) -> Pair | None:
+    def _cut(self, ids: list[np.ndarray], runs: list[np.ndarray], origin: int) -> Pair | None:
         """The pair within `max_length`; `runs` of boundaries, [k, 2] each, with the spans between them."""
-        spans = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
-        found = np.concatenate(spans) if spans else np.zeros((0, 4), dtype=np.int64)
-        learned = (found[:, 0] > 0) & (found[:, 2] > 0) & (found[:, [1, 3]] <= self.max_length).all(1)
-        learned &= (found[:, 1] > found[:, 0]) & (found[:, 3] > found[:, 2])
+        parts = [np.stack([run[:-1, 0], run[1:, 0], run[:-1, 1], run[1:, 1]], 1) for run in runs]
+        spans = np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
+        learned = (spans[:, 0] > 0) & (spans[:, 2] > 0) & (spans[:, [1, 3]] <= self.max_length).all(1)
+        learned &= (spans[:, 1] > spans[:, 0]) & (spans[:, 3] > spans[:, 2])
         if not learned.any():
             return None
-        student, teacher = (np.array(own[: self.max_length], dtype=np.int32) for own in ids)
-        return Pair(student, teacher, found[learned].astype(np.int32), _origin(text))
+        student, teacher = (own[: self.max_length] for own in ids)
+        return Pair(student, teacher, spans[learned].astype(np.int32), origin)
 
     def _completion(self, prompt: str, completion: str, tally: Tally) -> Pair:
         """A prompt, not learned, and its completion."""
         text = prompt + completion
-        (ids_s, ends_s), (ids_t, ends_t) = self.student.read(text), self.teacher.read(text)
+        (ids_s, ends_s), (ids_t, ends_t) = (side.read(text) for side in self.sides)
         start, stop = len(prompt.encode()), len(text.encode())
         run = _run(ends_s, ends_t, start, start, stop - start)
-        before, behind = self._around(ids_s, ids_t)
-        if behind[0]:
+        before, after = self._around(ids_s, ids_t)
+        if after[0]:
             run = np.concatenate([run, run[-1:] + 1])
-        ids = [before[0] + ids_s + behind[0], before[1] + ids_t + behind[1]]
+        ids = [_joined(before[0], ids_s, after[0]), _joined(before[1], ids_t, after[1])]
         return self._partly(ids, [run + [len(own) for own in before]], text, tally)
 
     def _chat(self, sample: Sample, tally: Tally) -> Pair:
         """A chat by both templates."""
-        (text, parts), (other_text, other_parts) = (
-            side.parts(sample, self.train_on) for side in (self.student, self.teacher)
-        )
+        (text, parts), (other_text, other_parts) = (side.parts(sample, self.train_on) for side in self.sides)
         if len(parts) != len(other_parts):
             raise RowFault("the two chat templates mark different turns", f"{len(parts)} and {len(other_parts)}")
-        (ids_s, ends_s), (ids_t, ends_t) = self.student.read(text), self.teacher.read(other_text)
+        (ids_s, ends_s), (ids_t, ends_t) = self.sides[0].read(text), self.sides[1].read(other_text)
         runs = []
         for own, other in zip(parts, other_parts, strict=True):
             said = text[own.start : own.stop]
@@ -243,20 +247,22 @@ class PairEncoder:
             to_its_end = len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(said.encode())
             if to_its_end and all(
                 side.closes(part, ids, at)
-                for side, part, ids, at in zip(
-                    (self.student, self.teacher), (own, other), (ids_s, ids_t), run[-1].tolist(), strict=True
-                )
+                for side, part, ids, at in zip(self.sides, (own, other), (ids_s, ids_t), run[-1].tolist(), strict=True)
             ):
                 run = np.concatenate([run, run[-1:] + 1])
             runs.append(run)
         return self._partly([ids_s, ids_t], runs, text, tally)
 
-    def _partly(self, ids: list[list[int]], runs: list[np.ndarray], text: str, tally: Tally) -> Pair:
-        pair = self._cut(ids, runs, text)
+    def _partly(self, ids: list[np.ndarray], runs: list[np.ndarray], text: str, tally: Tally) -> Pair:
+        pair = self._cut(ids, runs, hash_of(text))
         if pair is None:
             raise RowFault("nothing to compare", "no aligned span of the answer lies within data.max_length")
         tally.truncated += any(len(own) > self.max_length for own in ids)
         return pair
+
+
+def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:
+    return np.concatenate([np.asarray(part, dtype=np.int32) for part in parts])
 
 
 def _run(ends_s: np.ndarray, ends_t: np.ndarray, start_s: int, start_t: int, length: int) -> np.ndarray:

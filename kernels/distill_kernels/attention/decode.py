@@ -25,6 +25,7 @@ from distill_kernels.attention.operands import Masking, check_attention, dot_pre
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.operands import check_tensor, rows_of
 
 MAX_NEW_TOKENS = 16
 PROGRAMS = 2  # a multiprocessor, which is as many as their tiles leave shared memory for: all run at once
@@ -169,7 +170,7 @@ class Pace(NamedTuple):
 def choose_pace(block_d: int, rows: int, narrow: bool, slots: int, heads: int, facts: DeviceFacts) -> Pace:
     """Read off a sweep on an H200, 16 bits: keys of 64 elements in long steps of one program or short ones of four."""
     if block_d == 64 and rows == 16 and narrow and heads <= facts.multiprocessors:
-        if heads * slots >= 3072 * facts.multiprocessors and facts.large_shared:
+        if heads * slots >= 3072 * facts.multiprocessors and facts.shared_bytes >= 160 << 10:
             return Pace(keys=256, programs=1, stages=3)
         return Pace(keys=64, programs=4, warps=2, stages=3)
     return Pace(keys=min(128, 8192 // block_d))
@@ -189,7 +190,8 @@ def decode_on_triton(
     batches, heads, new, size = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v, lengths = rows_of(q), rows_of(k), rows_of(v), rows_of(lengths)
+    starts = rows_of(starts)
     facts = device_facts(q.device)
     multiprocessors = facts.multiprocessors
     block_d, rows = head_block(size), max(16, next_power_of_2(group * new))
@@ -277,6 +279,7 @@ def decode_attention(
     Raises:
         ValueError: shapes, dtypes or arguments that do not fit.
     """
+    check_tensor("q", q)
     masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
     check_attention(q, k, v, masking)
     if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
@@ -286,6 +289,7 @@ def decode_attention(
     for name, slots in (("lengths", lengths), ("starts", starts)):
         if slots is None:
             continue
+        check_tensor(name, slots)
         if slots.shape != q.shape[:1] or slots.dtype not in (torch.int32, torch.int64) or slots.device != q.device:
             raise ValueError(
                 f"{name}: expected int [{q.shape[0]}] on {q.device}, got {slots.dtype} {tuple(slots.shape)} on "

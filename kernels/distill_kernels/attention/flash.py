@@ -24,13 +24,15 @@ from distill_kernels.attention.operands import (
     Masking,
     Tiles,
     aligned,
+    by_descriptors,
     check_attention,
-    descriptor,
+    choose_tiles,
     dot_precision,
-    forward_tiles,
     head_block,
+    load_tile,
     positions_first,
     softcapped,
+    tiles_of,
 )
 from distill_kernels.attention.parts import (
     merge_parts,
@@ -46,15 +48,16 @@ from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.operands import check_tensor
 
 
 @triton.jit
 def _forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, ranges_ptr, stride_ob, stride_oh, stride_om,
+    q_tiles, k_tiles, v_tiles, out_ptr, lse_ptr, ranges_ptr, stride_ob, stride_oh, stride_om,
     batches, heads, group, queries, keys, window, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over all of its keys; if SPLIT, over one part of them (see `parts.py`)."""
     # the last query tiles of a causal batch have the most keys: they start first
@@ -69,13 +72,13 @@ def _forward_kernel(
     )  # fmt: skip
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
-    q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+    q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
     m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in tl.range(start, end, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
-        k = k_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        k = load_tile(k_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
         if SOFTCAP:
             s, _ = softcapped(s, cap_rate, cap)
@@ -89,7 +92,7 @@ def _forward_kernel(
         alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m_i = m_new
 
@@ -118,7 +121,8 @@ def forward_on_triton(
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
-    tile = tile or forward_tiles(block_d, q.dtype, facts)
+    tma = by_descriptors(facts)
+    tile = tile or choose_tiles("forward", block_d, q.dtype, facts)
     tiles = cdiv(queries, tile.queries)
     seen = most_keys(tile.queries, keys, masking.causal, masking.window)
     parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), running_at_once(block_d, facts))
@@ -130,12 +134,13 @@ def forward_on_triton(
         )
     sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
     _forward_kernel[(tiles, batches * heads, parts)](
-        descriptor(aligned(q, "q"), tile.queries, block_d), descriptor(aligned(k, "k"), tile.keys, block_d),
-        descriptor(aligned(v, "v"), tile.keys, block_d), sums, weights, ranges, *out.stride()[:3],
+        tiles_of(aligned(q, "q"), tile.queries, block_d, tma),
+        tiles_of(aligned(k, "k"), tile.keys, block_d, tma),
+        tiles_of(aligned(v, "v"), tile.keys, block_d, tma), sums, weights, ranges, *out.stride()[:3],
         batches, heads, heads // kv_heads, queries, keys, UNBOUNDED if masking.window is None else masking.window,
         *masking.score_factors, HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         CAUSAL=masking.causal, LEFT=masking.packed or masking.window is not None, PACKED=masking.packed,
-        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), SPLIT=parts > 1,
+        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), SPLIT=parts > 1, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
@@ -254,6 +259,7 @@ def flash_attention(
     Raises:
         ValueError: shapes, dtypes or arguments that do not fit.
     """
+    check_tensor("q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k))

@@ -21,13 +21,14 @@ from distill_kernels.attention.operands import (
     Masking,
     Tiles,
     aligned,
-    descriptor,
+    by_descriptors,
+    choose_tiles,
     dot_precision,
     head_block,
-    key_gradient_tiles,
+    load_tile,
     positions_first,
-    query_gradient_tiles,
     softcapped,
+    tiles_of,
 )
 from distill_kernels.attention.parts import (
     add_parts,
@@ -39,7 +40,7 @@ from distill_kernels.attention.parts import (
     store_sums,
 )
 from distill_kernels.attention.ranges import UNBOUNDED, dense_or_packed_interval, key_tiles, packed_ranges
-from distill_kernels.launch import cdiv, device_facts, tl, triton
+from distill_kernels.launch import INTERPRETER, cdiv, device_facts, tl, triton
 
 PADDING = 128  # rows of lse and delta are padded to this, so that no tile needs to check their end
 
@@ -68,17 +69,18 @@ def _row_terms_kernel(
 
 @triton.jit
 def _gather_queries(
-    dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+    dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
     start, end, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Add the share of query tiles [start, end) of one head to dk and dv."""
     for m in tl.range(start, end, BLOCK_M):
         m = tl.multiple_of(m, BLOCK_M)
         row = m + tl.arange(0, BLOCK_M)
         terms_at = (batch.to(tl.int64) * heads + head) * padded_rows + row
-        q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+        q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         lse = tl.load(lse_ptr + terms_at)
         s = tl.dot(k, q.T, input_precision=PRECISION)  # [BLOCK_N, BLOCK_M], keys by queries
         if SOFTCAP:
@@ -91,7 +93,7 @@ def _gather_queries(
             )  # fmt: skip
             column = n + tl.arange(0, BLOCK_N)
             p = tl.where((column[:, None] >= low[None, :]) & (column[:, None] < high[None, :]), p, 0.0)
-        dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+        dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
         dp = tl.dot(v, dout.T, input_precision=PRECISION)
         delta = tl.load(delta_ptr + terms_at)
@@ -104,12 +106,12 @@ def _gather_queries(
 
 @triton.jit
 def _key_gradient_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr, key_ranges_ptr, ranges_ptr,
+    q_tiles, k_tiles, v_tiles, dout_tiles, dk_ptr, dv_ptr, lse_ptr, delta_ptr, key_ranges_ptr, ranges_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     batches, heads, kv_heads, group, queries, padded_rows, keys, window, scale, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     # the first key tiles of a causal batch are attended by the most queries, and start first
     n = tl.program_id(0) * BLOCK_N
@@ -138,27 +140,27 @@ def _key_gradient_kernel(
         inside = tl.minimum(tl.maximum(inside, start), end)
         outside = tl.minimum(tl.maximum(outside, start), end)
 
-    k = k_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
-    v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+    k = load_tile(k_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
+    v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(group):
         head = kv_head * group + member
         dk, dv = _gather_queries(
-            dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+            dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
             start, inside, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-            BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION, TMA,
         )  # fmt: skip
         dk, dv = _gather_queries(
-            dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+            dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
             inside, outside, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-            BLOCK_D, BLOCK_M, BLOCK_N, False, CAUSAL, PACKED, SOFTCAP, PRECISION,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, False, CAUSAL, PACKED, SOFTCAP, PRECISION, TMA,
         )  # fmt: skip
         if RIGHT:
             dk, dv = _gather_queries(
-                dk, dv, k, v, q_desc, dout_desc, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
+                dk, dv, k, v, q_tiles, dout_tiles, lse_ptr, delta_ptr, ranges_ptr, batch, batches, head, heads, n,
                 outside, end, queries, padded_rows, keys, window, score_scale, cap, cap_rate,
-                BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, True, CAUSAL, PACKED, SOFTCAP, PRECISION, TMA,
             )  # fmt: skip
     row = n + tl.arange(0, BLOCK_N)
     if SPLIT:
@@ -176,11 +178,11 @@ def _key_gradient_kernel(
 
 @triton.jit
 def _query_gradient_kernel(
-    q_desc, k_desc, v_desc, dout_desc, dq_ptr, lse_ptr, delta_ptr, ranges_ptr, stride_qb, stride_qh, stride_qm,
+    q_tiles, k_tiles, v_tiles, dout_tiles, dq_ptr, lse_ptr, delta_ptr, ranges_ptr, stride_qb, stride_qh, stride_qm,
     batches, heads, group, queries, padded_rows, keys, window, scale, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1) // heads
@@ -193,17 +195,17 @@ def _query_gradient_kernel(
     )  # fmt: skip
     if SPLIT:
         start, end = part_of_tiles(start, end, BLOCK_N)
-    q = q_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
-    dout = dout_desc.load([batch, head, m, 0]).reshape(BLOCK_M, BLOCK_D)
+    q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
+    dout = load_tile(dout_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
     at = tl.program_id(1).to(tl.int64) * padded_rows + row
     lse = tl.load(lse_ptr + at)
     delta = tl.load(delta_ptr + at)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in tl.range(start, end, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
-        k = k_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        k = load_tile(k_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
         s = tl.dot(q, k.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
-        v = v_desc.load([batch, kv_head, n, 0]).reshape(BLOCK_N, BLOCK_D)
+        v = load_tile(v_tiles, batch, kv_head, n, BLOCK_N, HEAD_DIM, BLOCK_D, TMA)
         dp = tl.dot(dout, v.T, input_precision=PRECISION)
         if SOFTCAP:
             s, tanh = softcapped(s, cap_rate, cap)
@@ -242,13 +244,14 @@ def backward_on_triton(
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
-    key_tile = key_tile or key_gradient_tiles(block_d, q.dtype, facts)
+    tma = by_descriptors(facts)
+    key_tile = key_tile or choose_tiles("dk and dv", block_d, q.dtype, facts)
     dout = aligned(dout, "dout")
     q, k, v = aligned(q, "q"), aligned(k, "k"), aligned(v, "v")
     dq, dk, dv = positions_first(q), positions_first(k), positions_first(v)
     padded_rows = cdiv(queries, PADDING) * PADDING
     terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=q.device)
-    block_m = 32 if facts.capability == (0, 0) or size > 128 else 64
+    block_m = 32 if facts.family == INTERPRETER or size > 128 else 64
     _row_terms_kernel[(padded_rows // block_m, batches * heads)](
         out, dout, lse, terms, *out.stride()[:3], *dout.stride()[:3], heads, queries, padded_rows,
         HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=block_m,
@@ -262,6 +265,7 @@ def backward_on_triton(
     constants = {
         "HEAD_DIM": size, "BLOCK_D": block_d, "CAUSAL": masking.causal, "PACKED": masking.packed,
         "SOFTCAP": masking.softcap is not None, "PRECISION": dot_precision(q.dtype),
+        "TMA": tma,
     }  # fmt: skip
     tiles, seen = cdiv(keys, key_tile.keys), most_keys(key_tile.keys, queries, masking.causal, masking.window)
     at_once = running_at_once(block_d, facts)
@@ -269,8 +273,8 @@ def backward_on_triton(
     sums = None if parts == 1 else new_sums(2 * parts, k)
     dk_sums, dv_sums = (dk, dv) if sums is None else (sums[:parts], sums[parts:])
     _key_gradient_kernel[(tiles, batches * kv_heads, parts)](
-        descriptor(q, key_tile.queries, block_d), descriptor(k, key_tile.keys, block_d),
-        descriptor(v, key_tile.keys, block_d), descriptor(dout, key_tile.queries, block_d),
+        tiles_of(q, key_tile.queries, block_d, tma), tiles_of(k, key_tile.keys, block_d, tma),
+        tiles_of(v, key_tile.keys, block_d, tma), tiles_of(dout, key_tile.queries, block_d, tma),
         dk_sums, dv_sums, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
         batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys, window, masking.scale,
         *masking.score_factors, BLOCK_M=key_tile.queries, BLOCK_N=key_tile.keys,
@@ -279,13 +283,13 @@ def backward_on_triton(
     )  # fmt: skip
     if sums is not None:
         add_parts(sums, dk, masking.scale, dv)
-    tile = query_tile or query_gradient_tiles(block_d, q.dtype, facts)
+    tile = query_tile or choose_tiles("dq", block_d, q.dtype, facts)
     tiles, seen = cdiv(queries, tile.queries), most_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     dq_sums = dq if parts == 1 else new_sums(parts, q)
     _query_gradient_kernel[(tiles, batches * heads, parts)](
-        descriptor(q, tile.queries, block_d), descriptor(k, tile.keys, block_d),
-        descriptor(v, tile.keys, block_d), descriptor(dout, tile.queries, block_d),
+        tiles_of(q, tile.queries, block_d, tma), tiles_of(k, tile.keys, block_d, tma),
+        tiles_of(v, tile.keys, block_d, tma), tiles_of(dout, tile.queries, block_d, tma),
         dq_sums, terms[0], terms[1], ranges, *dq.stride()[:3], batches, heads, heads // kv_heads, queries, padded_rows,
         keys, window, masking.scale, *masking.score_factors, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
         LEFT=masking.packed or masking.window is not None, SPLIT=parts > 1,

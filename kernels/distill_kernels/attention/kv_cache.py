@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.attention.decode import decode_attention
+from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.operands import rows_of
 
 
 class KVCache:
@@ -66,6 +68,7 @@ class KVCache:
         Raises:
             ValueError: the shapes differ, or the cache would overflow by what `longest` says.
         """
+        check_tensors(keys=keys, values=values, counts=counts)
         batch, slots, kv_heads, size = self.keys.shape
         new = keys.shape[2]
         if keys.shape != (batch, kv_heads, new, size) or values.shape != keys.shape:
@@ -150,6 +153,7 @@ def put_newest(
     Raises:
         ValueError: shapes that do not fit.
     """
+    check_tensors(keys=keys, values=values, lengths=lengths)
     batch, limit, kv_heads, size = cached_keys.shape
     if keys.shape != (batch, kv_heads, 1, size) or values.shape != keys.shape or lengths.shape != (batch,):
         raise ValueError(
@@ -162,7 +166,7 @@ def put_newest(
         cached_values[sequence, lengths - 1] = values[:, :, 0].to(cached_values.dtype)
         return
     assert cached_keys.is_contiguous() and cached_values.is_contiguous()
-    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    keys, values, lengths = rows_of(keys), rows_of(values), rows_of(lengths)
     _put_kernel[(batch, kv_heads)](
         cached_keys, cached_values, keys, values, lengths, *cached_keys.stride()[:3], keys.stride(0), keys.stride(1),
         values.stride(0), values.stride(1), limit, SIZE=size, BLOCK=next_power_of_2(size), num_warps=1,

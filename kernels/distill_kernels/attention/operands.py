@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import DeviceFacts, next_power_of_2, tl, triton
+from distill_kernels.launch import INTERPRETER, DeviceFacts, next_power_of_2, tl, triton
+from distill_kernels.operands import check_tensor
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Masking(NamedTuple):
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
     """ValueError that names what does not fit."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
         if tensor.dim() != 4:
             raise ValueError(f"{name}: expected [batch, heads, positions, head size], got shape {tuple(tensor.shape)}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
@@ -64,6 +66,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
     for name, lengths in (("cu_seqlens_q", masking.cu_seqlens_q), ("cu_seqlens_k", masking.cu_seqlens_k)):
         if lengths is None:
             continue
+        check_tensor(name, lengths)
         if lengths.dim() != 1 or lengths.numel() < 2 or lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name}: expected int [documents + 1], got {lengths.dtype} {tuple(lengths.shape)}")
         if lengths.device != q.device:
@@ -81,41 +84,41 @@ class Tiles(NamedTuple):
     stages: int
 
 
-def forward_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
-    """Tiles of the forward kernel, measured on sm_90; elsewhere what fits 100 KiB of shared memory."""
-    if facts.capability == (0, 0):  # interpreted: small enough that tests cross tile borders
-        return Tiles(32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tiles(64, 32, 4, 1) if block_d <= 128 else Tiles(32, 32, 4, 1)
-    if facts.capability < (9, 0):
-        return Tiles(128, 64, 4, 2) if block_d <= 64 else Tiles(64, 32, 4, 2)
-    if block_d <= 64:
-        return Tiles(64, 128, 4, 2)
-    return Tiles(64, 64, 4, 3) if block_d <= 128 else Tiles(128, 64, 8, 2)
+# By kernel, kind of GPU and size of a head. Those of warpgroups were measured on sm_90. With operands in registers, as
+# on Ampere, Ada and sm_120, they were read off compiled code: no spills, 100 KiB of shared memory.
+TILES = {
+    "forward": {
+        "interpreter": {256: Tiles(32, 16, 4, 1)},  # small enough that tests cross tile borders
+        "float32": {128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
+        "warpgroups": {64: Tiles(64, 128, 4, 2), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2)},
+        "registers": {64: Tiles(128, 64, 4, 2), 128: Tiles(128, 64, 8, 2), 256: Tiles(64, 32, 4, 2)},
+    },
+    "dk and dv": {
+        "interpreter": {256: Tiles(16, 32, 4, 1)},
+        "float32": {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 4, 1)},
+        "warpgroups": {64: Tiles(128, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 2)},
+        "registers": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2), 256: Tiles(32, 32, 8, 2)},
+    },
+    "dq": {
+        "interpreter": {256: Tiles(32, 16, 4, 1)},
+        "float32": {128: Tiles(32, 32, 4, 1), 256: Tiles(32, 16, 4, 1)},
+        "warpgroups": {64: Tiles(64, 64, 4, 3), 256: Tiles(64, 64, 4, 2)},
+        "registers": {128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 2)},
+    },
+}
 
 
-def key_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
-    """Tiles of the kernel that makes dk and dv."""
-    if facts.capability == (0, 0):
-        return Tiles(16, 32, 4, 1)
-    if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(16, 32, 4, 1)
-    if facts.capability < (9, 0):
-        return Tiles(32, 64, 4, 2) if block_d <= 128 else Tiles(16, 64, 4, 1)
-    if block_d <= 64:
-        return Tiles(128, 64, 4, 2)
-    return Tiles(64, 64, 4, 2) if block_d <= 128 else Tiles(64, 64, 8, 2)
+def choose_tiles(kernel: str, block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
+    """Tiles of the kernel that makes the output, dk and dv, or dq alone, for heads of `block_d` columns."""
+    kind = "warpgroups" if facts.warpgroups else "registers"
+    if facts.family == INTERPRETER or dtype == torch.float32:
+        kind = "interpreter" if facts.family == INTERPRETER else "float32"
+    return next(tile for size, tile in TILES[kernel][kind].items() if block_d <= size)
 
 
-def query_gradient_tiles(block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
-    """Tiles of the kernel that makes dq alone."""
-    if facts.capability == (0, 0):
-        return Tiles(32, 16, 4, 1)
-    if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1) if block_d <= 128 else Tiles(32, 16, 4, 1)
-    if facts.capability < (9, 0):
-        return Tiles(64, 32, 4, 2) if block_d <= 128 else Tiles(64, 16, 4, 1)
-    return Tiles(64, 64, 4, 3 if block_d <= 64 else 2)
+def by_descriptors(facts: DeviceFacts) -> bool:
+    """Whether TMA brings the tiles. With operands in registers it costs dk and dv a kilobyte of spills a thread."""
+    return facts.tma and facts.warpgroups
 
 
 def head_block(head_size: int) -> int:
@@ -163,8 +166,13 @@ def _warn_of_copy(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -
         _log.info("attention copies %s %s: strides %s are not multiples of 16 bytes", name, shape, strides)
 
 
-def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> typing.Any:
-    """A TMA descriptor of [B, H, T, D] `tensor` for tiles of `rows` positions and `columns` of one head."""
+def tiles_of(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> typing.Any:
+    """[B, H, T, D] `tensor` as `load_tile` takes it, for tiles of `rows` positions and `columns` of one head.
+
+    With `tma` a descriptor for the copy engine, else what pointers are made of.
+    """
+    if not tma:
+        return tensor, *tensor.stride()[:3], tensor.shape[2]
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, positions, size = tensor.shape
@@ -174,6 +182,26 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> typing.Any:
         if tensor.shape[dimension] == 1:  # the stride of a single entry is arbitrary, but must be a legal one
             strides[dimension] = step
     return TensorDescriptor(tensor, [batch, heads, positions, size], strides, [1, 1, rows, columns])
+
+
+@triton.jit
+def load_tile(
+    source, batch, head, first,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, BLOCK_D] of one head from position `first` on, 0 beyond its end; `source` is of `tiles_of`."""
+    if TMA:
+        tile = source.load([batch, head, first, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        ptr, stride_b, stride_h, stride_m, positions = source
+        row = tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK_D)
+        ptr += batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + first.to(tl.int64) * stride_m
+        held = (row < positions - first)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            held = held & (column < HEAD_DIM)[None, :]
+        tile = tl.load(ptr + row[:, None] * stride_m + column[None, :], mask=held, other=0.0)
+    return tile
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
+from distill_kernels.operands import check_tensor, rows_of
 
 UNBOUNDED = 1 << 30  # a window no sequence reaches
 
@@ -178,6 +179,7 @@ def packed_ranges(
     if not runs_on_triton(cu_seqlens_q):
         return reference_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys=from_keys).int()
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
+    own, other = rows_of(own), rows_of(other)
     out = torch.empty(2, rows, dtype=torch.int32, device=own.device)
     documents, block = own.numel() - 1, 256
     _ranges_kernel[(cdiv(rows, block),)](
@@ -197,6 +199,7 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
         int32 [B*T + 1]: the flat start of each document and then B*T over and over. The length does not depend on
         the data, so nothing is synchronised; the trailing documents are empty and cost nothing.
     """
+    check_tensor("position_ids", position_ids)
     total = position_ids.numel()
     starts = position_ids.reshape(-1) == 0
     starts[:1].fill_(True)  # an assignment would copy the value from the host

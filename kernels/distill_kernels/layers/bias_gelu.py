@@ -14,11 +14,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rows import as_rows
+from distill_kernels.operands import rows_of
 
 
 def reference_bias_gelu(
@@ -118,6 +119,7 @@ def _launch_forward(x: torch.Tensor, bias: torch.Tensor, activation: str) -> tor
     n_rows = x.numel() // columns
     tile = forward_tile(n_rows, columns, x.element_size(), device_facts(x.device))
     x, x_stride = as_rows(x)
+    bias = rows_of(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if n_rows:
         _forward_kernel[(cdiv(n_rows, tile.rows) * cdiv(columns, tile.columns),)](
@@ -141,6 +143,7 @@ def _launch_backward(
     n_rows = x.numel() // columns
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
+    bias = rows_of(bias)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not n_rows:
         return dx, torch.zeros_like(bias) if need_dbias else dy.new_empty(0)
@@ -198,15 +201,15 @@ def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", 
     Raises:
         ValueError: On a bias of another shape, an unknown `approximate` or an unsupported dtype.
     """
+    check_floats(x=x, bias=bias)
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
     if x.dim() == 0 or x.shape[-1] == 0 or bias.shape != x.shape[-1:]:
         raise ValueError(
             f"bias: expected the shape of x's last dimension, got {tuple(bias.shape)} for {tuple(x.shape)}"
         )
-    check_dtype("x", x)
     if not runs_on_triton(x):
-        return reference_bias_gelu(x, bias, approximate)
+        return as_from_kernel(reference_bias_gelu(x, bias, approximate))
     return _forward_op(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
 
 

@@ -2,7 +2,7 @@
 
 Library exp, log and division spend several instructions on numbers near the ends of fp32's range. These do not, and are
 as exact as the hardware's approximations: 2 units in the last place (logarithm: 2^-22 absolute between 1/2 and 2).
-In Triton's interpreter, which has no inline PTX, they are numpy's functions.
+Where there is no PTX, on AMD's GPUs and in Triton's interpreter, they are Triton's functions.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from distill_kernels.launch import HAS_TRITON, tl, triton
 
 LOG2_E = tl.constexpr(math.log2(math.e)) if HAS_TRITON else math.log2(math.e)
 if HAS_TRITON:
-    _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+    from distill_kernels.launch import has_ptx
 
 
 @triton.jit
 def exp2(x):
     """2^x; results below 1e-38 become 0."""
-    if _INTERPRETED:
-        return tl.exp2(x)
-    else:
+    if has_ptx():
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+    else:
+        return tl.exp2(x)
 
 
 @triton.jit
@@ -36,31 +36,31 @@ def exp(x):
 @triton.jit
 def log_of_normal(x):
     """Natural logarithm of numbers above 1e-38."""
-    if _INTERPRETED:
-        return tl.log(x)
-    else:
+    if has_ptx():
         return 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+    else:
+        return tl.log(x)
 
 
 @triton.jit
 def reciprocal(x):
     """1/x; 0 for |x| above 2^126."""
-    if _INTERPRETED:
-        return 1.0 / x
-    else:
+    if has_ptx():
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+    else:
+        return 1.0 / x
 
 
 @triton.jit
 def log(x):
     """Natural logarithm; subnormal numbers keep theirs (softmax makes them), 0 gives -inf."""
-    if _INTERPRETED:
-        return tl.log(x)
-    else:
+    if has_ptx():
         return 0.6931471805599453 * tl.inline_asm_elementwise(
             "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
+    else:
+        return tl.log(x)

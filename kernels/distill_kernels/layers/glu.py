@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.rows import as_rows
@@ -155,15 +155,15 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activati
     Raises:
         ValueError: On shapes that differ, an odd packed dimension, an unknown activation or an unsupported dtype.
     """
+    check_floats(gate=gate, up=up)
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
         raise ValueError(f"gate: packed gate and up need an even last dimension, got shape {tuple(gate.shape)}")
     if up is not None and up.shape != gate.shape:
         raise ValueError(f"up: expected gate's shape {tuple(gate.shape)}, got {tuple(up.shape)}")
-    check_dtype("gate", gate)
     if not runs_on_triton(gate):
-        return reference_glu(gate, up, activation)
+        return as_from_kernel(reference_glu(gate, up, activation))
     return _forward_op(gate, up, activation)
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.fast_math import log
@@ -196,14 +196,13 @@ def kl_probabilities(
     Raises:
         ValueError: On an unknown reduction, shapes that differ or an unsupported dtype.
     """
+    check_floats(input=input, target=target)
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     if target.shape != input.shape:
         raise ValueError(f"target: expected input's shape {tuple(input.shape)}, got {tuple(target.shape)}")
     if reduction == "batchmean" and input.dim() == 0:
         raise ValueError("reduction: expected another than 'batchmean' for a scalar input")
-    check_dtype("input", input)
-    check_dtype("target", target)
     if not runs_on_triton(input):
-        return reference_kl_probabilities(input, target, reduction, log_target)
+        return as_from_kernel(reference_kl_probabilities(input, target, reduction, log_target))
     return _forward_op(input, target, reduction, log_target)

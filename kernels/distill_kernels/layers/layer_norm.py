@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import affine_forward_rows, as_rows, opaque, two_sums_rows
+from distill_kernels.layers.rows import affine_forward_rows, as_rows, opaque, stages_that_fit, two_sums_rows
+from distill_kernels.operands import rows_of
 
 MAX_HIDDEN = 16_384
 SUMS_APART_FROM = 8192
@@ -211,19 +212,22 @@ def _launch_forward(
     # returns y, mean and 1/std (both empty without `stats`)
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
-    config = affine_forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
+    facts, block = device_facts(x.device), next_power_of_2(hidden)
+    config = affine_forward_rows(hidden, n_rows, facts.multiprocessors)
     x, x_stride = as_rows(x)
+    weight, bias = rows_of(weight), rows_of(bias)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean = torch.empty(n_rows if stats else 0, dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if n_rows:
         programs = cdiv(n_rows, config.rows)
         if config.programs:
-            programs = min(programs, config.programs * device_facts(x.device).multiprocessors)
+            programs = min(programs, config.programs * facts.multiprocessors)
         _forward_kernel[(programs,)](
             x, weight, bias, y, mean, rstd, x_stride, n_rows, eps,
-            H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, HAS_WEIGHT=weight is not None,
-            HAS_BIAS=bias is not None, STATS=stats, LOOP=config.programs > 0, STAGES=config.stages,
+            H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None,
+            HAS_BIAS=bias is not None, STATS=stats, LOOP=config.programs > 0,
+            STAGES=stages_that_fit(config.stages, config.rows * block * x.element_size(), facts.shared_bytes),
             num_warps=config.warps,
         )  # fmt: skip
     return y, mean, rstd
@@ -248,11 +252,12 @@ def _launch_backward(
     # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
-    config = two_sums_rows(hidden, narrow, facts.large_shared)
-    block = next_power_of_2(hidden)
+    config, block = two_sums_rows(hidden, narrow), next_power_of_2(hidden)
+    tile_bytes = config.rows * block * (x.element_size() + dy.element_size())
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
+    weight = rows_of(weight)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not n_rows:
         return dx, rstd.new_zeros((2, hidden) if need_sums else 0)
@@ -268,7 +273,8 @@ def _launch_backward(
         dy, x, weight, mean, rstd, dx, partials, dy_stride, x_stride, n_rows, 0,
         H=hidden, BLOCK_H=block, ROWS=config.rows, HAS_WEIGHT=weight is not None, NEED_SUMS=need_sums and not apart,
         SUM_ROWS=config.rows > 1 and block >= config.warps * 512 // x.element_size(),
-        TWICE=config.twice and narrow, STAGES=config.stages, EARLY=early, num_warps=config.warps,
+        TWICE=config.twice and narrow, EARLY=early,
+        STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes), num_warps=config.warps,
     )  # fmt: skip
     return dx, column_sums(partials, torch.float32, early).view(2, hidden) if need_sums else rstd.new_empty(0)
 
@@ -327,6 +333,7 @@ def layer_norm(
     Raises:
         ValueError: On a shape that does not fit, or a dtype that the kernels do not compute in.
     """
+    check_floats(x=x, weight=weight, bias=bias)
     if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_HIDDEN:
         raise ValueError(f"x: expected a last dimension of 1 to {MAX_HIDDEN}, got shape {tuple(x.shape)}")
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -334,9 +341,8 @@ def layer_norm(
             raise ValueError(
                 f"{name}: expected shape ({x.shape[-1]},) like x's last dimension, got {tuple(tensor.shape)}"
             )
-    check_dtype("x", x)
     if not runs_on_triton(x):
-        return reference_layer_norm(x, weight, bias, eps)
+        return as_from_kernel(reference_layer_norm(x, weight, bias, eps))
     stats = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     return _forward_op(x, weight, bias, eps, stats)[0]
 

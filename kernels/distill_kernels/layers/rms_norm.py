@@ -18,10 +18,11 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
-from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, opaque
+from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, opaque, stages_that_fit
+from distill_kernels.operands import rows_of
 
 Form = Literal["llama", "gemma"]
 MAX_HIDDEN = 16_384
@@ -134,6 +135,7 @@ def _launch_forward(
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
     x, x_stride = as_rows(x)
+    weight = rows_of(weight)
     narrow = x.dtype
     if residual is None:
         total, residual_stride = x.new_empty(0), 0
@@ -176,10 +178,11 @@ def _launch_backward(
     # returns dx in x's dtype, and dweight (empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
-    config = one_sum_rows(hidden, narrow, facts.large_shared)
+    config, block = one_sum_rows(hidden, narrow), next_power_of_2(hidden)
     n_rows = rstd.shape[0]
     dy, dy_stride = as_rows(dy)
     x, x_stride = as_rows(x)
+    weight = rows_of(weight)
     dsum_stride = 0
     if dsum is not None:
         dsum, dsum_stride = as_rows(dsum)
@@ -189,14 +192,16 @@ def _launch_backward(
     elif not n_rows:
         return dx, torch.zeros_like(weight)
     early = need_dweight and facts.starts_early
+    tile_bytes = config.rows * block * sum(t.element_size() for t in (x, dy, dsum) if t is not None)
     programs = min(cdiv(n_rows, config.rows), facts.multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
         _backward_kernel[(programs,)](
             dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows, 0,
-            H=hidden, BLOCK_H=next_power_of_2(hidden), ROWS=config.rows, FORM="none" if weight is None else form,
+            H=hidden, BLOCK_H=block, ROWS=config.rows, FORM="none" if weight is None else form,
             HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight,
-            TWICE=config.twice and narrow, STAGES=config.stages, EARLY=early,
+            TWICE=config.twice and narrow, EARLY=early,
+            STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
             num_warps=config.warps,
         )  # fmt: skip
     if weight is None or not need_dweight:
@@ -251,6 +256,7 @@ _forward_op = KernelOp(
 
 
 def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, form: str) -> None:
+    check_floats(x=x, residual=residual, weight=weight)
     if form not in _FORMS:
         raise ValueError(f"form: expected 'llama' or 'gemma', got {form!r}")
     if x.dim() == 0 or not 0 < x.shape[-1] <= MAX_HIDDEN:
@@ -280,9 +286,8 @@ def rms_norm(
         ValueError: On an unknown form, a shape that does not fit, or a dtype that the kernels do not compute in.
     """
     _check(x, None, weight, form)
-    check_dtype("x", x)
     if not runs_on_triton(x):
-        return reference_rms_norm(x, weight, eps, form)
+        return as_from_kernel(reference_rms_norm(x, weight, eps, form))
     return _forward_op(x, None, weight, eps, form)[0]
 
 
@@ -309,9 +314,9 @@ def add_rms_norm(
         ValueError: As `rms_norm`; also if the shapes of x and residual differ.
     """
     _check(x, residual, weight, form)
-    check_dtype("x", x)
     if not runs_on_triton(x):
-        return reference_add_rms_norm(x, residual, weight, eps, form)
+        normed, total = reference_add_rms_norm(x, residual, weight, eps, form)
+        return as_from_kernel(normed), as_from_kernel(total)
     normed, total, _ = _forward_op(x, residual, weight, eps, form)
     return normed, total
 

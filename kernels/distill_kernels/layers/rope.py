@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
 
 
@@ -215,14 +215,13 @@ def rope(
     Raises:
         ValueError: On shapes that do not fit, an unsupported dtype, or in place where a gradient is needed.
     """
+    check_floats(q=q, k=k, cos=cos, sin=sin)
     _check(q, k, cos, sin)
     if in_place and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         raise ValueError("in_place: expected False where q or k needs a gradient, got True")
-    check_dtype("q", q)
-    check_dtype("k", k)
     if not runs_on_triton(q):
         q_out, k_out = reference_rope(q, k, cos, sin)
-        return (q.copy_(q_out), k.copy_(k_out)) if in_place else (q_out, k_out)
+        return (q.copy_(q_out), k.copy_(k_out)) if in_place else (as_from_kernel(q_out), as_from_kernel(k_out))
     if not in_place:
         return _op(q, k, cos, sin, False)
     if q.stride(-1) != 1 or k.stride(-1) != 1:

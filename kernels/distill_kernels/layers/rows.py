@@ -10,7 +10,7 @@ import torch
 from distill_kernels.launch import HAS_TRITON, next_power_of_2, tl, triton
 
 if HAS_TRITON:
-    _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+    from distill_kernels.launch import has_ptx
 
 
 class RowConfig(NamedTuple):
@@ -63,28 +63,33 @@ def affine_forward_rows(columns: int, n_rows: int, multiprocessors: int) -> RowC
     return RowConfig(rows=8, warps=2) if columns <= 128 and config.rows > 8 else config
 
 
+def stages_that_fit(stages: int, tile_bytes: int, shared_bytes: int) -> int:
+    """At most `stages` loads in flight, all but one of whose tiles wait in shared memory beside 4 KiB for sums."""
+    return max(1, min(stages, 1 + (shared_bytes - 4096) // tile_bytes))
+
+
 @functools.cache
-def one_sum_rows(columns: int, narrow: bool, large_shared: bool) -> RowConfig:
+def one_sum_rows(columns: int, narrow: bool) -> RowConfig:
     """`backward_rows` for a layer that keeps one sum a column.
 
     Where a row's sums leave no registers for its fp32, `twice`, if inputs are `narrow`: 16 bits.
     """
     if narrow and columns > 8192:
-        return RowConfig(rows=1, warps=16, programs=1, stages=3 if large_shared else 1, twice=True)
+        return RowConfig(rows=1, warps=16, programs=1, stages=3, twice=True)
     if narrow and 4096 < columns <= 5120:  # 1,024 columns at a time: no threads beyond the last
         return RowConfig(rows=1, warps=4, programs=2, stages=3, twice=True)
     return backward_rows(columns)
 
 
 @functools.cache
-def two_sums_rows(columns: int, narrow: bool, large_shared: bool) -> RowConfig:
+def two_sums_rows(columns: int, narrow: bool) -> RowConfig:
     """`one_sum_rows` for a layer that keeps two sums a column."""
-    config = one_sum_rows(columns, narrow, large_shared)
+    config = one_sum_rows(columns, narrow)
     if columns <= 128:
         return config._replace(programs=6)
     if 2048 < columns <= 4096:
         return config._replace(programs=2, twice=narrow and columns > 3072)
-    return config._replace(stages=4) if large_shared and 5120 < columns <= 6144 else config
+    return config._replace(stages=4) if 5120 < columns <= 6144 else config
 
 
 @triton.jit
@@ -93,13 +98,13 @@ def opaque(x, zero):
 
     `zero` is a kernel argument, 0, and must not be specialised.
     """
-    if _INTERPRETED:
-        return x
-    else:
+    if has_ptx():
         mask = tl.full(x.shape, 0, tl.int16) + zero.to(tl.int16)
         return tl.inline_asm_elementwise(
             "xor.b32 $0, $1, $2;", "=r,r,r", [x, mask], dtype=x.dtype, is_pure=False, pack=2
         )
+    else:
+        return x
 
 
 def as_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

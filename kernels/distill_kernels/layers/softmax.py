@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_dtype
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.rows import as_rows
 
@@ -297,9 +297,9 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: On a scalar or an unsupported dtype.
     """
+    check_floats(x=x)
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension, got a scalar")
-    check_dtype("x", x)
     if not runs_on_triton(x):
-        return reference_softmax(x)
+        return as_from_kernel(reference_softmax(x))
     return _forward_op(x)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 
 from distill_kernels.launch import cdiv, device_facts, tl, triton
+from distill_kernels.operands import has_aligned_rows
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+LARGE, SMALL = (128, 256, 64), (128, 128, 32)  # of A^T, of B, and rows of both; for 227 and 99 KiB a program
 
 
 @triton.jit
@@ -38,26 +39,23 @@ def _accumulate_kernel(
         c_desc.store([m, n + BLOCK_N // 2], high.to(c_desc.dtype))
 
 
-def _aligned(matrix: torch.Tensor) -> bool:
-    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
-
-
 def add_product_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`c += a^T b` for c [M, N], a [K, M], b [K, N] of one 16-bit dtype; returns `c`.
 
     Where tensor descriptors (TMA) do not serve, cuBLAS does it, with its second rounding.
     """
-    capable = not c.is_cuda or device_facts(c.device).capability >= (9, 0)
-    if not (capable and all(map(_aligned, (a, b, c)))):
+    facts = device_facts(c.device)
+    if not (facts.tma and all(map(has_aligned_rows, (a, b, c)))):
         return c.addmm_(a.t(), b)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (k, m), n = a.shape, b.shape[1]
-    programs = min(device_facts(c.device).multiprocessors, cdiv(m, BLOCK_M) * cdiv(n, BLOCK_N))
+    block_m, block_n, block_k = LARGE if facts.shared_bytes >= 216 << 10 else SMALL
+    programs = min(facts.multiprocessors, cdiv(m, block_m) * cdiv(n, block_n))
     _accumulate_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [BLOCK_K, BLOCK_M]),
-        TensorDescriptor.from_tensor(b, [BLOCK_K, BLOCK_N]),
-        TensorDescriptor.from_tensor(c, [BLOCK_M, BLOCK_N // 2]),
-        m, n, k, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=8, num_stages=3,
+        TensorDescriptor.from_tensor(a, [block_k, block_m]),
+        TensorDescriptor.from_tensor(b, [block_k, block_n]),
+        TensorDescriptor.from_tensor(c, [block_m, block_n // 2]),
+        m, n, k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8, num_stages=3,
     )  # fmt: skip
     return c

@@ -1,131 +1,218 @@
-"""The users' mistakes, caught before any work: shapes, dtypes and devices of a fused loss's arguments."""
+"""The users' mistakes, caught before any work: kinds, shapes, dtypes, devices and values of a loss's arguments.
+
+Values (a label beyond the vocabulary, a row named twice) are looked at where that waits for nothing: on CPU tensors,
+kernels in the interpreter included. On a GPU a label or top-k id out of range makes its row's loss NaN,
+`num_items=0` makes all losses infinite, and `valid_rows` are taken at their word. With DISTILL_CHECK_VALUES=1 in the
+environment values are looked at there too, with host syncs.
+"""
 
 from __future__ import annotations
 
+import os
+
 import torch
 
-from distill_kernels.losses.terms import Objective
+from distill_kernels.losses.operands import Batch, Inputs
+from distill_kernels.losses.terms import Objective, plain
+from distill_kernels.operands import check_tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
+MOST_TOP_K = 256
 WHOLE = (
     "a whole tensor (a head sharded by FSDP2 is gathered by its own module: call distill_kernels.head_loss; a head cut "
     "over the vocabulary for tensor parallelism needs tp_group)"
 )
+CHECK_VALUES = os.environ.get("DISTILL_CHECK_VALUES") == "1"
 
 
-def _expect(condition: bool, name: str, expected: str, got: object) -> None:
+def expect(condition: bool, name: str, expected: str, got: object) -> None:
+    """Raise a ValueError that names the argument unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def _described(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} of {tensor.dtype}"
+
+
 def _check_weight(name: str, weight: torch.Tensor, hidden: torch.Tensor, hidden_name: str) -> None:
     """A head weight is a plain floating [V, H] matrix that fits the hidden states."""
-    _expect(
+    expect(
         weight.dtype in FLOATS and type(weight).__name__ not in ("Params4bit", "Int8Params"),
         name,
         "a floating-point head (a quantised head must be dequantised or left out of quantisation)",
         f"{type(weight).__name__} of {weight.dtype}",
     )
-    _expect(type(weight).__name__ != "DTensor", name, WHOLE, "a DTensor")
+    expect(type(weight).__name__ != "DTensor", name, WHOLE, "a DTensor")
     width = hidden.shape[-1]
-    _expect(weight.dim() == 2 and weight.shape[1] == width, name, f"[V, {width}] as {hidden_name}", list(weight.shape))
-    _expect(weight.device == hidden.device, name, f"device {hidden.device} as {hidden_name}", weight.device)
+    expect(weight.dim() == 2 and weight.shape[1] == width, name, f"[V, {width}] as {hidden_name}", list(weight.shape))
+    expect(weight.device == hidden.device, name, f"device {hidden.device} as {hidden_name}", weight.device)
 
 
-def check_arguments(
-    objective: Objective,
-    student_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_hidden: torch.Tensor | None,
-    teacher_weight: torch.Tensor | None,
+def check_tokens(
     labels: torch.Tensor | None,
-    student_bias: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
-    lora_a: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
     token_weights: torch.Tensor | None,
+    num_items: torch.Tensor | int | None,
     valid_rows: torch.Tensor | None,
-    vocab_size: int | None,
-    sharded: bool = False,
-) -> tuple[int, torch.dtype]:
+    *,
+    leading: torch.Size,
+    device: torch.device,
+) -> None:
+    """What belongs to tokens: labels and weights of the shape `leading`, rows among them, all on `device`.
+
+    Raises:
+        ValueError: naming the argument that does not fit; for values, see the file's head.
+    """
+    for name, tensor in (("labels", labels), ("token_weights", token_weights), ("valid_rows", valid_rows)):
+        if tensor is not None:
+            check_tensor(name, tensor)
+            expect(tensor.device == device, name, f"device {device} as the student's", tensor.device)
+    if labels is not None:
+        fits = labels.shape == leading and labels.dtype in INTEGERS
+        expect(fits, "labels", f"integers of shape {list(leading)}", _described(labels))
+    if token_weights is not None:
+        expect(token_weights.shape == leading, "token_weights", f"shape {list(leading)}", list(token_weights.shape))
+    if isinstance(num_items, torch.Tensor):
+        check_tensor("num_items", num_items)
+        expect(num_items.numel() == 1, "num_items", "one number", f"a tensor of shape {list(num_items.shape)}")
+    elif num_items is not None:
+        expect(num_items >= 0, "num_items", "at least 0", num_items)
+    if valid_rows is not None:
+        fits = valid_rows.dim() == 1 and valid_rows.dtype == torch.int64
+        expect(fits, "valid_rows", "int64 [M]", _described(valid_rows))
+        if may_look_at(valid_rows) and not torch.compiler.is_compiling():
+            n = leading.numel()
+            inside = bool(((valid_rows >= 0) & (valid_rows < n)).all())
+            expect(inside, "valid_rows", f"indices of 0 to {n - 1}", valid_rows.tolist())
+            once = torch.bincount(valid_rows, minlength=1).max().item() <= 1
+            expect(once, "valid_rows", "each row once", f"some of {valid_rows.numel()} rows twice")
+
+
+def check_arguments(objective: Objective, inputs: Inputs, *, sharded: bool = False) -> tuple[int, torch.dtype]:
     """The number of columns that count, and the dtype of the products; a ValueError names what does not fit.
 
     With `sharded`, heads are one rank's rows of them, and `vocab_size`, maybe 0, fits them.
     """
-    _expect(
-        student_hidden.dim() >= 2 and student_hidden.dtype in FLOATS,
+    hidden, weight, teacher_hidden, teacher_weight = inputs[:4]
+    for name in (
         "student_hidden",
-        "floating [..., H] of at least 2 dimensions",
-        f"{list(student_hidden.shape)} of {student_hidden.dtype}",
-    )
-    leading = student_hidden.shape[:-1]
-    _check_weight("student_weight", student_weight, student_hidden, "student_hidden")
-    device_type = student_hidden.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocast else student_hidden.dtype
-    if not autocast:
-        _expect(student_weight.dtype == dtype, "student_weight", f"{dtype} as student_hidden", student_weight.dtype)
-    heads = [("student_weight", student_weight.shape[0])]
-    if objective.needs_teacher:
-        _expect(teacher_hidden is not None, "teacher_hidden", "the teacher's hidden states", None)
-        _expect(teacher_weight is not None, "teacher_weight", "the teacher's head", None)
-    if teacher_hidden is not None and teacher_weight is not None:
-        _expect(
-            teacher_hidden.shape[:-1] == leading,
-            "teacher_hidden",
-            f"leading dimensions {list(leading)} as student_hidden",
-            list(teacher_hidden.shape),
-        )
-        _check_weight("teacher_weight", teacher_weight, teacher_hidden, "teacher_hidden")
-        _expect(
-            teacher_hidden.device == student_hidden.device,
-            "teacher_hidden",
-            f"device {student_hidden.device} as student_hidden",
-            teacher_hidden.device,
-        )
-        heads.append(("teacher_weight", teacher_weight.shape[0]))
-    vocab = student_weight.shape[0] if vocab_size is None else int(vocab_size)
-    for name, width in heads:
-        if vocab_size is None:
-            _expect(
-                width == vocab, name, f"{vocab} rows as student_weight (or pass vocab_size, the shared columns)", width
-            )
-        _expect(sharded or 0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {name}", vocab)
-    if labels is not None:
-        _expect(
-            labels.shape == leading and not labels.is_floating_point(),
-            "labels",
-            f"integers of shape {list(leading)} as student_hidden",
-            f"{list(labels.shape)} of {labels.dtype}",
-        )
-    _expect(
-        labels is not None or objective.hard_weight == 0.0,
-        "labels",
-        "token indices, since the loss has a cross-entropy term",
-        None,
-    )
-    if token_weights is not None:
-        _expect(token_weights.shape == leading, "token_weights", f"shape {list(leading)}", list(token_weights.shape))
-    if valid_rows is not None:
-        _expect(
-            valid_rows.dim() == 1 and valid_rows.dtype == torch.int64,
-            "valid_rows",
-            "int64 [M]",
-            f"{list(valid_rows.shape)} of {valid_rows.dtype}",
-        )
-    for name, bias, width in (
-        ("student_bias", student_bias, heads[0][1]),
-        ("teacher_bias", teacher_bias, heads[-1][1]),
+        "student_weight",
+        "teacher_hidden",
+        "teacher_weight",
+        "student_bias",
+        "teacher_bias",
     ):
+        tensor = getattr(inputs, name)
+        if tensor is not None:
+            check_tensor(name, tensor)
+    fits = hidden.dim() >= 2 and hidden.dtype in FLOATS
+    expect(fits, "student_hidden", "floating [..., H] of at least 2 dimensions", _described(hidden))
+    leading = hidden.shape[:-1]
+    _check_weight("student_weight", weight, hidden, "student_hidden")
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+    if not autocast:
+        expect(weight.dtype == dtype, "student_weight", f"{dtype} as student_hidden", weight.dtype)
+    heads = [("student_weight", weight.shape[0])]
+    if objective.needs_teacher:
+        expect(teacher_hidden is not None, "teacher_hidden", "the teacher's hidden states", None)
+        expect(teacher_weight is not None, "teacher_weight", "the teacher's head", None)
+    if teacher_hidden is not None and teacher_weight is not None:
+        fits = teacher_hidden.shape[:-1] == leading
+        expected = f"leading dimensions {list(leading)} as student_hidden"
+        expect(fits, "teacher_hidden", expected, list(teacher_hidden.shape))
+        _check_weight("teacher_weight", teacher_weight, teacher_hidden, "teacher_hidden")
+        same = teacher_hidden.device == hidden.device
+        expect(same, "teacher_hidden", f"device {hidden.device} as student_hidden", teacher_hidden.device)
+        heads.append(("teacher_weight", teacher_weight.shape[0]))
+    vocab = weight.shape[0] if inputs.vocab_size is None else int(inputs.vocab_size)
+    for name, width in heads:
+        if inputs.vocab_size is None:
+            expected = f"{vocab} rows as student_weight (or pass vocab_size, the shared columns)"
+            expect(width == vocab, name, expected, width)
+        expect(sharded or 0 < vocab <= width, "vocab_size", f"1 to {width}, the rows of {name}", vocab)
+    check_tokens(
+        inputs.labels, inputs.token_weights, inputs.num_items, inputs.valid_rows, leading=leading, device=hidden.device
+    )
+    hard = inputs.labels is not None or objective.hard_weight == 0.0
+    expect(hard, "labels", "token indices, since the loss has a cross-entropy term", None)
+    for name, bias, width in (
+        ("student_bias", inputs.student_bias, heads[0][1]), ("teacher_bias", inputs.teacher_bias, heads[-1][1])
+    ):  # fmt: skip
         if bias is not None:
-            _expect(bias.shape == (width,), name, f"shape [{width}]", list(bias.shape))
-    _expect((lora_a is None) == (lora_b is None), "student_lora", "(A, B, scale)", "only one of A and B")
-    if lora_a is not None and lora_b is not None:
-        rank, width = lora_a.shape[0], student_hidden.shape[-1]
-        _expect(
-            lora_a.shape == (rank, width) and lora_b.shape == (student_weight.shape[0], rank),
-            "student_lora",
-            f"A [r, {width}] and B [{student_weight.shape[0]}, r]",
-            f"A {list(lora_a.shape)} and B {list(lora_b.shape)}",
-        )
+            expect(bias.shape == (width,), name, f"shape [{width}]", list(bias.shape))
+    _check_lora(inputs)
     return vocab, dtype
+
+
+Lora = tuple[torch.Tensor, torch.Tensor, float]
+
+
+def lora_of(lora: Lora | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    """A, B and the scale; None, None and 1 without a LoRA.
+
+    Raises:
+        ValueError: if there are not three, or A or B is no plain tensor.
+    """
+    if lora is None:
+        return None, None, 1.0
+    three = isinstance(lora, (tuple, list)) and len(lora) == 3
+    expect(three, "student_lora", "(A, B, scale)", f"{type(lora).__name__} of {len(lora)}")
+    for tensor in lora[:2]:
+        check_tensor("student_lora", tensor)
+    return lora[0], lora[1], float(plain(lora[2], "student_lora"))
+
+
+def _check_lora(inputs: Inputs) -> None:
+    a, b, _ = lora_of(inputs.student_lora)
+    if a is not None and b is not None:
+        width, columns = inputs.student_hidden.shape[-1], inputs.student_weight.shape[0]
+        fits = a.dim() == 2 and a.shape[1] == width and b.shape == (columns, a.shape[0])
+        expected = f"A [r, {width}] and B [{columns}, r]"
+        expect(fits, "student_lora", expected, f"A {list(a.shape)} and B {list(b.shape)}")
+
+
+def check_top_k(ids: torch.Tensor, logprobs: torch.Tensor, leading: torch.Size) -> None:
+    """A teacher's tokens and log-probabilities, [*leading, K].
+
+    Raises:
+        ValueError: naming the one that does not fit.
+    """
+    for name, tensor in (("teacher_ids", ids), ("teacher_logprobs", logprobs)):
+        check_tensor(name, tensor)
+        plain_tensor = type(tensor).__name__ != "DTensor"
+        expect(plain_tensor, name, "a plain tensor, the same on every rank", "a DTensor")
+    fits = ids.shape[:-1] == leading and ids.dim() == len(leading) + 1 and ids.dtype in INTEGERS
+    expect(fits, "teacher_ids", f"integers of shape {[*leading, 'K']}", _described(ids))
+    fits = logprobs.shape == ids.shape and logprobs.is_floating_point()
+    expect(fits, "teacher_logprobs", f"floating {list(ids.shape)} as teacher_ids", _described(logprobs))
+
+
+def may_look_at(tensor: torch.Tensor) -> bool:
+    """Whether values of `tensor` are looked at: where that needs no wait, or is asked for."""
+    return CHECK_VALUES or tensor.device.type == "cpu"
+
+
+def check_values(batch: Batch, vocab: int, *, labels_count: bool) -> None:
+    """Labels (if `labels_count` for more than which rows do) and top-k ids of rows that count lie within `vocab`.
+
+    Raises:
+        ValueError: naming the first that does not.
+    """
+    if not may_look_at(batch.row_scale):
+        return
+    rows = slice(None) if batch.rows is None else batch.rows
+    counted = batch.row_scale[rows] != 0
+    values = []
+    if labels_count and batch.labels is not None:
+        values.append(("labels", batch.labels[rows], counted))
+    if batch.top is not None:
+        used = batch.top.logprobs[rows] > -torch.inf
+        values.append(("teacher_ids", batch.top.ids[rows], used & counted[:, None]))
+    for name, given, matters in values:
+        wrong = given.long()[((given < 0) | (given.long() >= vocab)) & matters]
+        if wrong.numel():
+            raise ValueError(f"{name}: expected 0 to {vocab - 1}, got {wrong[0].item()}")

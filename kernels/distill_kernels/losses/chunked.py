@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from distill_kernels.launch import device_facts
-from distill_kernels.losses.arguments import check_arguments
+from distill_kernels.losses.arguments import Lora, check_arguments, expect, lora_of
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, find_rows, row_scales
-from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
+from distill_kernels.losses.operands import Batch, Head, Inputs, Outcome, Wanted
 from distill_kernels.losses.operator import SECOND_BACKWARD
 from distill_kernels.losses.projection import product_fp32
 from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.terms import LossTerm, make_objective
+from distill_kernels.operands import differentiable_once
 
 Rows = slice | torch.Tensor
 RowLoss = Callable[[torch.Tensor, Rows, bool], tuple[torch.Tensor, torch.Tensor | None]]
@@ -75,7 +76,7 @@ def run_chunks(
         x = hidden[here].to(dtype)
         loss[here], gradient = row_loss(raw_logits(student, x), here, wanted.gradient)
         if gradient is not None:
-            sums.add(student, x, gradient, here)
+            sums.add(student, batch.counted(x, here), gradient, here)
     return Outcome(loss, None, *sums.finished())
 
 
@@ -90,7 +91,7 @@ class _ChunkedFunction(torch.autograd.Function):
         return outcome.loss.sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         if ctx.gradients is None:
             raise RuntimeError(SECOND_BACKWARD)
@@ -139,7 +140,7 @@ class ChunkedLoss(nn.Module):
         labels: torch.Tensor | None = None,
         student_bias: torch.Tensor | None = None,
         teacher_bias: torch.Tensor | None = None,
-        student_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        student_lora: Lora | None = None,
         token_weights: torch.Tensor | None = None,
         num_items: torch.Tensor | int | None = None,
         valid_rows: torch.Tensor | None = None,
@@ -150,11 +151,12 @@ class ChunkedLoss(nn.Module):
         Raises:
             ValueError: naming the argument that does not fit, or where `fn` returns another shape than [n].
         """
-        lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
-        vocab, dtype = check_arguments(
-            NO_TEACHER, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias,
-            teacher_bias, lora_a, lora_b, token_weights, valid_rows, vocab_size,
+        inputs = Inputs(
+            student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
+            student_lora, token_weights, num_items, valid_rows, vocab_size,
         )  # fmt: skip
+        lora_a, lora_b, lora_scale = lora_of(student_lora)
+        vocab, dtype = check_arguments(NO_TEACHER, inputs)
         hidden = student_hidden.flatten(0, -2)
         labels = None if labels is None else labels.flatten()
         weights = None if token_weights is None else token_weights.detach().flatten()
@@ -172,7 +174,7 @@ class ChunkedLoss(nn.Module):
         grad = torch.is_grad_enabled()
         wanted = Wanted(*(grad and tensor is not None and tensor.requires_grad for tensor in students))
         settings = {"vocab": vocab, "dtype": dtype, "rows": chunk_rows(vocab, self.workspace, hidden.device)}
-        call = (float(lora_scale), Batch(labels, scale, rows), wanted, self._row_loss(teacher, labels, scale), settings)
+        call = (lora_scale, Batch(labels, scale, rows), wanted, self._row_loss(teacher, labels, scale), settings)
         loss = _ChunkedFunction.apply(*students, call)
         return loss if down is None else loss * down
 
@@ -185,9 +187,8 @@ class ChunkedLoss(nn.Module):
             with torch.set_grad_enabled(with_gradient):
                 logits = raw.requires_grad_(with_gradient)
                 losses = self.fn(logits, other, targets)
-                if losses.shape != factor.shape:
-                    got = list(losses.shape)
-                    raise ValueError(f"fn: expected losses of shape {list(factor.shape)}, one a row, got {got}")
+                expected = f"losses of shape {list(factor.shape)}, one a row"
+                expect(losses.shape == factor.shape, "fn", expected, list(losses.shape))
                 losses = torch.where(factor != 0, losses * factor, 0.0)
                 total = losses.sum()
             gradient = None

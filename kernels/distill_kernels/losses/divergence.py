@@ -92,6 +92,20 @@ def reference_terms(
     return share * p_t * (d - log_q) + g, g
 
 
+def centred(g: torch.Tensor, p_s: torch.Tensor, o: Objective, shard: VocabShard | None) -> torch.Tensor:
+    """`g - p_s sum(g)` [n, V], of all ranks' columns.
+
+    Where the student is sure of a token, `g` is all but the sum there, and little is left of their difference. Written
+    as `g sum'(p_s) - p_s sum'(g)`, sums over the other tokens, it is exact. No row has two tokens of p_s > 1/2.
+    """
+    plain = g - p_s * _total(g.sum(-1, keepdim=True), shard)
+    if not o.top_apart:
+        return plain
+    top = p_s > 0.5
+    rest_g, rest_p = (_total(x.masked_fill(top, 0.0).sum(-1, keepdim=True), shard) for x in (g, p_s))
+    return torch.where(top, g * rest_p - p_s * rest_g, plain)
+
+
 def _total(rows: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
     """Row sums over this rank's columns -> over all columns."""
     return rows if shard is None else shard.ranks.add_(rows)
@@ -121,10 +135,10 @@ def _at_labels(log_p: torch.Tensor, targets: torch.Tensor, shard: VocabShard | N
     """Each row's log-probability of its label, [n]."""
     if shard is None:
         return log_p.gather(-1, targets[:, None]).squeeze(-1)
-    found = torch.where(targets == OUTSIDE, -torch.inf, log_p.new_zeros(targets.shape))
+    values = torch.where(targets == OUTSIDE, torch.nan, log_p.new_zeros(targets.shape))
     if log_p.shape[-1]:
-        found = torch.where(targets >= 0, log_p.gather(-1, targets.clamp_min(0)[:, None]).squeeze(-1), found)
-    return _total(found, shard)
+        values = torch.where(targets >= 0, log_p.gather(-1, targets.clamp_min(0)[:, None]).squeeze(-1), values)
+    return _total(values, shard)
 
 
 def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: float) -> None:
@@ -179,7 +193,7 @@ def reference_rows(
             loss += weight * _total(f.sum(-1), shard).clamp_min(0)
             if with_gradient:
                 if kind != terms.FORWARD_KL:  # whose g sums to 0
-                    g = g - p_s * _total(g.sum(-1, keepdim=True), shard)
+                    g = centred(g, p_s, o, shard)
                 g = g.mul_(weight / o.temperature)
                 gradient = g if gradient is None else gradient.add_(g)
     if o.hard_weight:

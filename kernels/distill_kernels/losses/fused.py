@@ -33,6 +33,8 @@ class _Workspace:
         width = cdiv(vocab, 64) * 64  # rows aligned to 128 bytes
         self.buffer = torch.empty(plan.buffer_rows, width, dtype=dtype, device=device)
         self.extra = torch.empty(plan.extra_rows, width, dtype=dtype, device=device) if plan.extra_rows else None
+        if device.type == "cpu":  # whose products may read on beyond a row's end, and multiply by 0 what they find
+            self.buffer[:, vocab:] = 0
         parts = 3 if both else 2
         numbers = torch.empty(models, parts, plan.chunk_rows, cdiv(vocab, TILE), dtype=torch.float32, device=device)
         self.numbers = [(part[0], part[1], part[parts - 1]) for part in numbers]
@@ -68,7 +70,7 @@ def fused_linear_divergence(
 
     `descriptors=False` keeps to products by cuBLAS and the fold kernel, as devices without TMA do.
     """
-    narrow, o = student, objective
+    narrow, o, batch = student, objective, batch.side_by_side()
     hidden, n = narrow.hidden, narrow.hidden.shape[0]
     device = hidden.device
     student = student.cut(vocab, dtype)
@@ -118,6 +120,12 @@ def fused_linear_divergence(
         rows = tensor[start:stop] if batch.rows is None else tensor[batch.rows[start:stop]]
         return rows.to(dtype)
 
+    def counted(start: int, stop: int) -> torch.Tensor:
+        """Hidden states that gradients are multiplied with."""
+        return batch.counted(
+            pick(hidden, start, stop), slice(start, stop) if batch.rows is None else batch.rows[start:stop]
+        )
+
     def make_gradients(at: int, start: int, stop: int) -> None:
         """Losses, statistics and, at row `at` of the buffer, the gradients of the rows of one chunk."""
         s = space.student(at, stop - start)
@@ -152,7 +160,7 @@ def fused_linear_divergence(
             d_bias.add_(g.sum(0, dtype=torch.float32))
         g_low = None
         if student.lora_a is not None:
-            x = pick(hidden, start, stop)
+            x = counted(start, stop)
             g_low = _lora_gradients(student, x, g, d_a, None if d_b is None else d_b[:vocab])
         if d_hidden is None:
             return
@@ -184,7 +192,7 @@ def fused_linear_divergence(
                 back_project(part, group_start + at, group_start + at + part.shape[0])
             if wanted.weight and vocab:
                 space.extra = None  # its memory is what dW takes
-                x = pick(hidden, group_start, start)
+                x = counted(group_start, start)
                 d_weight = _add_weight_gradient(d_weight, g, x, narrow.weight, vocab, plan.wide)
         group_start = start
     if wanted.weight and d_weight is None:

@@ -16,6 +16,7 @@ import functools
 import torch
 
 from distill_kernels.launch import runs_on_triton
+from distill_kernels.losses.arguments import check_values, expect, may_look_at
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
 from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
@@ -39,7 +40,11 @@ def row_scales(
     """What every row's loss is multiplied by, [N]: 0 where ignored, its token weight, over the number of items.
 
     For reduction "mean" the number of items is `num_items`, or else the number of rows that count: those of `rows`
-    whose label is not `ignore_index` (their token weights do not change it). No host sync.
+    whose label is not `ignore_index` (their token weights do not change it). No host sync; not finite
+    where rows count and the number of items is 0.
+
+    Raises:
+        ValueError: for such a number where values may be looked at (see arguments.py).
     """
     n = student_hidden.shape[0]
     dtype = torch.float64 if student_hidden.dtype == torch.float64 else torch.float32
@@ -52,11 +57,15 @@ def row_scales(
     scale = valid.to(dtype)
     if token_weights is not None:
         scale = torch.where(valid, token_weights.to(dtype), 0.0)
-    if reduction == "mean":
-        scale = scale / (valid.sum().clamp_min(1) if num_items is None else num_items)
-        if num_items is not None:  # 0 where a whole step counts no token: 0 / 0 would not skip the row
-            scale = torch.where(valid, scale, 0.0)
-    return scale
+    if reduction != "mean":
+        return scale
+    if num_items is None:
+        return scale / valid.sum().clamp_min(1)
+    if may_look_at(scale) and not torch.compiler.is_compiling():
+        known = not isinstance(num_items, torch.Tensor) or may_look_at(num_items)
+        expect(not known or bool(num_items != 0) or not valid.any(), "num_items", "above 0, since rows count", 0)
+    items = num_items.reshape(()) if isinstance(num_items, torch.Tensor) else num_items
+    return torch.where(valid, scale / items, 0.0)  # 0 where a whole step counts no token, in place of 0 / 0
 
 
 def find_rows(row_scale: torch.Tensor) -> torch.Tensor | None:
@@ -91,6 +100,8 @@ def linear_divergence(
         shard: the heads are the rows that this rank holds of them, of which `vocab` count. What does not belong to
             those rows (loss, statistics, gradients of hidden states and LoRA A) comes back summed over the ranks.
     """
+    columns = vocab if shard is None else shard.vocab
+    check_values(batch, columns, labels_count=objective.hard_weight != 0.0 or wanted.stats)
     if shard is not None and batch.labels is not None:
         batch = batch._replace(labels=shard.own_labels(batch.labels))
     path = reference_linear_divergence
@@ -166,7 +177,7 @@ def reference_linear_divergence(
             for all_rows, these_rows in zip(stats, result.stats, strict=True):
                 all_rows[here] = these_rows
         if result.gradient is not None:
-            sums.add(student, x, result.gradient, here)
+            sums.add(student, batch.counted(x, here), result.gradient, here)
     return Outcome(loss, stats if wanted.stats else None, *sums.finished())
 
 

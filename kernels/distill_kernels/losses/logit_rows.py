@@ -10,16 +10,16 @@ after the first.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from distill_kernels.launch import DeviceFacts, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses import terms
+from distill_kernels.losses.arguments import check_values
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS
-from distill_kernels.losses.rows import _all_divergences
+from distill_kernels.losses.operands import Batch
+from distill_kernels.losses.row_parts import all_divergences, centred, clear_row, hard_gradient, hard_loss, not_negative
 from distill_kernels.losses.terms import Objective
 
 WHOLE = 16_384
@@ -60,35 +60,33 @@ def _online(z, maxima, totals, hard, inverse_t, BOTH: tl.constexpr):
 
 @triton.jit
 def _gradient(
-    z, log_s, log_t, columns, label, lse1, g_mean, scale, V, inverse_t, weights, shares, hard_weight, smoothing, z_loss,
+    z, log_s, log_t, columns, label, lse1, sums, scale, V, inverse_t, weights, shares, hard,
     KINDS: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, CENTRED: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """The student's gradient and `f` of a block."""
     f = tl.zeros_like(z)
     g = tl.zeros_like(z)
     if len(KINDS) > 0:
-        f, g, p_s, _pt = _all_divergences(log_s, log_t, weights, shares, KINDS)
+        f, g, p_s, _pt = all_divergences(log_s, log_t, weights, shares, KINDS)
         if CENTRED:
-            g -= p_s * g_mean
+            g = centred(g, p_s, sums, APART)
         g *= inverse_t
     if HARD:
-        p = exp(z - lse1)
-        if Z_LOSS:
-            p *= 1.0 + 2.0 * z_loss * lse1
-        if SMOOTHED:
-            p -= smoothing / V
-        g += hard_weight * (p - tl.where(columns == label, 1.0 - smoothing, 0.0))
+        g += hard_gradient(exp(z - lse1), columns, label, lse1, V, hard, SMOOTHED, Z_LOSS)
     return f, g * scale
 
 
 @triton.jit(do_not_specialize=["N", "S"])
 def _logits_kernel(
-    student_ptr, teacher_ptr, gradient_ptr, labels_ptr, scale_ptr, loss_ptr, N, S, V,
-    student_batch, student_row, teacher_batch, teacher_row, gradient_batch, gradient_row,
-    inverse_t, weights, shares, hard_weight, smoothing, z_loss,
+    logits, labels_ptr, scale_ptr, loss_ptr, N, S, V, strides, inverse_t, weights, shares, hard,
     KINDS: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
-    CENTRED: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    CENTRED: tl.constexpr, APART: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
+    """Rows of `logits`, of student, teacher and gradient, whose `strides` of batch and row follow each other."""
+    student_ptr, teacher_ptr, gradient_ptr = logits
+    student_batch, student_row, teacher_batch, teacher_row, gradient_batch, gradient_row = strides
     BLOCK: tl.constexpr = STEPS * LANES
     SOFT: tl.constexpr = len(KINDS) > 0
     BOTH: tl.constexpr = TEMPERED and HARD
@@ -104,17 +102,14 @@ def _logits_kernel(
         if scale == 0.0:
             tl.store(loss_ptr + row, 0.0)
             if GRADIENT:
-                for block in range(blocks):
-                    columns = block * BLOCK + within
-                    nothing = tl.zeros((STEPS, LANES), tl.float32).to(gradient_ptr.dtype.element_ty)
-                    tl.store(gradient + columns, nothing, mask=columns < V)
+                clear_row(gradient, V, blocks, within, BLOCK)
         else:
             label = tl.full((), -1, tl.int64)
             at_label = 0.0
             if HARD:
                 label = tl.load(labels_ptr + row).to(tl.int64)
                 inside = (label >= 0) & (label < V)
-                at_label = tl.load(student + label, mask=inside, other=-float("inf")).to(tl.float32)
+                at_label = tl.load(student + label, mask=inside, other=float("nan")).to(tl.float32)
             # the normalisers
             zs = tl.full((STEPS, LANES), -float("inf"), tl.float32)
             zt = zs
@@ -143,19 +138,24 @@ def _logits_kernel(
             # the divergences, and sum(g) where the gradient needs it
             f_sum = tl.zeros((LANES,), tl.float32)
             g_sum = f_sum
-            g_mean = 0.0
+            rest_g = f_sum
+            rest_p = f_sum
+            sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
             if SOFT and (CENTRED or not GRADIENT):
                 for block in range(1 if WHOLE else blocks):
                     if not WHOLE:
                         columns = block * BLOCK + within
                         zs = _load(student, columns, V, "evict_last")
                         zt = _load(teacher, columns, V, "evict_last")
-                    f, g, _ps, _pt = _all_divergences(
+                    f, g, p_s, _pt = all_divergences(
                         zs * inverse_t - lse_s, zt * inverse_t - lse_t, weights, shares, KINDS
                     )
                     f_sum += tl.sum(f, 0)
                     g_sum += tl.sum(g, 0)
-                g_mean = tl.sum(g_sum, 0)
+                    if APART:
+                        rest_g += tl.sum(tl.where(p_s > 0.5, 0.0, g), 0)
+                        rest_p += tl.sum(tl.where(p_s > 0.5, 0.0, p_s), 0)
+                sums = tl.sum(g_sum, 0), tl.sum(rest_g, 0), tl.sum(rest_p, 0)
             if GRADIENT:
                 for count in range(1 if WHOLE else blocks):
                     columns = (blocks - 1 - count) * BLOCK + within  # backwards: the row's end is still in the cache
@@ -164,21 +164,15 @@ def _logits_kernel(
                         if SOFT:
                             zt = _load(teacher, columns, V, "evict_first")
                     f, g = _gradient(
-                        zs, zs * inverse_t - lse_s, zt * inverse_t - lse_t, columns, label, lse1, g_mean, scale, V,
-                        inverse_t, weights, shares, hard_weight, smoothing, z_loss,
-                        KINDS, HARD, SMOOTHED, Z_LOSS, CENTRED,
+                        zs, zs * inverse_t - lse_s, zt * inverse_t - lse_t, columns, label, lse1, sums, scale, V,
+                        inverse_t, weights, shares, hard, KINDS, HARD, SMOOTHED, Z_LOSS, CENTRED, APART,
                     )  # fmt: skip
                     if SOFT and not CENTRED:
                         f_sum += tl.sum(f, 0)
                     tl.store(gradient + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
-            loss = tl.maximum(tl.sum(f_sum, 0), 0.0)
+            loss = not_negative(tl.sum(f_sum, 0))
             if HARD:
-                hard = (1.0 - smoothing) * (lse1 - at_label)
-                if SMOOTHED:
-                    hard += smoothing * (lse1 - tl.sum(z_sum, 0) / V)
-                if Z_LOSS:
-                    hard += z_loss * lse1 * lse1
-                loss += hard_weight * hard
+                loss += hard_loss(at_label - lse1, tl.sum(z_sum, 0), lse1, lse1, V, hard, SMOOTHED, Z_LOSS)
             tl.store(loss_ptr + row, loss * scale)
 
 
@@ -220,11 +214,11 @@ def launch_logit_rows(
     if loss.numel() == 0:
         return loss
     _logits_kernel[(programs,)](
-        student, other, out, labels, row_scale, loss, batches * length, length, vocab,
-        *student.stride()[:2], *other.stride()[:2], *out.stride()[:2],
-        1.0 / o.temperature, o.weights, o.parameters, o.hard_weight, o.label_smoothing, o.z_loss,
+        (student, other, out), labels, row_scale, loss, batches * length, length, vocab,
+        (*student.stride()[:2], *other.stride()[:2], *out.stride()[:2]),
+        1.0 / o.temperature, o.weights, o.parameters, (o.hard_weight, o.label_smoothing, o.z_loss),
         KINDS=o.kinds, TEMPERED=o.temperature != 1.0, HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0,
-        Z_LOSS=o.z_loss != 0.0, CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds),
+        Z_LOSS=o.z_loss != 0.0, CENTRED=any(kind != terms.FORWARD_KL for kind in o.kinds), APART=o.top_apart,
         GRADIENT=gradient is not None, WHOLE=whole, STEPS=STEPS, LANES=lanes, num_warps=warps,
     )  # fmt: skip
     return loss
@@ -262,7 +256,17 @@ def reference_logit_rows(
     return loss
 
 
-def logit_rows(student: torch.Tensor, *rest: Any) -> torch.Tensor:
+def logit_rows(
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    row_scale: torch.Tensor,
+    objective: Objective,
+    gradient: torch.Tensor | None,
+) -> torch.Tensor:
     """`launch_logit_rows` or `reference_logit_rows`, by the tensor's device and dtype."""
+    batch = Batch(labels, row_scale, None).side_by_side()
+    check_values(batch, student.shape[-1], labels_count=objective.hard_weight != 0.0)
     kernel = runs_on_triton(student) and student.dtype != torch.float64
-    return (launch_logit_rows if kernel else reference_logit_rows)(student, *rest)
+    path = launch_logit_rows if kernel else reference_logit_rows
+    return path(student, teacher, batch.labels, batch.row_scale, objective, gradient)

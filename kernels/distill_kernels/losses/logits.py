@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from distill_kernels.losses.arguments import FLOATS, check_tokens, expect
 from distill_kernels.losses.linear import row_scales
 from distill_kernels.losses.logit_rows import logit_rows
 from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.terms import LossTerm, Objective, make_objective, plain
+from distill_kernels.operands import check_tensor, differentiable_once
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
 SECOND_BACKWARD = "the loss was already differentiated: its gradient is made once, in the forward pass; call it again"
 
@@ -48,6 +49,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
     ctx.save_for_backward(output[1])
 
 
+@differentiable_once
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
     (gradient,) = ctx.saved_tensors
     factor = upstream[0].view(*gradient.shape[:2], 1)
@@ -75,7 +77,7 @@ class _LogitLoss(torch.autograd.Function):
         return loss if per_row else loss.sum()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         if ctx.gradient is None:
             raise RuntimeError(SECOND_BACKWARD)
@@ -83,11 +85,6 @@ class _LogitLoss(torch.autograd.Function):
         if ctx.per_row:
             return gradient.mul_(upstream.view(*gradient.shape[:2], 1)), None
         return scale_gradient_(gradient, upstream), None
-
-
-def _expect(condition: bool, name: str, expected: str, got: object) -> None:
-    if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
 def _as_batches(logits: torch.Tensor) -> torch.Tensor:
@@ -158,37 +155,34 @@ def distillation_loss(
     )  # fmt: skip
     terms = tuple(LossTerm(*map(plain, term)) for term in terms)
     objective = (_objective if torch.compiler.is_compiling() else _cached_objective)(terms, settings)
+    for name, tensor in (("student_logits", student_logits), ("teacher_logits", teacher_logits)):
+        if tensor is not None:
+            check_tensor(name, tensor)
     leading = student_logits.shape[:-1]
     floating = student_logits.dim() >= 2 and student_logits.dtype in FLOATS
     got = f"{list(student_logits.shape)} of {student_logits.dtype}"
-    _expect(floating, "student_logits", "floating [..., V] of at least 2 dimensions", got)
-    _expect(reduction in REDUCTIONS, "reduction", "one of mean, sum, none", repr(reduction))
+    expect(floating, "student_logits", "floating [..., V] of at least 2 dimensions", got)
+    expect(reduction in REDUCTIONS, "reduction", "one of mean, sum, none", repr(reduction))
     if objective.needs_teacher:
-        _expect(teacher_logits is not None, "teacher_logits", "the teacher's logits", None)
+        expect(teacher_logits is not None, "teacher_logits", "the teacher's logits", None)
     else:
         teacher_logits = None
     if teacher_logits is not None:
         same = teacher_logits.shape == student_logits.shape and teacher_logits.device == student_logits.device
         expected = f"{list(student_logits.shape)} on {student_logits.device} as student_logits"
-        _expect(same, "teacher_logits", expected, f"{list(teacher_logits.shape)} on {teacher_logits.device}")
+        expect(same, "teacher_logits", expected, f"{list(teacher_logits.shape)} on {teacher_logits.device}")
         teacher_logits = _as_batches(teacher_logits.detach())
-    if labels is not None:
-        fits = labels.shape == leading and not labels.is_floating_point()
-        _expect(fits, "labels", f"integers of shape {list(leading)}", f"{list(labels.shape)} of {labels.dtype}")
-        labels = labels.reshape(-1)
-    _expect(labels is not None or objective.hard_weight == 0, "labels", "indices, for the cross-entropy term", None)
-    if token_weights is not None:
-        _expect(token_weights.shape == leading, "token_weights", f"shape {list(leading)}", list(token_weights.shape))
-        token_weights = token_weights.detach().reshape(-1)
+    check_tokens(labels, token_weights, num_items, None, leading=leading, device=student_logits.device)
+    labels = None if labels is None else labels.reshape(-1)
+    expect(labels is not None or objective.hard_weight == 0, "labels", "indices, for the cross-entropy term", None)
+    token_weights = None if token_weights is None else token_weights.detach().reshape(-1)
     wanted = student_logits.requires_grad and torch.is_grad_enabled()
     if in_place:
         sizes, steps = student_logits.shape, student_logits.stride()
         shared = any(size > 1 and step == 0 for size, step in zip(sizes, steps, strict=True))
         free = not (student_logits.is_leaf and wanted) and student_logits.stride(-1) == 1 and not shared
         expected = "student_logits computed by an operation, its last dimension contiguous, no row expanded"
-        _expect(
-            free, "in_place", expected, "a leaf" if student_logits.is_leaf else f"strides {student_logits.stride()}"
-        )
+        expect(free, "in_place", expected, "a leaf" if student_logits.is_leaf else f"strides {student_logits.stride()}")
     student = _as_batches(student_logits)
     rows = student.shape[0] * student.shape[1]
     scale = row_scales(
@@ -281,5 +275,5 @@ def cross_entropy(
 
 
 def _checked(direction: str) -> str:
-    _expect(direction in ("forward", "reverse"), "direction", "forward or reverse", repr(direction))
+    expect(direction in ("forward", "reverse"), "direction", "forward or reverse", repr(direction))
     return direction

@@ -25,34 +25,39 @@ from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
-from distill_kernels.losses.rows import _fold_rows_kernel, _load, _normaliser, run_rows
+from distill_kernels.losses.row_parts import load_tiles, normaliser
+from distill_kernels.losses.rows import _fold_rows_kernel, run_rows
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
 
 @triton.jit
 def _mix_kernel(
-    mixed_ptr, mixed_shift_ptr, mixed_total_ptr, next_ptr, next_shift_ptr, next_total_ptr, shift_ptr, total_ptr,
-    norms_ptr, V, tiles, mixed_stride, next_stride, norms_stride, inverse_t, temperature, log_rest, log_share,
-    SHARDED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    mixed, newcomer, made, norms_ptr, V, tiles, strides, inverse_t, temperature, log_rest, log_share,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """One row of `mix_in`, whose tiles' new numbers are `made`. With `norms_ptr`, the log sums of exps are given."""
+    mixed_ptr, mixed_shift_ptr, mixed_total_ptr = mixed
+    next_ptr, next_shift_ptr, next_total_ptr = newcomer
+    shift_ptr, total_ptr = made
+    mixed_stride, next_stride, norms_stride = strides
     row = tl.program_id(0).to(tl.int64)
     mixed_ptr += row * mixed_stride
     next_ptr += row * next_stride
     mixed_shift_ptr += row * tiles
     next_shift_ptr += row * tiles
-    if SHARDED:
+    if norms_ptr is not None:
         lse_a = tl.load(norms_ptr + row)
         lse_b = tl.load(norms_ptr + norms_stride + row)
     else:
-        _, lse_a = _normaliser(mixed_shift_ptr, mixed_total_ptr + row * tiles, tiles, inverse_t, TILES)
-        _, lse_b = _normaliser(next_shift_ptr, next_total_ptr + row * tiles, tiles, inverse_t, TILES)
+        _, lse_a = normaliser(mixed_shift_ptr, mixed_total_ptr + row * tiles, tiles, inverse_t, TILES)
+        _, lse_b = normaliser(next_shift_ptr, next_total_ptr + row * tiles, tiles, inverse_t, TILES)
     within = tl.arange(0, TILE)[None, :]
     for block in range(tl.cdiv(tiles, BLOCK)):
         tile = block * BLOCK + tl.arange(0, BLOCK)
         columns = tile[:, None] * TILE + within  # [BLOCK, TILE]
-        a = _load(mixed_ptr, mixed_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_a + log_rest
-        b = _load(next_ptr, next_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_b + log_share
+        a = load_tiles(mixed_ptr, mixed_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_a + log_rest
+        b = load_tiles(next_ptr, next_shift_ptr, tile, columns, V, tiles) * inverse_t - lse_b + log_share
         top = tl.maximum(a, b)
         ratio = exp(tl.where(top == -float("inf"), 0.0, tl.minimum(a, b) - top))
         z = (top + log_of_normal(1.0 + ratio)) * temperature
@@ -72,7 +77,7 @@ def _joint_normalisers(mixed: Logits, other: Logits, temperature: float, shard: 
     norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=mixed.values.device)
     if vocab:
         _fold_rows_kernel[(n,)](
-            mixed.shift, mixed.total, mixed.total, other.shift, other.total, other.total, norms,
+            (mixed.shift, mixed.total, mixed.total), (other.shift, other.total, other.total), norms,
             cdiv(vocab, TILE), norms.stride(0), 1.0 / temperature, TEMPERED=False, HARD=False, HAS_TEACHER=True,
             STATS=False, TILES=next_power_of_2(cdiv(vocab, TILE)), num_warps=1,
         )  # fmt: skip
@@ -94,10 +99,11 @@ def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard
     norms = None if shard is None or n == 0 else _joint_normalisers(mixed, other, temperature, shard)
     if n and vocab:
         _mix_kernel[(n,)](
-            mixed.values, mixed.shift, mixed.total, other.values, other.shift, other.total, shift, total,
-            norms, vocab, tiles, mixed.values.stride(0), other.values.stride(0),
-            None if norms is None else norms.stride(0), 1.0 / temperature, temperature, math.log1p(-share),
-            math.log(share), SHARDED=norms is not None, TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8,
+            (mixed.values, mixed.shift, mixed.total), (other.values, other.shift, other.total), (shift, total),
+            norms, vocab, tiles,
+            (mixed.values.stride(0), other.values.stride(0), None if norms is None else norms.stride(0)),
+            1.0 / temperature, temperature, math.log1p(-share), math.log(share),
+            TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8,
         )  # fmt: skip
     return Logits(mixed.values, shift, total, total)
 

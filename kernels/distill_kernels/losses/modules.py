@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from distill_kernels.losses.arguments import Lora
 from distill_kernels.losses.mixture import TeacherHead
-from distill_kernels.losses.operator import fused_loss
+from distill_kernels.losses.operands import Inputs
+from distill_kernels.losses.operator import Settings, fused_loss
 from distill_kernels.losses.terms import LossTerm, TokenStats, make_objective
 
-Lora = tuple[torch.Tensor, torch.Tensor, float]
 REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -109,7 +110,8 @@ class FusedDistillationLoss(nn.Module):
             teacher_hidden: [N, Ht] with the same leading dimensions; not needed for pure cross-entropy.
             teacher_weight: [Vt, Ht].
             labels: integers, [N] or [...], already shifted: row i of the hidden states predicts labels[i]. Rows with
-                `ignore_index` do not count. None: every row counts (cross-entropy needs labels).
+                `ignore_index` do not count. None: every row counts (cross-entropy needs labels). Where cross-entropy
+                or statistics look one up, it lies within the columns that count.
             student_bias: [Vs]; gets a gradient.
             teacher_bias: [Vt].
             student_lora: `(A [r, Hs], B [Vs, r], scale)`: the head is `weight + scale * B A`; A and B get gradients.
@@ -135,30 +137,19 @@ class FusedDistillationLoss(nn.Module):
             fp32 scalar (fp64 for fp64 inputs); with reduction "none" the leading shape of `student_hidden`.
 
         Raises:
-            ValueError: naming the argument whose shape, dtype or device does not fit.
+            ValueError: naming the argument whose kind, shape, dtype, device or value does not fit; values are looked
+                at as arguments.py says. In backward, for `create_graph=True`, and for reduction "none" where a
+                teacher's tensor, labels or `valid_rows` were modified in place.
         """
-        return fused_loss(
-            self.objective,
-            student_hidden,
-            student_weight,
-            teacher_hidden,
-            teacher_weight,
-            labels,
-            student_bias,
-            teacher_bias,
-            student_lora,
-            token_weights,
-            num_items,
-            valid_rows,
-            vocab_size,
-            return_stats,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            workspace=self.workspace,
-            skip_ignored_rows=self.skip_ignored_rows,
-            encoded=self._encoded,
-            teachers=teachers,
-            tp_group=tp_group,
+        inputs = Inputs(
+            student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
+            student_lora, token_weights, num_items, valid_rows, vocab_size,
+        )  # fmt: skip
+        return fused_loss(self._settings(), inputs, return_stats, teachers=teachers, tp_group=tp_group)
+
+    def _settings(self) -> Settings:
+        return Settings(
+            self.objective, self._encoded, self.ignore_index, self.reduction, self.workspace, self.skip_ignored_rows
         )
 
     def extra_repr(self) -> str:
@@ -295,18 +286,9 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
     ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
         """As `FusedDistillationLoss.forward`, without the teacher's arguments."""
         return super().forward(
-            student_hidden,
-            student_weight,
-            labels=labels,
-            student_bias=student_bias,
-            student_lora=student_lora,
-            token_weights=token_weights,
-            num_items=num_items,
-            valid_rows=valid_rows,
-            vocab_size=vocab_size,
-            return_stats=return_stats,
-            tp_group=tp_group,
-        )
+            student_hidden, student_weight, None, None, labels, student_bias, None, student_lora, token_weights,
+            num_items, valid_rows, vocab_size, return_stats, tp_group=tp_group,
+        )  # fmt: skip
 
 
 def _checked_direction(direction: str) -> str:

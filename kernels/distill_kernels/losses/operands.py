@@ -11,6 +11,24 @@ import torch
 
 from distill_kernels.losses.terms import TokenStats
 from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.operands import rows_of
+
+
+class Inputs(NamedTuple):
+    """What a fused loss is called with; see `FusedDistillationLoss.forward`."""
+
+    student_hidden: torch.Tensor
+    student_weight: torch.Tensor
+    teacher_hidden: torch.Tensor | None = None
+    teacher_weight: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    student_bias: torch.Tensor | None = None
+    teacher_bias: torch.Tensor | None = None
+    student_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    token_weights: torch.Tensor | None = None
+    num_items: torch.Tensor | int | None = None
+    valid_rows: torch.Tensor | None = None
+    vocab_size: int | None = None
 
 
 class Head(NamedTuple):
@@ -37,7 +55,7 @@ class Head(NamedTuple):
         return Head(
             self.hidden,
             self.weight[:vocab].to(dtype),
-            None if self.bias is None else self.bias[:vocab].to(dtype),
+            None if self.bias is None else rows_of(self.bias[:vocab].to(dtype)),
             None if self.lora_a is None else self.lora_a.to(dtype),
             None if self.lora_b is None else self.lora_b[:vocab].to(dtype),
             self.lora_scale,
@@ -52,12 +70,28 @@ class Batch(NamedTuple):
         row_scale: [N] fp32 (fp64 for fp64 inputs); a row's loss is multiplied by it, 0 skips the row.
         rows: int64 [M], the rows worth computing, or None for all of them.
         top: what a teacher that is data says of every token, or None where the teacher is a head.
+        all_count: no row to compute has scale 0 (whose hidden states may hold anything, NaN as well).
     """
 
     labels: torch.Tensor | None
     row_scale: torch.Tensor
     rows: torch.Tensor | None
     top: TopK | None = None
+    all_count: bool = False
+
+    def side_by_side(self) -> Batch:
+        """The same with vectors as kernels read them."""
+        top = self.top
+        if top is not None:
+            top = top._replace(ids=rows_of(top.ids), logprobs=rows_of(top.logprobs))
+        labels, rows = rows_of(self.labels), rows_of(self.rows)
+        return self._replace(labels=labels, row_scale=rows_of(self.row_scale), rows=rows, top=top)
+
+    def counted(self, x: torch.Tensor, which: slice | torch.Tensor) -> torch.Tensor:
+        """`x` [n, ...] of the rows `which`, with zeros where a row has scale 0."""
+        if self.all_count:
+            return x
+        return torch.where((self.row_scale[which] != 0)[:, None], x, 0)
 
 
 class Wanted(NamedTuple):

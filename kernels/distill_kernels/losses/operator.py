@@ -8,18 +8,20 @@ the same computation. Row scales and the reduction around it are plain PyTorch i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from distill_kernels.losses.arguments import MOST_TOP_K, check_arguments, expect, lora_of
 from distill_kernels.losses.linear import find_rows, linear_divergence, row_scales
-from distill_kernels.losses.mixture import TeacherHead, shares_of, teacher_of
-from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
+from distill_kernels.losses.mixture import Mixture, TeacherHead, shares_of, teacher_of
+from distill_kernels.losses.operands import Batch, Head, Inputs, Outcome, Wanted
 from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.sharded_heads import Heads, own_heads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.operands import differentiable_once
 
 SECOND_BACKWARD = (
     "the fused loss was already differentiated: its gradients are made once, in the forward pass; call the loss again"
@@ -46,6 +48,7 @@ def linear_divergence_op(
     dtype: torch.dtype,
     workspace: int | None,
     skip_rows: bool,
+    all_count: bool,
     per_row: bool,
     wanted: list[bool],
     teacher_ids: torch.Tensor | None,
@@ -63,7 +66,7 @@ def linear_divergence_op(
     outcome = linear_divergence(
         Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale),
         teacher,
-        Batch(labels, row_scale, rows, top),
+        Batch(labels, row_scale, rows, top, all_count),
         compared,
         Wanted(*wanted),
         vocab=vocab,
@@ -100,8 +103,8 @@ def _gradients(outcome: Outcome) -> tuple[torch.Tensor | None, ...]:
 @linear_divergence_op.register_fake
 def _(
     student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias,
-    labels, row_scale, valid_rows, mixture, objective, lora_scale, vocab, dtype, workspace, skip_rows, per_row, wanted,
-    teacher_ids, teacher_logprobs, tail, shard,
+    labels, row_scale, valid_rows, mixture, objective, lora_scale, vocab, dtype, workspace, skip_rows, all_count,
+    per_row, wanted, teacher_ids, teacher_logprobs, tail, shard,
 ):  # fmt: skip
     n = student_hidden.shape[0]
     inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
@@ -118,13 +121,13 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings = inputs[11:19]
-    ctx.per_row = inputs[18]
-    ctx.wanted = inputs[19]
-    ctx.text = inputs[22:24]
+    ctx.settings = inputs[11:20]
+    ctx.per_row = inputs[19]
+    ctx.wanted = inputs[20]
+    ctx.text = inputs[23:25]
     ctx.teachers = len(inputs[5])
     ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
-    again = (*inputs[:5], *inputs[8:11], *inputs[20:22], *inputs[5], *inputs[6], *inputs[7])
+    again = (*inputs[:5], *inputs[8:11], *inputs[21:23], *inputs[5], *inputs[6], *inputs[7])
     ctx.save_for_backward(*(again if ctx.per_row else output[2:]))
 
 
@@ -133,25 +136,30 @@ def _no_gradient(given: Any) -> Any:
     return [None] * len(given) if isinstance(given, list) and all(map(torch.is_tensor, given)) else None
 
 
+@differentiable_once
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
+    factor: torch.Tensor | None = upstream[0]
     if ctx.per_row:
         count = ctx.teachers
         students, (labels, row_scale, valid_rows), top = (ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 10)))
         teachers = [list(ctx.saved_tensors[10 + count * part :][:count]) for part in range(3)]
         wanted = [*ctx.needs_input_grad[:5], False]
         settings = list(ctx.settings)
-        settings[7] = False
-        scale = row_scale * upstream[0]
+        settings[7:9] = False, False
+        scale, factor = power_of_two(row_scale * upstream[0], settings[4])
         made = linear_divergence_op(
             *students, *teachers, labels, scale, valid_rows, *settings, wanted, *top, *ctx.text
         )[2:]  # fmt: skip
-        gradients = [gradient if want else None for gradient, want in zip(made, wanted, strict=False)]
     else:
-        gradients = [
-            saved * upstream[0].to(saved.dtype) if want else None
-            for saved, want in zip(ctx.saved_tensors, ctx.wanted, strict=False)
-        ]
+        wanted, made = ctx.wanted, ctx.saved_tensors
+    gradients = [_times(gradient, factor) if want else None for gradient, want in zip(made, wanted, strict=False)]
     return (*gradients, *ctx.without_gradient)
+
+
+def _times(gradient: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """`gradient * factor`, rounded once; a factor below what 16 bits can hold counts as well."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient if factor is None else (gradient.to(wide) * factor).to(gradient.dtype)
 
 
 linear_divergence_op.register_autograd(_op_backward, setup_context=_save_for_backward)
@@ -169,6 +177,7 @@ class _FusedLoss(torch.autograd.Function):
         if per_row:
             ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
             ctx.again = (teacher, batch, objective, wanted, settings, lora_scale)
+            ctx.versions = _versions(teacher, batch)
         else:
             ctx.gradients = list(_gradients(outcome))
         loss = outcome.loss if per_row else outcome.loss.sum()
@@ -178,15 +187,17 @@ class _FusedLoss(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
         if hasattr(ctx, "again"):
+            for name, tensor, version in ctx.versions:
+                expected = 'no change before backward, since reduction="none" computes again'
+                expect(tensor._version == version, name, expected, "a tensor that was modified in place")
             teacher, batch, objective, wanted, settings, lora_scale = ctx.again
             scale, down = power_of_two(batch.row_scale * upstream, settings["dtype"])
             student = Head(*ctx.saved_tensors)._replace(lora_scale=lora_scale)
-            outcome = linear_divergence(
-                student, teacher, batch._replace(row_scale=scale), objective, wanted._replace(stats=False), **settings
-            )
+            batch = batch._replace(row_scale=scale, all_count=False)
+            outcome = linear_divergence(student, teacher, batch, objective, wanted._replace(stats=False), **settings)
             gradients = list(_gradients(outcome))
             if down is not None:
                 gradients = [None if g is None else scale_gradient_(g, down) for g in gradients]
@@ -200,121 +211,121 @@ class _FusedLoss(torch.autograd.Function):
         return (*gradients, None)
 
 
+def _versions(teacher: Head | Mixture | None, batch: Batch) -> list[tuple[str, torch.Tensor, int]]:
+    """What backward reads again and autograd does not watch: names, tensors, and how often each was modified."""
+    heads = teacher.heads if isinstance(teacher, Mixture) else () if teacher is None else (teacher,)
+    read = [(f"teacher_{name}", tensor) for head in heads for name, tensor in zip(Head._fields, head[:3], strict=False)]
+    read += [("labels", batch.labels), ("valid_rows", batch.rows)]
+    if batch.top is not None:
+        read += [("teacher_ids", batch.top.ids), ("teacher_logprobs", batch.top.logprobs)]
+    known = [(name, tensor) for name, tensor in read if tensor is not None and not tensor.is_inference()]
+    return [(name, tensor, tensor._version) for name, tensor in known]
+
+
 def _detached(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
     return Head(hidden.detach().flatten(0, -2), weight.detach(), None if bias is None else bias.detach())
 
 
+class Settings(NamedTuple):
+    """What a module was made with; `encoded` is `objective.encode()`."""
+
+    objective: Objective
+    encoded: str
+    ignore_index: int
+    reduction: str
+    workspace: int | None
+    skip_ignored_rows: bool
+
+
 def fused_loss(
-    objective: Objective,
-    student_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    teacher_hidden: torch.Tensor | None,
-    teacher_weight: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    student_bias: torch.Tensor | None,
-    teacher_bias: torch.Tensor | None,
-    student_lora: tuple[torch.Tensor, torch.Tensor, float] | None,
-    token_weights: torch.Tensor | None,
-    num_items: torch.Tensor | int | None,
-    valid_rows: torch.Tensor | None,
-    vocab_size: int | None,
+    settings: Settings,
+    inputs: Inputs,
     return_stats: bool,
     *,
-    ignore_index: int,
-    reduction: str,
-    workspace: int | None,
-    skip_ignored_rows: bool,
-    encoded: str,
     top: TopK | None = None,
     teachers: Sequence[TeacherHead] | None = None,
     tp_group: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
-    """What every module calls; arguments as in `FusedDistillationLoss`, `encoded` is `objective.encode()`.
+    """What every module calls.
 
-    With `top`, [N, K] of every token, the divergence is from this teacher, and none comes as a head; with `teachers`
+    With `top`, [..., K] of every token, the divergence is from this teacher, and none comes as a head; with `teachers`
     from their mixture.
     """
-    from distill_kernels.losses.arguments import check_arguments
-
-    lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
+    objective, encoded, ignore_index, reduction, workspace, skip_ignored_rows = settings
     if not objective.needs_teacher and not return_stats:
-        teacher_hidden = teacher_weight = teacher_bias = None
+        inputs = inputs._replace(teacher_hidden=None, teacher_weight=None, teacher_bias=None)
     several = teachers is not None and len(teachers) > 0 and (objective.needs_teacher or return_stats)
-    if teachers is not None and not teachers:
-        raise ValueError("teachers: expected at least one TeacherHead, got none")
-    if teachers and (teacher_hidden is not None or teacher_weight is not None):
-        raise ValueError("teachers: expected either teachers or teacher_hidden and teacher_weight, got both")
-    heads = Heads(
-        student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias
-    )
-    heads, others, shard = own_heads(heads, tp_group, vocab_size, teachers if teachers and several else ())
-    student_hidden, student_weight, student_bias, lora_a, lora_b, teacher_hidden, teacher_weight, teacher_bias = heads
-    if shard is not None:
-        vocab_size = shard.columns
+    expect(teachers is None or len(teachers) > 0, "teachers", "at least one TeacherHead", "none")
+    alone = inputs.teacher_hidden is None and inputs.teacher_weight is None
+    expect(not teachers or alone, "teachers", "either teachers or teacher_hidden and teacher_weight", "both")
     # needs no teacher's head, or has them checked one by one
     heads_only = objective if top is None and not several else objective._replace(kinds=())
-    vocab, dtype = check_arguments(
-        heads_only, student_hidden, student_weight, teacher_hidden, teacher_weight, labels, student_bias, teacher_bias,
-        lora_a, lora_b, token_weights, valid_rows, vocab_size, sharded=shard is not None,
-    )  # fmt: skip
-    if top is not None:
-        columns, k = vocab if shard is None else shard.vocab, top.ids.shape[-1]
-        if not 0 < k <= columns:
-            raise ValueError(f"teacher_ids: expected K of 1 to {columns} columns, got {k}")
+    inputs, others, shard, lora = _own_inputs(inputs, tp_group, teachers if teachers and several else ())
+    vocab, dtype = check_arguments(heads_only, inputs, sharded=shard is not None)
     for number, other in enumerate(others):
+        one = inputs._replace(teacher_hidden=other.hidden, teacher_weight=other.weight, teacher_bias=other.bias)
         try:
-            check_arguments(
-                objective, student_hidden, student_weight, other.hidden, other.weight, labels, student_bias, other.bias,
-                lora_a, lora_b, token_weights, valid_rows, vocab_size, sharded=shard is not None,
-            )  # fmt: skip
+            check_arguments(objective, one, sharded=shard is not None)
         except ValueError as error:
             raise ValueError(f"teachers[{number}]: {error}") from None
-    shape = student_hidden.shape[:-1]
-    student_hidden = student_hidden.flatten(0, -2)
+    shape = inputs.student_hidden.shape[:-1]
+    if top is not None:
+        most = min(vocab if shard is None else shard.vocab, MOST_TOP_K)
+        expect(0 < top.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", top.ids.shape[-1])
+        top = TopK(top.ids.flatten(0, -2), top.logprobs.flatten(0, -2), top.tail)
     teacher_heads: list[Head] = []
     mixture: list[float] = []
     if several:
         counted, mixture = shares_of(others)
         teacher_heads = [_detached(teacher.hidden, teacher.weight, teacher.bias) for teacher in counted]
-    elif teacher_hidden is not None and teacher_weight is not None:
-        teacher_heads = [_detached(teacher_hidden, teacher_weight, teacher_bias)]
-    labels = None if labels is None else labels.flatten()
+    elif inputs.teacher_hidden is not None and inputs.teacher_weight is not None:
+        teacher_heads = [_detached(inputs.teacher_hidden, inputs.teacher_weight, inputs.teacher_bias)]
+    hidden, valid_rows = inputs.student_hidden.flatten(0, -2), inputs.valid_rows
+    labels = None if inputs.labels is None else inputs.labels.flatten()
+    weights = None if inputs.token_weights is None else inputs.token_weights.detach().flatten()
     scale = row_scales(
-        student_hidden,
-        labels,
-        None if token_weights is None else token_weights.detach().flatten(),
-        num_items,
-        valid_rows,
-        ignore_index=ignore_index,
-        reduction=reduction,
+        hidden, labels, weights, inputs.num_items, valid_rows, ignore_index=ignore_index, reduction=reduction
     )
     per_row = reduction == "none"
-    down = None
-    if not per_row:
-        scale, down = power_of_two(scale, dtype)
-    skip = skip_ignored_rows and valid_rows is None and (labels is not None or token_weights is not None)
-    lora_scale = float(lora_scale)
-    students = (student_hidden, student_weight, student_bias, lora_a, lora_b)
+    scale, down = (scale, None) if per_row else power_of_two(scale, dtype)
+    some_ignored = labels is not None or weights is not None
+    skip = skip_ignored_rows and valid_rows is None and some_ignored
+    all_count = skip or not some_ignored
+    students = (hidden, inputs.student_weight, inputs.student_bias, *lora[:2])
     grad = torch.is_grad_enabled()
     flags = [grad and tensor is not None and tensor.requires_grad for tensor in students]
     wanted = Wanted(*flags)._replace(stats=return_stats)
     if torch.compiler.is_compiling():
-        hidden = [head.hidden for head in teacher_heads]
-        weights, biases = [head.weight for head in teacher_heads], [head.bias for head in teacher_heads]
+        parts = [[head[part] for head in teacher_heads] for part in range(3)]
         loss, stats, *_ = linear_divergence_op(
-            *students, hidden, weights, biases, labels, scale, valid_rows, mixture, encoded, lora_scale, vocab, dtype,
-            workspace, skip, per_row, list(Wanted(stats=return_stats)) if per_row else list(wanted),
+            *students, *parts, labels, scale, valid_rows, mixture, encoded, lora[2], vocab, dtype, workspace, skip,
+            all_count, per_row, list(Wanted(stats=return_stats)) if per_row else list(wanted),
             *(top or (None, None, "")), "" if shard is None else shard.encode(),
         )  # fmt: skip
     else:
         rows = _rows_to_compute(scale, valid_rows, skip)
         teacher, compared = teacher_of(teacher_heads, mixture, objective)
-        settings = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
-        loss, stats = _FusedLoss.apply(
-            *students, (teacher, Batch(labels, scale, rows, top), compared, wanted, settings, per_row, lora_scale)
-        )
+        how = {"vocab": vocab, "dtype": dtype, "workspace": workspace, "shard": shard}
+        batch = Batch(labels, scale, rows, top, all_count)
+        loss, stats = _FusedLoss.apply(*students, (teacher, batch, compared, wanted, how, per_row, lora[2]))
     if down is not None:
         loss = loss * down
     if per_row:
         loss = loss.view(shape)
     return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss
+
+
+def _own_inputs(
+    inputs: Inputs, tp_group: Any, teachers: Sequence[TeacherHead]
+) -> tuple[Inputs, tuple[TeacherHead, ...], VocabShard | None, tuple[torch.Tensor | None, torch.Tensor | None, float]]:
+    """This rank's rows of all heads, `vocab_size` its columns where they are cut; A, B and scale of the LoRA apart."""
+    lora_a, lora_b, scale = lora_of(inputs.student_lora)
+    names = [name for name in Heads._fields if name in Inputs._fields]
+    given = Heads(**{name: getattr(inputs, name) for name in names}, lora_a=lora_a, lora_b=lora_b)
+    heads, others, shard = own_heads(given, tp_group, inputs.vocab_size, teachers)
+    lora = (heads.lora_a, heads.lora_b, scale)
+    own = {name: getattr(heads, name) for name in names}
+    own |= {"student_lora": None if inputs.student_lora is None else lora}
+    if shard is not None:
+        own |= {"vocab_size": shard.columns}
+    return inputs._replace(**own), others, shard, lora

@@ -22,12 +22,11 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, device_facts, tl, triton
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, tl, triton
 from distill_kernels.losses.operands import Head
+from distill_kernels.operands import has_aligned_rows
 
 TILE = 256
-ROWS_PER_TILE = 128
-DEPTH_PER_STEP = 64
 FOLD_ROWS = 16
 BUFFER_COLUMNS = 4096  # of one cuBLAS product on the second way
 LOG2_E = math.log2(math.e)
@@ -147,22 +146,14 @@ def _fold_kernel(
         tl.store(hard_ptr + where, total_hard, mask=rows < N)
 
 
-def fits_descriptors(head: Head, hidden: torch.Tensor, capability: tuple[int, int]) -> bool:
-    """True where the persistent kernel can serve: 16-bit models, rows aligned to 16 bytes, and TMA (or the CPU)."""
-
-    def aligned(matrix: torch.Tensor) -> bool:
-        return (
-            matrix.stride(-1) == 1
-            and matrix.data_ptr() % 16 == 0
-            and matrix.stride(0) * matrix.element_size() % 16 == 0
-        )
-
+def fits_descriptors(head: Head, hidden: torch.Tensor, tma: bool) -> bool:
+    """True where the persistent kernel can serve: 16-bit models, rows aligned to 16 bytes, and TMA."""
     return (
-        (capability >= (9, 0) or not hidden.is_cuda)
+        tma
         and hidden.dtype in (torch.bfloat16, torch.float16)
         and head.lora_a is None
-        and aligned(hidden)
-        and aligned(head.weight)
+        and has_aligned_rows(hidden)
+        and has_aligned_rows(head.weight)
     )
 
 
@@ -173,7 +164,7 @@ def project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform,
     """
     if out.values.shape[1] == 0:  # a rank without columns
         return
-    if descriptors and fits_descriptors(head, hidden, device_facts(hidden.device).capability):
+    if descriptors and fits_descriptors(head, hidden, device_facts(hidden.device).tma):
         _project_fused(head, hidden, out, transform)
     else:
         _project_by_tiles(head, hidden, out, transform)
@@ -190,19 +181,26 @@ def _flags(head: Head, transform: Transform) -> dict[str, object]:
     }
 
 
+def tile_of(facts: DeviceFacts) -> tuple[int, int]:
+    """Rows of a tile and columns of a step of the persistent kernel, three of which wait beside the tile's logits."""
+    return (128, 64) if facts.shared_bytes >= 216 << 10 else (64, 32)
+
+
 def _project_fused(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform) -> None:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (n, depth), vocab = hidden.shape, out.values.shape[1]
     tiles = cdiv(vocab, TILE)
-    programs = min(device_facts(hidden.device).multiprocessors, cdiv(n, ROWS_PER_TILE) * tiles)
+    facts = device_facts(hidden.device)
+    rows, steps = tile_of(facts)
+    programs = min(facts.multiprocessors, cdiv(n, rows) * tiles)
     _project_kernel[(programs,)](
-        TensorDescriptor.from_tensor(hidden, [ROWS_PER_TILE, DEPTH_PER_STEP]),
-        TensorDescriptor.from_tensor(head.weight, [TILE, DEPTH_PER_STEP]),
-        TensorDescriptor.from_tensor(out.values, [ROWS_PER_TILE, TILE]),
+        TensorDescriptor.from_tensor(hidden, [rows, steps]),
+        TensorDescriptor.from_tensor(head.weight, [TILE, steps]),
+        TensorDescriptor.from_tensor(out.values, [rows, TILE]),
         head.bias, out.shift, out.total, out.total_hard,
         n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
-        **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=ROWS_PER_TILE, BLOCK_H=DEPTH_PER_STEP,
+        **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=rows, BLOCK_H=steps,
         num_warps=8, num_stages=3,
     )  # fmt: skip
 

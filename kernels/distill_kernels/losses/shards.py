@@ -117,11 +117,6 @@ class VocabShard(NamedTuple):
             own = torch.where((labels < 0) | (labels >= self.vocab), OUTSIDE, own)
         return own
 
-    def own_columns(self, ids: torch.Tensor) -> torch.Tensor:
-        """Token ids as columns of this rank, int64; one past its last column where it has no such token."""
-        own = ids.long() - self.start
-        return torch.where((own >= 0) & (own < self.columns), own, self.columns)
-
     def encode(self) -> str:
         """As text, for operators whose arguments must be plain."""
         spans = ",".join(f"{start}:{stop}" for start, stop in self.spans)

@@ -102,6 +102,11 @@ class Objective(NamedTuple):
         """True where a divergence is part of the loss."""
         return bool(self.kinds)
 
+    @property
+    def top_apart(self) -> bool:
+        """True where `g - p_s sum(g)` cancels at a token of which the student is sure; see `divergence.centred`."""
+        return SKEW_FORWARD_KL in self.kinds
+
     def encode(self) -> str:
         """As text, for operators whose arguments must be plain."""
         return _as_text(tuple(self))

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from distill_kernels.losses.modules import FusedDistillationLoss, Lora
+from distill_kernels.losses.arguments import Lora, check_top_k
+from distill_kernels.losses.modules import FusedDistillationLoss
+from distill_kernels.losses.operands import Inputs
 from distill_kernels.losses.operator import fused_loss
 from distill_kernels.losses.terms import LossTerm, TokenStats
 from distill_kernels.losses.topk_rows import TAILS, TopK
@@ -117,7 +119,8 @@ class FusedTopKKLLoss(FusedDistillationLoss):
             student_hidden: [N, H] or [..., H].
             teacher_ids: integers [..., K], distinct within a row, below the number of columns that count; K to 256.
             teacher_logprobs: floating [..., K], natural logarithms of probabilities over the whole vocabulary, or of
-                the target weights for `tail="sampled"`; -inf for places that are not used.
+                the target weights for `tail="sampled"`; -inf for places that are not used, whatever their ids: their
+                tokens are none of the K.
             student_weight, labels, student_bias, student_lora, token_weights, num_items, valid_rows, vocab_size:
                 as in `FusedDistillationLoss.forward`.
             return_stats: return `(loss, TokenStats)`. Its divergence is the loss's, without T^2 but at T; agreement is
@@ -133,47 +136,16 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         Raises:
             ValueError: naming the argument whose shape or dtype does not fit.
         """
-        for name, tensor in (("teacher_ids", teacher_ids), ("teacher_logprobs", teacher_logprobs)):
-            if type(tensor).__name__ == "DTensor":
-                raise ValueError(f"{name}: expected a plain tensor, the same on every rank, got a DTensor")
-        leading = student_hidden.shape[:-1]
-        fits = teacher_ids.shape[:-1] == leading and teacher_ids.dim() == student_hidden.dim()
-        if not fits or teacher_ids.is_floating_point():
-            raise ValueError(
-                f"teacher_ids: expected integers of shape {[*leading, 'K']}, got {list(teacher_ids.shape)} of "
-                f"{teacher_ids.dtype}"
-            )
-        if teacher_logprobs.shape != teacher_ids.shape or not teacher_logprobs.is_floating_point():
-            raise ValueError(
-                f"teacher_logprobs: expected floating {list(teacher_ids.shape)} as teacher_ids, got "
-                f"{list(teacher_logprobs.shape)} of {teacher_logprobs.dtype}"
-            )
+        check_top_k(teacher_ids, teacher_logprobs, student_hidden.shape[:-1])
         logprobs = teacher_logprobs.detach()
         if self.teacher_factor != 1.0:
-            logprobs = logprobs * self.teacher_factor
-        return fused_loss(
-            self.objective,
-            student_hidden,
-            student_weight,
-            None,
-            None,
-            labels,
-            student_bias,
-            None,
-            student_lora,
-            token_weights,
-            num_items,
-            valid_rows,
-            vocab_size,
-            return_stats,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            workspace=self.workspace,
-            skip_ignored_rows=self.skip_ignored_rows,
-            encoded=self._encoded,
-            top=TopK(teacher_ids.flatten(0, -2), logprobs.flatten(0, -2), self.tail),
-            tp_group=tp_group,
-        )
+            logprobs = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)) * self.teacher_factor
+        inputs = Inputs(
+            student_hidden, student_weight, None, None, labels, student_bias, None, student_lora, token_weights,
+            num_items, valid_rows, vocab_size,
+        )  # fmt: skip
+        top = TopK(teacher_ids, logprobs, self.tail)
+        return fused_loss(self._settings(), inputs, return_stats, top=top, tp_group=tp_group)
 
     def extra_repr(self) -> str:
         """Terms, temperature and tail, for `print(module)`."""

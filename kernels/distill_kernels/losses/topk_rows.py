@@ -25,7 +25,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from distill_kernels.losses.divergence import (
     RowResult,
@@ -59,62 +58,78 @@ class TopK(NamedTuple):
         return TopK(self.ids[which], self.logprobs[which], self.tail)
 
 
-def _at(z: torch.Tensor, ids: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
-    """Each row's values at `ids`, [n, K], whichever rank holds them; -inf where none does."""
-    if shard is None:
-        return z.gather(-1, ids)
-    found = F.pad(z, (0, 1)).gather(-1, shard.own_columns(ids))  # 0 where another rank's is added
-    if shard.speaks:
-        found = found.masked_fill((ids < 0) | (ids >= shard.vocab), -torch.inf)
-    return shard.ranks.add_(found)
+class Places(NamedTuple):
+    """Where the K tokens of each row stand.
+
+    Attributes:
+        columns: int64 [n, K], columns of this rank; 0 where it has none.
+        here: bool [n, K], whether this rank holds the token and its place is used.
+        used: bool [n, K]: log-probabilities of -inf mark places without a token.
+        shard: whose columns these are, or None.
+    """
+
+    columns: torch.Tensor
+    here: torch.Tensor
+    used: torch.Tensor
+    shard: VocabShard | None
+
+    def gather(self, z: torch.Tensor) -> torch.Tensor:
+        """Each row's values of `z` [n, V] there, [n, K], whichever rank holds them; -inf where a place is not used."""
+        values = z.gather(-1, self.columns) if z.shape[1] else z.new_zeros(self.columns.shape)
+        values = values.masked_fill(~self.here, 0.0)
+        if self.shard is not None:
+            self.shard.ranks.add_(values)
+        return values.masked_fill(~self.used, -torch.inf)
+
+    def add_(self, z: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Add `values` [n, K], or one number, to `z` [n, V] there."""
+        values = torch.where(self.here, values, z.new_zeros(()))
+        return z.scatter_add_(-1, self.columns, values) if z.shape[1] else z
 
 
-def _room(z: torch.Tensor, ids: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What may be written to at `ids`: with a shard `z` has a last column more, for other ranks' tokens."""
-    return (z, ids) if shard is None else (F.pad(z, (0, 1)), shard.own_columns(ids))
+def places_of(ids: torch.Tensor, given: torch.Tensor, vocab: int, shard: VocabShard | None) -> Places:
+    """The places of `ids` [n, K], of the whole vocabulary, among `vocab` columns; those that count are in range."""
+    used = given != -torch.inf
+    own = ids.long() - (0 if shard is None else shard.start)
+    here = used & (own >= 0) & (own < vocab)
+    return Places(torch.where(here, own, 0), here, used, shard)
 
 
 def outcomes(
-    scaled: torch.Tensor, ids: torch.Tensor, given: torch.Tensor, tail: str, shard: VocabShard | None = None
+    scaled: torch.Tensor, places: Places, given: torch.Tensor, tail: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Log-probabilities of the outcomes of "bucket" and "renormalize".
 
     Args:
         scaled: student logits over T, [n, V].
-        ids: int64 [n, K].
+        places: of the K tokens.
         given: the teacher's log-probabilities, [n, K], at temperature T.
         tail: which of the two.
-        shard: `scaled` are one rank's columns.
 
     Returns:
         The student's and the teacher's, [n, K + 1] (the tail last) or [n, K]; and the student's distribution over the
         other tokens, [n, V], 0 at the K, or None without a tail.
     """
-    top, columns = _at(scaled, ids, shard), scaled.shape[1]
-    if tail == "renormalize" or ids.shape[1] == (columns if shard is None else shard.vocab):  # nothing left for a tail
+    top, shard = places.gather(scaled), places.shard
+    if tail == "renormalize":
         return torch.log_softmax(top, -1), torch.log_softmax(given, -1), None
-    room, places = _room(scaled, ids, shard)
-    others = room.scatter(-1, places, -torch.inf)[:, :columns]
+    others = places.add_(scaled.clone(), scaled.new_full((), -torch.inf))
     lse_others = torch.logsumexp(others, -1, keepdim=True)
     if shard is not None:
         lse_others = torch.logsumexp(shard.ranks.gather(lse_others), 0)
     rest = torch.where(lse_others > -torch.inf, (others - lse_others).exp(), 0.0)
     log_s = torch.log_softmax(torch.cat([top, lse_others], -1), -1)
     missing = (1 - given.exp().sum(-1, keepdim=True)).clamp_min(0)
+    columns = scaled.shape[1] if shard is None else shard.vocab
+    missing = torch.where(places.used.sum(-1, keepdim=True) < columns, missing, 0.0)  # else no token is left for it
     return log_s, torch.cat([given, missing.log()], -1), rest
 
 
 def _over_outcomes(
-    scaled: torch.Tensor,
-    ids: torch.Tensor,
-    given: torch.Tensor,
-    o: Objective,
-    tail: str,
-    with_gradient: bool,
-    shard: VocabShard | None,
+    scaled: torch.Tensor, places: Places, given: torch.Tensor, o: Objective, tail: str, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Divergences [n] and their gradient for the scaled logits, [n, V]."""
-    log_s, log_t, rest = outcomes(scaled, ids, given, tail, shard)
+    log_s, log_t, rest = outcomes(scaled, places, given, tail)
     p_s, p_t = log_s.exp(), log_t.exp()
     loss, slope = scaled.new_zeros(scaled.shape[0]), torch.zeros_like(log_s)
     for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
@@ -123,30 +138,23 @@ def _over_outcomes(
         slope += weight * (g - p_s * g.sum(-1, keepdim=True))
     if not with_gradient:
         return loss, None
-    k = ids.shape[1]
-    gradient = torch.zeros_like(scaled) if rest is None else rest.mul_(slope[:, k:])
-    room, places = _room(gradient, ids, shard)
-    return loss, room.scatter_(-1, places, slope[:, :k])[:, : scaled.shape[1]]
+    k = given.shape[1]
+    gradient = torch.zeros_like(scaled) if rest is None else rest.mul_(slope[:, k:])  # 0 at the K
+    return loss, places.add_(gradient, slope[:, :k])
 
 
 def _over_samples(
-    scaled: torch.Tensor,
-    ids: torch.Tensor,
-    given: torch.Tensor,
-    o: Objective,
-    with_gradient: bool,
-    shard: VocabShard | None,
+    scaled: torch.Tensor, places: Places, given: torch.Tensor, o: Objective, with_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same for sampled weights: forward KL only."""
     (weight,) = o.weights
-    log_p, w = _log_softmax(scaled, shard), given.exp()
+    log_p, w = _log_softmax(scaled, places.shard), given.exp()
     total = w.sum(-1, keepdim=True)
-    f = torch.where(w > 0, w * (given - _at(log_p, ids, shard)), 0.0)
+    f = torch.where(w > 0, w * (given - places.gather(log_p)), 0.0)
     loss = weight * (f.sum(-1) + (1 - total.squeeze(-1))).clamp_min(0)
     if not with_gradient:
         return loss, None
-    room, places = _room(log_p.exp().mul_(total), ids, shard)
-    return loss, room.scatter_add_(-1, places, -w).mul_(weight)[:, : scaled.shape[1]]
+    return loss, places.add_(log_p.exp().mul_(total), -w).mul_(weight)
 
 
 def reference_top_k_rows(
@@ -178,14 +186,14 @@ def reference_top_k_rows(
     )  # fmt: skip
     if not o.kinds:
         return result
-    ids = torch.where(kept[:, None], top.ids.long(), 0)
     given = top.logprobs.to(student_raw.dtype)
+    places = places_of(top.ids, given, student_raw.shape[1], shard)
     z = transform_logits(student_raw, o.student_scale, o.student_softcap)
     scaled = z / o.temperature
     if top.tail == "sampled":
-        soft, gradient = _over_samples(scaled, ids, given, o, with_gradient, shard)
+        soft, gradient = _over_samples(scaled, places, given, o, with_gradient)
     else:
-        soft, gradient = _over_outcomes(scaled, ids, given, o, top.tail, with_gradient, shard)
+        soft, gradient = _over_outcomes(scaled, places, given, o, top.tail, with_gradient)
     loss = result.loss + torch.where(kept, soft * row_scale, 0.0)
     if gradient is not None:
         gradient.mul_((row_scale * (o.student_scale / o.temperature))[:, None])
@@ -197,7 +205,7 @@ def reference_top_k_rows(
     stats = result.stats
     if stats is not None:
         divergence = torch.where(kept, soft * (o.divergence_weights[0] / o.weights[0]), 0.0)
-        both = (_at(z, ids, shard) == _maximum(z, shard)) & (given == given.amax(-1, keepdim=True))
+        both = (places.gather(z) == _maximum(z, shard)) & (given == given.amax(-1, keepdim=True))
         agreement = (both.any(-1) & kept).float()
         stats = stats._replace(divergence=divergence.float(), agreement=agreement)
     return RowResult(loss, gradient, stats)

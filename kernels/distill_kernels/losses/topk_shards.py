@@ -15,13 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import HAS_TRITON, cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp2
 from distill_kernels.losses.projection import TILE, Logits
-from distill_kernels.losses.rows import _load, _logit, _normaliser
+from distill_kernels.losses.row_parts import load_tiles, logit_at, narrow, normaliser
 from distill_kernels.losses.shards import VocabShard, join_normalisers
+from distill_kernels.losses.topk_rows import TopK
 
 NORMS = 4  # maximum, log sums of exps at T, at T = 1, and at T of the others
+SMALLEST_TAIL = 1e-30  # a tail of less, relative to the row, is summed again relative to its own maximum
+if HAS_TRITON:
+    SMALLEST = tl.constexpr(SMALLEST_TAIL)
 
 
 class Joint(NamedTuple):
@@ -29,7 +33,8 @@ class Joint(NamedTuple):
 
     Attributes:
         norms: fp32 [4, n], see `NORMS`.
-        top: fp32 [n, K], the student's logits at the K tokens; -inf at an id outside of the vocabulary.
+        top: fp32 [n, K], the student's logits at the K tokens; -inf at places that are not used, NaN at an id outside
+            of the vocabulary.
     """
 
     norms: torch.Tensor
@@ -37,36 +42,59 @@ class Joint(NamedTuple):
 
 
 @triton.jit
+def tail_normaliser(
+    values_ptr, shift_ptr, V, tiles, inverse_t, base, tail, maximum, TILE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Log sum of exps of a row from `tail`, its sum relative to `base`: summed again where that is too small."""
+    if tail < SMALLEST:
+        base = maximum * inverse_t
+        base = tl.where(base == -float("inf"), 0.0, base)
+        mass = tl.zeros((BLOCK, TILE), tl.float32)
+        for block in range(tl.cdiv(tiles, BLOCK)):
+            tile = block * BLOCK + tl.arange(0, BLOCK)
+            columns = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+            z = load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles)
+            mass += exp2(z * (inverse_t * LOG2_E) - base * LOG2_E)
+        tail = tl.sum(mass)
+    return base + tl.log(tail)
+
+
+@triton.jit
 def _fold_top_k_kernel(
-    values_ptr, shift_ptr, total_ptr, hard_ptr, ids_ptr, scale_ptr, rows_ptr, norms_ptr, top_ptr,
-    V, whole_vocab, start, tiles, K, values_stride, ids_stride, norms_stride, inverse_t,
-    BUCKET: tl.constexpr, AT_ONE: tl.constexpr, HAS_ROWS: tl.constexpr, SPEAKS: tl.constexpr,
-    SMALLEST_TAIL: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+    student, teacher, scale_ptr, rows_ptr, norms_ptr, top_ptr, sizes, start, strides, inverse_t,
+    BUCKET: tl.constexpr, AT_ONE: tl.constexpr, SPEAKS: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One row's part of `Joint` over the columns of this rank, which count from `start`."""
+    values_ptr, shift_ptr, total_ptr, hard_ptr = student
+    V, whole_vocab, tiles, K = sizes
+    values_stride, ids_stride, given_stride, norms_stride = strides
+    ids_ptr, given_ptr = teacher
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
-    if HAS_ROWS:
+    if rows_ptr is not None:
         row = tl.load(rows_ptr + here)
     if tl.load(scale_ptr + row) == 0.0:
         return
     values_ptr += here * values_stride
     shift_ptr += here * tiles
-    maximum, lse = _normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
+    maximum, lse = normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
     lse1 = lse
     if AT_ONE:
-        _, lse1 = _normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
+        _, lse1 = normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
     tl.store(norms_ptr + here, maximum)
     tl.store(norms_ptr + norms_stride + here, lse)
     tl.store(norms_ptr + 2 * norms_stride + here, lse1)
 
     lane = tl.arange(0, LANES)
-    ids = tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1).to(tl.int32)
+    ids = narrow(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
+    used = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")) != -float("inf")
     own = ids - start
-    there = (own >= 0) & (own < V)
-    z_top = tl.where(there, _logit(values_ptr, shift_ptr, own, V, TILE), 0.0)
+    there = used & (own >= 0) & (own < V)
+    z_top = tl.where(there, logit_at(values_ptr, shift_ptr, own, V, TILE), 0.0)
     if SPEAKS:
-        z_top = tl.where((ids < 0) | (ids >= whole_vocab), -float("inf"), z_top)
+        z_top = tl.where((ids < 0) | (ids >= whole_vocab), float("nan"), z_top)
+        z_top = tl.where(used, z_top, -float("inf"))
     tl.store(top_ptr + here * K + lane, z_top, mask=lane < K)
     if BUCKET:
         tl.debug_barrier()
@@ -80,25 +108,18 @@ def _fold_top_k_kernel(
         mass = tl.zeros((BLOCK, TILE), tl.float32)
         for block in range(blocks):
             tile = block * BLOCK + tl.arange(0, BLOCK)
-            z = _load(values_ptr, shift_ptr, tile, tile[:, None] * TILE + within, V, tiles)
+            z = load_tiles(values_ptr, shift_ptr, tile, tile[:, None] * TILE + within, V, tiles)
             maxima = tl.maximum(maxima, z)
             mass += exp2(z * rate - base * LOG2_E)
-        tail = tl.sum(mass)
-        if tail < SMALLEST_TAIL:  # once more, relative to its own maximum
-            base = tl.max(maxima) * inverse_t
-            base = tl.where(base == -float("inf"), 0.0, base)
-            mass = tl.zeros((BLOCK, TILE), tl.float32)
-            for block in range(blocks):
-                tile = block * BLOCK + tl.arange(0, BLOCK)
-                z = _load(values_ptr, shift_ptr, tile, tile[:, None] * TILE + within, V, tiles)
-                mass += exp2(z * rate - base * LOG2_E)
-            tail = tl.sum(mass)
-        tl.store(norms_ptr + 3 * norms_stride + here, base + tl.log(tail))
+        others = tail_normaliser(
+            values_ptr, shift_ptr, V, tiles, inverse_t, base, tl.sum(mass), tl.max(maxima), TILE, BLOCK
+        )
+        tl.store(norms_ptr + 3 * norms_stride + here, others)
 
 
 def join_top_k(
     student: Logits,
-    ids: torch.Tensor,
+    teacher: TopK,
     row_scale: torch.Tensor,
     rows: torch.Tensor | None,
     shard: VocabShard,
@@ -106,32 +127,30 @@ def join_top_k(
     temperature: float,
     bucket: bool,
     at_one: bool,
-    smallest_tail: float,
     block: int,
 ) -> Joint:
     """Exchange what the outcomes of the n rows of `student` need.
 
     Args:
         student: relative logits of this rank's columns, [n, V], V maybe 0. With `bucket`, -inf is written at the ids.
-        ids: token ids of the whole vocabulary, [N, K].
+        teacher: of all tokens, with ids of the whole vocabulary.
         row_scale, rows: as of `run_rows`.
         shard: who holds which columns.
         temperature: of the divergence.
         bucket: sum the other tokens.
         at_one: the normaliser at T = 1 is needed, and T differs.
-        smallest_tail: a tail of less, relative to the rank's part of the row, is summed relative to its own maximum.
         block: tiles of one step of the sweep.
     """
-    (n, vocab), k = student.values.shape, ids.shape[1]
+    (n, vocab), (ids, given, _) = student.values.shape, teacher
+    k = ids.shape[1]
     norms = torch.full((NORMS, n), -float("inf"), dtype=torch.float32, device=student.values.device)
     top = torch.zeros(n, k, dtype=torch.float32, device=student.values.device)
     if vocab:
         tiles = cdiv(vocab, TILE)
         _fold_top_k_kernel[(n,)](
-            student.values, student.shift, student.total, student.total_hard, ids, row_scale, rows, norms, top,
-            vocab, shard.vocab, shard.start, tiles, k, student.values.stride(0), ids.stride(0), norms.stride(0),
-            1.0 / temperature,
-            BUCKET=bucket, AT_ONE=at_one, HAS_ROWS=rows is not None, SPEAKS=shard.speaks, SMALLEST_TAIL=smallest_tail,
+            tuple(student), (ids, given), row_scale, rows, norms, top, (vocab, shard.vocab, tiles, k), shard.start,
+            (student.values.stride(0), ids.stride(0), given.stride(0), norms.stride(0)), 1.0 / temperature,
+            BUCKET=bucket, AT_ONE=at_one, SPEAKS=shard.speaks,
             TILE=TILE, BLOCK=block, TILES=next_power_of_2(tiles), LANES=next_power_of_2(k + 1),
             num_warps=8 if bucket else 4,
         )  # fmt: skip

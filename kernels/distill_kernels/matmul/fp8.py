@@ -18,7 +18,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.kernel_op import check_tensors
+from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.operands import has_aligned_rows, rows_of
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -90,10 +92,10 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: If x is not a matrix.
     """
+    check_tensors(x=x)
     if x.dim() != 2:
         raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
-    x = x if x.stride(1) == 1 else x.contiguous()
-    return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(x)
+    return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(rows_of(x))
 
 
 def _product(x8, scale, weight, weight_scale, bias, dtype):
@@ -101,9 +103,10 @@ def _product(x8, scale, weight, weight_scale, bias, dtype):
     if not x8.is_cuda:
         y = (x8.float() @ weight.float().T) * scale * weight_scale
         return (y if bias is None else y + bias.float()).to(dtype)
-    y = torch._scaled_mm(
-        x8, weight.t(), scale_a=scale, scale_b=weight_scale.view(1, -1), out_dtype=torch.bfloat16, use_fast_accum=True
-    )
+    if not torch.compiler.is_compiling() and not has_aligned_rows(weight):
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    scale_b = rows_of(weight_scale).view(1, -1)
+    y = torch._scaled_mm(x8, weight.t(), scale_a=scale, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=True)
     return y if bias is None else y + bias
 
 
@@ -124,6 +127,7 @@ def fp8_linear(
     Raises:
         ValueError: For other dtypes, or if x asks for a gradient.
     """
+    check_tensors(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
     _check(x)
     flat = x.reshape(-1, x.shape[-1])
     x8, scale = quantize_rows(flat)
@@ -131,6 +135,9 @@ def fp8_linear(
 
 
 def _check(x: torch.Tensor) -> None:
+    check_tensors(x=x)
+    if x.is_cuda and not device_facts(x.device).fp8:
+        raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
     if x.requires_grad and torch.is_grad_enabled():
@@ -183,6 +190,7 @@ class Fp8Linear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
+        check_tensors(weight=weight, bias=bias)
         if weight.dim() != 2 or weight.shape[0] % 16 or weight.shape[1] % 16:
             raise ValueError(f"weight: expected [N, K] with N and K divisible by 16, got {tuple(weight.shape)}")
         self.out_features, self.in_features = weight.shape

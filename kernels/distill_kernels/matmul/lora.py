@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import product_fp32
+from distill_kernels.operands import differentiable_once
 
 
 def reference_lora_linear(
@@ -73,6 +75,7 @@ class _LoraLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         need, (x, weight, a, b, low) = ctx.needs_input_grad, ctx.saved_tensors
@@ -89,6 +92,7 @@ class _LoraLinearOf(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         weight, a, b, low, *parts = ctx.saved_tensors
@@ -163,6 +167,7 @@ def lora_linear_of(
 
 
 def _check(x: torch.Tensor, weight: Any, bias: Any, a: Any, b: Any, shape: bool = True) -> None:
+    check_tensors(x=x, weight=weight, bias=bias, a=a, b=b)
     fits = a.shape[1] == weight.shape[1] and b.shape == (weight.shape[0], a.shape[0])
     if not fits or (shape and x.shape[-1] != weight.shape[1]):
         raise ValueError(

@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.operands import rows_of
 
 MAX_ROWS = 64
 COUNTERS = 1 << 14
@@ -158,7 +160,7 @@ def _launch(
     split_k_kernel[(tiles, splits)](
         x,
         weight,
-        bias if bias is not None else x,
+        rows_of(bias) if bias is not None else x,
         y,
         partials,
         _zero_counters(x.device),
@@ -218,6 +220,7 @@ def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     Raises:
         ValueError: For shapes that do not, dtypes that differ or that no kernel takes, or rows of W with gaps.
     """
+    check_tensors(x=x, weight=weight, bias=bias)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight: expected [N, {x.shape[-1]}] to fit x {tuple(x.shape)}, got {tuple(weight.shape)}")
     if bias is not None and bias.shape != (weight.shape[0],):
@@ -248,13 +251,11 @@ def split_k_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] > MAX_ROWS:
         raise ValueError(f"x: expected at most {MAX_ROWS} rows, got {flat.shape[0]}")
-    if flat.stride(1) != 1:
-        flat = flat.contiguous()
     trained = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     recorded = torch.is_grad_enabled() and trained
     # outside autograd and torch.compile the kernel is called directly: the op's dispatch costs as much as the kernel
     op = _split_k_linear if recorded or torch.compiler.is_compiling() else _forward
-    return op(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return op(rows_of(flat), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 class SplitKLinear(nn.Module):
@@ -265,6 +266,7 @@ class SplitKLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__()
+        check_tensors(weight=weight, bias=bias)
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
 
@@ -274,6 +276,7 @@ class SplitKLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
+        check_tensors(x=x)
         few = x.numel() <= MAX_ROWS * self.in_features
         return (split_k_linear if few else F.linear)(x, self.weight, self.bias)
 

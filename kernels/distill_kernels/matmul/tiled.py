@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.matmul.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
+from distill_kernels.operands import check_tensor, has_aligned_rows, rows_of
 
 DEPTH = 64
 
@@ -35,16 +36,21 @@ class Tile(NamedTuple):
 TILES = (Tile(128, 256, 8, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(64, 64, 4, 4))
 
 
-def choose_tile(rows: int, outputs: int, multiprocessors: int) -> Tile:
+def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
     """The tile whose waves over the multiprocessors take least, at the rates that larger tiles reach (a quarter less
-    for each size below)."""
+    for each size below), of those that fit into shared memory with two steps in flight or more."""
+
+    def steps(tile: Tile) -> int:
+        left = facts.shared_bytes - 2 * tile.rows * tile.columns - 1024
+        return min(tile.stages, left // (2 * DEPTH * (tile.rows + tile.columns)))
 
     def cost(place: int) -> float:
         tile = TILES[place]
-        waves = cdiv(cdiv(rows, tile.rows) * cdiv(outputs, tile.columns), multiprocessors)
+        waves = cdiv(cdiv(rows, tile.rows) * cdiv(outputs, tile.columns), facts.multiprocessors)
         return waves * tile.rows * tile.columns * 1.25**place
 
-    return TILES[min(range(len(TILES)), key=cost)]
+    tile = TILES[min((place for place in range(len(TILES)) if steps(TILES[place]) >= 2), key=cost)]
+    return tile._replace(stages=steps(tile))
 
 
 @triton.jit
@@ -76,15 +82,16 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ti
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    multiprocessors = device_facts(x.device).multiprocessors
-    tile = tile or choose_tile(rows, outputs, multiprocessors)
-    programs = min(multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
+    facts = device_facts(x.device)
+    tile = tile or choose_tile(rows, outputs, facts)
+    x, weight = (m if has_aligned_rows(m) else m.clone(memory_format=torch.contiguous_format) for m in (x, weight))
+    programs = min(facts.multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
     _tiled_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tile.rows, DEPTH]),
         TensorDescriptor.from_tensor(weight, [tile.columns, DEPTH]),
         TensorDescriptor.from_tensor(y, [tile.rows, tile.columns]),
-        bias, rows, outputs, inputs, HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH,
-        num_warps=tile.warps, num_stages=tile.stages,
+        rows_of(bias), rows, outputs, inputs, HAS_BIAS=bias is not None,
+        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -116,6 +123,7 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     Raises:
         ValueError: For shapes, dtypes or a GPU other than these.
     """
+    check_tensor("x", x)
     inputs = x.shape[-1]
     flat = x.reshape(-1, inputs)
     if flat.shape[0] <= MAX_ROWS:
@@ -126,6 +134,6 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
             f"weight: expected [N, K], both multiples of 8, and rows as far apart, got {tuple(weight.shape)} with "
             f"strides {weight.stride()}"
         )
-    if x.is_cuda and device_facts(x.device).capability < (9, 0):
+    if runs_on_triton(x) and not device_facts(x.device).tma:
         raise ValueError("x: more than 64 rows need a GPU with TMA (sm_90 and later)")
-    return _op(flat.contiguous(), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return _op(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])

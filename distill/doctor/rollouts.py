@@ -1,9 +1,9 @@
-"""The student's own words in an examination: answers of its own in the place of the data's, as in training."""
+"""A student that answers while it trains, examined: answers of its own in the place of the data's, as in training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +20,8 @@ MOST_NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class OwnWords:
-    """What is needed to have a student answer; plain numbers, so that another process can be told.
+class StudentRollouts:
+    """How a student answers; plain numbers, so that they can be handed to another process.
 
     Attributes:
         engine: `distill` or `transformers`.
@@ -43,18 +43,22 @@ class OwnWords:
     vocab_size: int | None
 
     @staticmethod
-    def asked(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> OwnWords:
-        """What the recipe's `data.on_policy` asks for, with shorter answers and, in a step, no fewer than half."""
+    def of_recipe(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> StudentRollouts:
+        """What the recipe's `data.on_policy` says, with shorter answers and, in a step, no fewer than half.
+
+        Shrunken copies are not worth vLLM's start, and answers are examined, not the engine.
+        """
         section = recipe.data.on_policy
         assert section is not None
-        return OwnWords(
-            section.engine, max(section.fraction, 0.5), section.temperature, recipe.train.seed, recipe.data.max_length,
+        return StudentRollouts(
+            "distill" if section.engine == "vllm" else section.engine, max(section.fraction, 0.5),
+            section.temperature, recipe.train.seed, recipe.data.max_length,
             min(section.max_new_tokens, MOST_NEW_TOKENS), section.batch_size,
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             tuple(end_tokens(tokenizer, student, load_template(recipe.data.chat_template, tokenizer))), vocab_size,
         )  # fmt: skip
 
-    def of(self, student: nn.Module, fraction: float | None = None) -> OnPolicy:
+    def by(self, student: nn.Module, fraction: float | None = None) -> OnPolicy:
         """What replaces answers by those of `student`."""
         engine = engine_for(
             self.engine, student, SimpleNamespace(pad_token_id=self.pad), ends=list(self.ends),
@@ -75,14 +79,10 @@ class OwnWords:
         training = student.training
         student.eval()
         try:
-            made = self.of(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})
+            batches = self.by(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})
         finally:
             student.train(training)
-        return [row for batch in made for row in batch["rows"]]
-
-    def told(self) -> dict[str, Any]:
-        """For another process."""
-        return asdict(self)
+        return [row for batch in batches for row in batch["rows"]]
 
 
 def prompts_of(rows: Sequence[Any]) -> list[list[int]]:

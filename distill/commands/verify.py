@@ -1,0 +1,153 @@
+"""The command `verify`: read a run or a cache back, and hold it against what was written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
+from distill.core import console
+from distill.core.folders import RECIPE_FILE, RESULT_FILE
+
+Line = tuple[str, str, bool]  # what was read, what it is like, whether it is sound
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(verify)
+
+
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_CACHE", help="A run, or the folder of a cache.", autocompletion=complete_run),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Read a run or a cache back: checksums, shapes, finite numbers, versions. Exit code 1 where anything is wrong.
+
+    \b
+    distill verify support-bot
+    distill verify caches/chat --json
+    """
+    without_bars()
+    from distill.reports.report import find_run
+    from distill.teachers.cache.format import PLAN
+
+    is_cache = (Path(target) / PLAN).is_file()
+    read = _cache(Path(target)) if is_cache else _run(find_run(target))
+    with console.working("reading"):
+        lines = list(read)
+    if as_json:
+        say_json([{"what": what, "result": result, "sound": sound} for what, result, sound in lines])
+    else:
+        for what, result, sound in lines:
+            console.say(f"{'ok' if sound else 'DAMAGED':<9}{what:<20}{result}")
+    if not all(sound for _, _, sound in lines):
+        raise typer.Exit(1)
+
+
+def _line(what: str, read: Callable[[], str]) -> Line:
+    """What `read` says; a line that is not sound where it raises."""
+    try:
+        return what, read(), True
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        return what, f"{(str(error).splitlines() or [''])[0] or type(error).__name__}", False
+
+
+def _run(folder: Path) -> Iterator[Line]:
+    from distill.recipe import load
+    from distill.training.checkpoints import checkpoints, half_written
+    from distill.training.lock import LOCK_FILE
+
+    yield _line(RECIPE_FILE, lambda: load(folder / RECIPE_FILE).name)
+    yield _line(LOCK_FILE, lambda: _versions(folder / LOCK_FILE))
+    yield _line("metrics.jsonl", lambda: _metrics(folder / "metrics.jsonl"))
+    for path in checkpoints(folder):
+        yield _line(path.name, lambda path=path: _checkpoint(path))  # type: ignore[misc]
+    for path in half_written(folder):
+        yield path.name, "not finished; nothing reads it", True
+    if (folder / "student").is_dir():
+        yield _line("student", lambda: _student(folder))
+
+
+def _versions(path: Path) -> str:
+    from distill.core.environment import environment
+    from distill.training.lock import differences, read_lock
+
+    here = environment()
+    others = [f"{name} {old}, here {new}" for name, old, new in differences(read_lock(path)["environment"], here)]
+    return "; ".join(others) or "the versions are those of this machine"
+
+
+def _metrics(path: Path) -> str:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = [row["step"] for row in rows]
+    if steps != sorted(set(steps)):
+        raise ValueError("steps come twice, or out of order")
+    return f"{len(steps)} rows"
+
+
+def _checkpoint(path: Path) -> str:
+    from distill.core.manifest import MANIFEST
+    from distill.training.soundness import fault_of
+
+    if fault := fault_of(path):
+        raise ValueError(fault)
+    return "as written" if (path / MANIFEST).is_file() else f"can be read; it has no {MANIFEST}"
+
+
+def _student(folder: Path) -> str:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from distill.core.manifest import fault_of_files
+    from distill.training.soundness import not_finite, shapes_of
+
+    result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
+    if "files" in result and (fault := fault_of_files(folder / "student", result["files"])):
+        raise ValueError(fault)
+    there: dict[str, Any] = {}
+    for path in sorted((folder / "student").glob("*.safetensors")):
+        if name := not_finite(path):
+            raise ValueError(f"{path.name}: {name} is not finite")
+        there |= shapes_of(path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "student"))
+    shapes = {name: list(tensor.shape) for name, tensor in model.named_parameters()}
+    for name in sorted(shapes):
+        if there.get(name) != shapes[name]:
+            raise ValueError(f"{name}: expected the shape {shapes[name]} of its configuration, got {there.get(name)}")
+    return "as written" if "files" in result else "can be read; this run wrote no checksums of it"
+
+
+def _cache(folder: Path) -> Iterator[Line]:
+    import numpy as np
+
+    from distill.core.manifest import fault_of_files
+    from distill.teachers.cache.format import shard_path
+    from distill.teachers.cache.read import TeacherCache
+
+    try:
+        cache = TeacherCache(folder)
+    except ValueError as error:
+        yield folder.name, str(error), False
+        return
+    fault = fault_of_files(folder, cache.manifest.get("files", {}))
+    yield "files", fault or f"version {cache.manifest['version']}, {cache.stored:,} positions", fault is None
+
+    def shard(number: int) -> str:
+        arrays = cache.shards[number]
+        for document in range(len(arrays["keys"])):
+            start, stop = cache.read_back(number, document)
+            for name in ("logprobs", "hidden"):
+                if name in arrays and arrays[name].dtype.kind == "f" and np.isnan(arrays[name][start:stop]).any():
+                    raise ValueError(f"{name} of document {document} are not numbers")
+        return f"{len(arrays['keys']):,} documents" + ("" if "sums" in arrays else ", written without checksums")
+
+    for number in range(len(cache.shards)):
+        yield _line(shard_path(folder, number).name, lambda number=number: shard(number))  # type: ignore[misc]

@@ -1,0 +1,151 @@
+"""Files and folders that are whole or absent, whatever is killed, and that survive a power cut once they have a name.
+
+    write_json(path, value)
+    with replacing(path) as beside:              # a file is written to `beside`, and then becomes `path`
+        figure.savefig(beside)
+    with replacing_folder(folder) as beside: ...
+
+What a killed process leaves beside a path begins with a dot, ends in `.unfinished` and is locked while its writer
+lives; the next writer of the same path takes it away. Nothing else is ever deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+UNFINISHED = ".unfinished"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of UTF-8."""
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def replacing(path: Path) -> contextlib.AbstractContextManager[Path]:
+    """A place for a new file, which becomes `path` at the end, replacing a file there."""
+    return _replacing(path, folder=False, over=True)
+
+
+def replacing_folder(folder: Path, *, over: bool = False) -> contextlib.AbstractContextManager[Path]:
+    """An empty folder, which becomes `folder` at the end.
+
+    Args:
+        over: a folder there may hold something, and is deleted.
+
+    Raises:
+        OSError: ENOTEMPTY where it holds something, without `over`.
+    """
+    return _replacing(folder, folder=True, over=over)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, *, folder: bool, over: bool) -> Iterator[Path]:
+    prefix = f".{path.name[:50]}."  # the name itself may be as long as a name can be
+    if folder:
+        make_folder(path.parent)
+    for old in path.parent.glob(f"{_literal(prefix)}*{UNFINISHED}"):
+        with contextlib.suppress(OSError), _locked(old):
+            _remove(old)
+    made = tempfile.mkdtemp if folder else _empty_file
+    beside = Path(made(prefix=prefix, suffix=UNFINISHED, dir=path.parent))
+    beside.chmod(0o777 & ~_umask() if folder else 0o666 & ~_umask())
+    try:
+        with _locked(beside):
+            yield beside
+            sync(beside)
+            if over and path.is_dir():
+                os.replace(path, old := Path(tempfile.mkdtemp(prefix=prefix, suffix=UNFINISHED, dir=path.parent)))
+                os.replace(beside, path)
+                _remove(old)
+            else:
+                os.replace(beside, path)
+        sync(path.parent, deep=False)
+    finally:
+        _remove(beside)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, to last."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        sync(place.parent, deep=False)
+
+
+def sync(path: Path, *, deep: bool = True) -> None:
+    """Have the system write a file, or a folder's list of names and (`deep`) all that is in it, to the disk."""
+    for place in [*(path.rglob("*") if deep and path.is_dir() else ()), path]:
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems sync no folders
+                raise
+        finally:
+            os.close(handle)
+
+
+def try_lock(handle: int, *, shared: bool = False) -> bool | None:
+    """Lock an open file for as long as it is open. None where the file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold `path` as ours; BlockingIOError where another process does."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        if try_lock(handle) is False:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
+        yield
+    finally:
+        os.close(handle)
+
+
+def _empty_file(**place: Any) -> str:
+    handle, name = tempfile.mkstemp(**place)
+    os.close(handle)
+    return name
+
+
+def _umask() -> int:
+    before = os.umask(0)
+    os.umask(before)
+    return before
+
+
+def _literal(text: str) -> str:
+    """`text` with nothing in it that a pattern of names would act on."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

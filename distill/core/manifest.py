@@ -1,0 +1,93 @@
+"""`manifest.json` of a folder: the size and checksum of every file in it, written last.
+
+XXH3 of 128 bits runs at the speed of memory; it finds what disks and copies spoil, and is no defence against somebody
+who means to deceive, who could write another manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from distill.core.files import sync, write_json
+
+MANIFEST = "manifest.json"
+SUM = "xxh3_128"
+THREADS, BLOCK = 4, 1 << 22
+
+
+def checksum(path: Path) -> str:
+    """XXH3 of a file, 32 hexadecimal digits."""
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()
+
+
+def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, Any]]:
+    """Size and checksum of every file below `folder`, by its path in it; its manifest and names in `skip` left out."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = [name for name in names if name != MANIFEST and not name.startswith((".", skip))]
+    with ThreadPoolExecutor(THREADS) as pool:  # hashing and reading leave Python to the others
+        sums = list(pool.map(lambda name: checksum(folder / name), names))
+    return {
+        name: {"bytes": (folder / name).stat().st_size, SUM: value} for name, value in zip(names, sums, strict=True)
+    }
+
+
+def write_manifest(folder: Path, **more: Any) -> None:
+    """Write the manifest of a folder that nobody writes into any more, and see all of it onto the disk.
+
+    Args:
+        more: what else the manifest says.
+    """
+    with ThreadPoolExecutor(1) as aside:  # the disk writes while the files are summed
+        files = aside.submit(sums_of, folder)
+        sync(folder)
+        write_json(folder / MANIFEST, {**more, "files": files.result()})
+
+
+def fault_of_files(folder: Path, files: Any) -> str | None:
+    """The first file that is not what its entry says, in words; None where all are.
+
+    Args:
+        folder: where they are.
+        files: from a manifest that somebody may have spoiled.
+    """
+    if not isinstance(files, Mapping) or not all(isinstance(entry, Mapping) for entry in files.values()):
+        return f"{MANIFEST} lists no files"
+    for name, entry in files.items():
+        path = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{MANIFEST} names {name}, outside of the folder"
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != entry.get("bytes"):
+            return f"{name} is damaged: expected {entry.get('bytes')} bytes, got {size}"
+    with ThreadPoolExecutor(THREADS) as pool:
+        sums = list(pool.map(lambda name: checksum(folder / name), files))
+    for (name, entry), value in zip(files.items(), sums, strict=True):
+        if value != entry.get(SUM):
+            return f"{name} is damaged: its checksum is {value}, expected {entry.get(SUM)}"
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What a folder's manifest says; None where there is none.
+
+    Raises:
+        ValueError: it is no manifest.
+    """
+    try:
+        value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("it is no section of JSON")
+    return value

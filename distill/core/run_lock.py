@@ -1,0 +1,188 @@
+"""One run has one writer: a lock on its folder that its processes hold together and that ends with the last of them.
+
+    with RunLock(folder) as lock:
+        lock.take()           # the first process, before it reads or writes anything there
+        lock.share(wait)      # every process, once the folder is there
+        lock.check()          # is it still our folder?
+
+The lock is the system's (flock on a file in the folder), so that it ends with its processes however they end. That of
+another machine may not be seen through a shared disk: the file therefore says who holds it, and a counter in it goes
+up every few seconds; a file of another machine whose counter stands still has been left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from distill.core.faults import RunError
+from distill.core.files import make_folder, try_lock
+from distill.core.folders import RUN_LOCK
+
+BEAT_S = 5.0
+SIZE = 512  # of the file: written in place, so that a full disk cannot stop it
+
+
+class RunLock:
+    """The lock on the run in `folder`; released where the `with` block ends, at the latest with the process."""
+
+    latest: ClassVar[Path | None] = None  # the folder of this process's run
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / RUN_LOCK
+        self._handle: int | None = None
+        self._since = 0
+        self._ends = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ends.set()
+        if self._handle is None:
+            return
+        if self._beats is not None:
+            self._beats.join()
+            with contextlib.suppress(OSError):
+                os.pwrite(self._handle, b"{}".ljust(SIZE), 0)  # ended in order
+        os.close(self._handle)
+        _open_locks.discard(self._handle)
+        self._handle = None
+
+    def take(self) -> None:
+        """Become the writer of this folder, which is made where it is not there.
+
+        Raises:
+            RunError: another process is, in words that say which.
+        """
+        make_folder(self.folder)
+        self._open()
+        handle = self._handle
+        assert handle is not None
+        locked = try_lock(handle)
+        before = _read(handle)
+        if locked is False or (before and _lives(self.path, before, locked)):
+            self.__exit__()
+            raise RunError(
+                f"{self.folder}: another process writes there{_who(before)}; wait for its end, or end it, and start "
+                "this command again"
+            )
+        self._since = int(time.time())
+        self._write(0)
+        self._beats = threading.Thread(target=self._count, daemon=True, name="run lock")
+        self._beats.start()
+
+    def share(self, wait: Callable[[], None] = lambda: None) -> None:
+        """Hold the lock with all processes of the run, so that it outlives the first one; every process calls it.
+
+        Args:
+            wait: until all processes have called it.
+
+        Raises:
+            RunError: another run has taken it.
+        """
+        if self._handle is not None:
+            try_lock(self._handle, shared=True)
+        wait()
+        if self._handle is None:
+            if not self.path.exists():  # a machine that does not share the folder
+                return
+            self._open()
+        assert self._handle is not None
+        if try_lock(self._handle, shared=True) is False:
+            raise RunError(f"{self.folder}: another process has begun to write there{_who(_read(self._handle))}")
+
+    def check(self) -> None:
+        """Hold that the folder is the one that was taken.
+
+        Raises:
+            RunError: it was deleted or moved.
+        """
+        if self._handle is None:
+            return
+        ours = os.fstat(self._handle)
+        try:
+            there: os.stat_result | None = os.stat(self.path)
+        except FileNotFoundError:
+            there = None
+        if there is None or (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino):
+            raise RunError(
+                f"{self.folder}: the folder of this run was deleted or moved while it was going on; the run is over, "
+                "since nothing that it writes would be found again"
+            )
+
+    def _open(self) -> None:
+        self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        RunLock.latest = self.folder
+        _open_locks.add(self._handle)
+
+    def _write(self, beat: int) -> None:
+        assert self._handle is not None
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "since": self._since, "beat": beat}
+        os.pwrite(self._handle, json.dumps(who).encode().ljust(SIZE), 0)
+
+    def _count(self) -> None:
+        for beat in itertools.count(1):
+            if self._ends.wait(BEAT_S):
+                return
+            with contextlib.suppress(OSError):
+                self._write(beat)
+
+
+def _read(handle: int) -> dict[str, Any]:
+    """Who the file says holds it; empty where nobody does."""
+    try:
+        value = json.loads(os.pread(handle, SIZE, 0).decode() or "{}")
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _lives(path: Path, before: dict[str, Any], locked: bool | None) -> bool:
+    """Whether somebody counts on in a file whose lock says nothing of them: on another machine, or without locks."""
+    if locked and before.get("host") == socket.gethostname():
+        return False
+    until = time.monotonic() + 3 * BEAT_S
+    while time.monotonic() < until:
+        time.sleep(BEAT_S / 10)
+        handle = os.open(path, os.O_RDONLY)  # a shared disk looks again where a file is opened
+        try:
+            now = _read(handle)
+        finally:
+            os.close(handle)
+        if now != before:
+            return bool(now)
+    return False
+
+
+def _who(holder: dict[str, Any]) -> str:
+    if not holder:
+        return ""
+    since = holder.get("since")
+    begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)) if isinstance(since, int | float) else "?"
+    return f" (process {holder.get('pid')} on {holder.get('host')}, since {begun})"
+
+
+_open_locks: set[int] = set()
+
+
+def _close_in_a_fork() -> None:
+    """A data worker must not hold the lock: it outlives a process that is killed by some seconds."""
+    for handle in _open_locks:
+        with contextlib.suppress(OSError):
+            os.close(handle)
+    _open_locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_a_fork)

@@ -1,0 +1,197 @@
+"""What doctor knows of a target format: its loss in fp64, made without the teacher's `targets` or the format's `loss`.
+
+A format that shares code with its reference would share its faults. `Reference` is that of hidden states, of one
+teacher or of several; other formats are subclasses (`reference_top_k`, `reference_spans`), and
+`distill.doctor.references` has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from distill.doctor.reference_loss import Mixture, mixed_log_probabilities, shifted, token_loss
+from distill.doctor.rows import Row, Rows
+from distill.models.vocabulary import compare
+from distill.recipe.loss import Loss
+from distill.teachers.base import Batch, Teacher
+from distill.teachers.cache.format import HEAD
+from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.losses import IGNORE, LogitTransforms, TargetLoss, build_loss
+from distill.teachers.mixture import MixtureTeacher
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.objective import DistillationObjective
+
+COLUMNS = 512  # of the vocabulary, over which a mixture is compared with itself
+INPUTS = ("input_ids", "position_ids")
+
+Verdict = tuple[bool, str]
+Reads = list[tuple[Any, dict[str, torch.Tensor]]]
+
+
+class Reference:
+    """Of hidden states: one loaded teacher's, or those that a cache stores.
+
+    Args:
+        teacher: the one that is examined.
+        weights: of its models in the recipe; what the teacher made of them plays no part.
+        tokenizers: of every teacher and, last, of the student; None for random tokens.
+    """
+
+    rows: ClassVar[type[Rows]] = Rows
+
+    def __init__(self, teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> None:
+        self.teacher: Any = teacher
+        self.weights, self.tokenizers = tuple(weights), tokenizers
+
+    # ------------------------------------------------------------------ loss
+
+    def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+        """The mean over the trained tokens, fp64 [], with a graph to the student.
+
+        Args:
+            student: its full logits are made.
+            rows: of data.
+            batch: the same rows, padded, on the student's device.
+            loss: the recipe's.
+            columns: that all logits are cut to; None for the smallest head's.
+        """
+        labels = shifted(batch["labels"])
+        keep = labels != IGNORE
+        z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
+        with torch.no_grad():
+            teachers = self.teacher_logits(rows, batch, keep)
+        columns = columns or min(z.shape[-1] for z in (z_s, *(z for _, z in teachers)))
+        cut = [(share, z[:, :columns]) for share, z in teachers]
+        return token_loss(z_s[:, :columns], cut, labels[keep], loss)
+
+    def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
+        """Each model's share and full logits [N, V] at the trained positions, by its own forward; of a cache those of
+        the states and the head that are on disk."""
+        inputs = {name: batch[name] for name in INPUTS}
+        models = self.teacher.models.values()
+        if not models:
+            return [(1.0, stored_logits(self.teacher, rows, keep.device))]
+        return [
+            (share, model(**inputs, use_cache=False).logits[keep])
+            for share, model in zip(self.weights, models, strict=True)
+        ]
+
+    def warm(self) -> Teacher:
+        """A teacher whose loss may be at temperature 2."""
+        return self.teacher
+
+    # ----------------------------------------------------- token after token
+
+    def single(self, objective: DistillationObjective, term: LossTerm) -> TargetLoss:
+        """The loss of one term alone."""
+        spelled = {name: value for name, value in term._asdict().items() if value is not None}
+        return self.teacher.format.loss({"temperature": self.temperature, "terms": [spelled]}, objective.pairing)
+
+    @property
+    def temperature(self) -> float:
+        """That single terms are examined at."""
+        return 1.0
+
+    def each(self, loss_of: Callable[..., Any], objective: Any, call: Sequence[Any]) -> torch.Tensor:
+        """Each token's loss [N, 1], from the arguments of `objective.loss_of`."""
+        objective.loss.reduction = "none"
+        return loss_of(*call).flatten()[call[-1]][:, None]
+
+    def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
+        """What is compared with itself, and the largest divergence of it, a token's mean."""
+        hidden, transform = self.teacher.targets(batch), self.teacher.format.transform
+        with self.teacher.format.head.open() as head:
+            both = (hidden.to(head.weight.dtype), head.weight) * 2
+            losses = [build_loss([term], LogitTransforms(transform, transform)) for term in terms]
+            labels = shifted(batch["labels"])
+            values = [loss(*both, labels, student_bias=head.bias, teacher_bias=head.bias) for loss in losses]
+        return "the teacher", worst_of(values)
+
+    # -------------------------------------------------------- the same tokens
+
+    def reads(self, student: Any, batch: Batch) -> Reads:
+        """Every model, the student last, with the ids and positions that it should get of a batch."""
+        inputs = {name: batch[name] for name in INPUTS}
+        return [(model, inputs) for model in (*self.teacher.models.values(), student)]
+
+    def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
+        """Whether each id means the same to all, in words.
+
+        Args:
+            batch: collated.
+            columns: of the vocabulary that are compared.
+            student_rows: of the student's head.
+        """
+        largest = int(batch["input_ids"].max())
+        if largest >= columns:
+            return False, f"id {largest} has no column among {columns:,}"
+        if self.tokenizers is None:
+            return True, "same ids and positions; no tokenizer, the data are random tokens"
+        *teachers, own = self.tokenizers
+        verdicts = [
+            compare(tokenizer, own, rows, student_rows)
+            for tokenizer, rows in zip(teachers, self.teacher.head_rows(), strict=True)
+        ]
+        verdict = next((verdict for verdict in verdicts if not verdict.compatible), verdicts[0])
+        return verdict.compatible, f"same ids and positions; {verdict}"
+
+    # ----------------------------------------------------------- to a process
+
+    def description(self) -> dict[str, Any]:
+        """What another process needs, beside the models, to make the teacher again: plain values."""
+        return {} if self.teacher.models else {"cache": str(self.teacher.cache.path.absolute())}
+
+    @staticmethod
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+        """The teacher again."""
+        return LoadedTeacher(models[0]) if models else CachedTeacher(description["cache"])
+
+
+class MixtureReference(Reference):
+    """Of several teachers: the mixture of their own probabilities, by the recipe's weights."""
+
+    def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
+        """The mixture against a student that says it: log-probabilities for hidden states, a head that is 1.
+
+        The distributions are over the first columns of the vocabulary, since such a head has as many rows as columns.
+        """
+        keep = (shifted(batch["labels"]) != IGNORE).flatten()
+        heads, logits = [], []
+        for share, hidden, member in zip(
+            self.weights, self.teacher.targets(batch), self.teacher.format.members, strict=True
+        ):
+            rows, (scale, cap) = hidden.flatten(0, -2)[keep], member.transform
+            with member.head.open() as head:
+                weight, bias = head.weight[:COLUMNS], None if head.bias is None else head.bias[:COLUMNS]
+            heads.append(TeacherHead(rows, weight, share, bias, scale, cap))
+            z = scale * F.linear(rows.double(), weight.double(), None if bias is None else bias.double())
+            logits.append((share, z if not cap else cap * torch.tanh(z / cap)))
+        mixture = mixed_log_probabilities(logits, 1.0).to(heads[0].hidden.dtype)
+        one = torch.eye(mixture.shape[-1], dtype=mixture.dtype, device=mixture.device)
+        values = [FusedDistillationLoss([term])(mixture, one, teachers=heads) for term in terms]
+        return f"the mixture (over {mixture.shape[-1]} columns)", worst_of(values)
+
+    @staticmethod
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+        """The teachers as a mixture again."""
+        return MixtureTeacher(models, weights)
+
+
+def stored_logits(teacher: CachedTeacher, rows: Sequence[Row], device: torch.device) -> torch.Tensor:
+    """fp64 logits [N, V] of the trained positions of rows, from the hidden states and the head in a cache's files."""
+    manifest, head = teacher.cache.manifest, load_file(teacher.cache.path / HEAD, device=str(device))
+    hidden = teacher.cache.said(list(rows))["cached_hidden"].to(device).double()
+    z = manifest["scale"] * F.linear(hidden, head["weight"].double(), head["bias"].double() if "bias" in head else None)
+    cap = manifest["softcap"]
+    return cap * torch.tanh(z / cap) if cap else z
+
+
+def worst_of(values: Sequence[torch.Tensor]) -> float:
+    """The largest size; NaN where one is."""
+    return torch.stack(list(values)).abs().max().item()

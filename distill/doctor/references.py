@@ -1,0 +1,28 @@
+"""The fp64 reference of every target format, in one table: nothing else in doctor asks which format it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distill.doctor.reference import MixtureReference, Reference
+from distill.doctor.reference_spans import SpansReference
+from distill.doctor.reference_top_k import TopKReference
+from distill.teachers.base import TargetFormat, Teacher
+from distill.teachers.cache.top_k import TopKFormat
+from distill.teachers.cross.teacher import SpansFormat
+from distill.teachers.hidden import HiddenFormat
+from distill.teachers.mixture import MixtureFormat
+
+REFERENCES: dict[type[TargetFormat], type[Reference]] = {
+    HiddenFormat: Reference,
+    MixtureFormat: MixtureReference,
+    TopKFormat: TopKReference,
+    SpansFormat: SpansReference,
+}
+BY_NAME = {format.__name__: reference for format, reference in REFERENCES.items()}
+
+
+def reference_of(teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> Reference:
+    """The reference for a teacher's format; arguments as of `Reference`."""
+    return REFERENCES[type(teacher.format)](teacher, weights, tokenizers)

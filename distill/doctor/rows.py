@@ -1,0 +1,161 @@
+"""Rows of data taken apart into documents and put together again: what the invariants look at is cut from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from distill.data.packing import IGNORED
+
+Row = Mapping[str, Sequence[int]]
+Document = dict[str, list[int]]
+OWN = ("input_ids", "labels", "position_ids")
+OTHERS = ("teacher_input_ids", "teacher_position_ids")
+
+
+class Rows:
+    """Rows of `input_ids`, `labels`, `position_ids`."""
+
+    @staticmethod
+    def documents(row: Row) -> list[Document]:
+        """The documents of a packed row, cut where positions start again."""
+        return [{name: list(values[a:b]) for name, values in row.items()} for a, b in bounds(row["position_ids"])]
+
+    @staticmethod
+    def joined(parts: Sequence[Row]) -> Document:
+        """Documents one after the other as one row."""
+        return {name: [item for part in parts for item in part[name]] for name in parts[0]}
+
+    @staticmethod
+    def shortened(document: Row, tokens: int) -> Document | None:
+        """A document cut around what is learned, `tokens` long or little more; None where nothing is."""
+        first = first_learned(document)
+        return None if first is None else {name: list(v[: cut_at(first, tokens)]) for name, v in document.items()}
+
+    @staticmethod
+    def with_masked_end(row: Row, token: int) -> Document:
+        """The row with one more token that is not learned."""
+        longer = {name: list(values) for name, values in row.items()}
+        for reader in ("", "teacher_"):
+            if f"{reader}input_ids" in row:
+                longer[f"{reader}input_ids"].append(token)
+                longer[f"{reader}position_ids"].append(row[f"{reader}position_ids"][-1] + 1)
+        longer["labels"].append(IGNORED)
+        return longer
+
+
+class SpanRows(Rows):
+    """Rows that hold each text as two models read it, and their `spans` (`distill.teachers.cross.data`)."""
+
+    @staticmethod
+    def documents(row: Row) -> list[Document]:
+        """Cut where the positions of both readings start again, with the spans that lie in each."""
+        spans, documents = _spans(row), []
+        for (a, b), (c, d) in zip(bounds(row["position_ids"]), bounds(row["teacher_position_ids"]), strict=True):
+            inside = spans[(spans[:, 0] >= a) & (spans[:, 1] <= b)] - np.array([a, a, c, c])
+            document = {name: list(row[name][a:b]) for name in OWN} | {name: list(row[name][c:d]) for name in OTHERS}
+            documents.append(document | {"spans": inside.ravel().tolist()})
+        return documents
+
+    @staticmethod
+    def joined(parts: Sequence[Row]) -> Document:
+        """Their spans move along."""
+        row: Document = {name: [] for name in (*OWN, *OTHERS, "spans")}
+        for part in parts:
+            at, teacher_at = len(row["input_ids"]), len(row["teacher_input_ids"])
+            row["spans"] += (_spans(part) + np.array([at, at, teacher_at, teacher_at])).ravel().tolist()
+            for name in (*OWN, *OTHERS):
+                row[name] += list(part[name])
+        return row
+
+    @staticmethod
+    def shortened(document: Row, tokens: int) -> Document | None:
+        """Cut after the last span that ends in time."""
+        spans = _spans(document)
+        if len(spans) == 0:
+            return None
+        spans = spans[spans[:, 1] <= max(cut_at(int(spans[0, 0]), tokens), int(spans[0, 1]))]
+        own = {name: list(document[name][: spans[-1, 1]]) for name in OWN}
+        others = {name: list(document[name][: spans[-1, 3]]) for name in OTHERS}
+        return own | others | {"spans": spans.ravel().tolist()}
+
+
+def some_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int, tokens: int) -> list[Row]:
+    """Rows cut short around what is learned: at most two documents each, `tokens` long or little more.
+
+    Args:
+        rows: of the training data.
+        form: how they are taken apart.
+        whole: documents may not be cut; then those are taken whose lengths are the nearest to `tokens`.
+        count: of the rows that come back, at most.
+        tokens: of a document.
+
+    Raises:
+        ValueError: fewer than two rows have something to learn.
+    """
+    chosen: list[Row] = []
+    if whole:
+        documents = [part for row in rows for part in form.documents(row) if first_learned(part) is not None]
+        documents = nearest(documents, 2 * count, tokens)
+        chosen += [form.joined(documents[at : at + 2]) for at in range(0, len(documents), 2)]
+    else:
+        for row in rows:
+            parts = [part for document in form.documents(row) if (part := form.shortened(document, tokens))]
+            if parts:
+                chosen.append(form.joined(parts[:2]))
+            if len(chosen) == count:
+                break
+    if len(chosen) < 2:
+        raise ValueError(f"data.source: expected at least 2 rows with something to learn, got {len(chosen)}")
+    return chosen
+
+
+def nearest(documents: Sequence[Document], count: int, tokens: int) -> list[Document]:
+    """The documents whose lengths are the nearest to `tokens`."""
+    return sorted(documents, key=lambda document: abs(len(document["input_ids"]) - tokens))[:count]
+
+
+def packing_fault(rows: Iterable[Row], alone: Iterable[Row], form: type[Rows]) -> str | None:
+    """What is wrong with packed rows, in words; None where each of their documents, cut where positions restart, is
+    one of the data's: labels, positions and spans included.
+
+    Args:
+        rows: as training gets them.
+        alone: the same data with a document a row.
+        form: how rows are taken apart.
+    """
+    known = {_key(row) for row in alone}
+    for number, row in enumerate(rows):
+        documents = form.documents(row)
+        if unknown := [len(document["input_ids"]) for document in documents if _key(document) not in known]:
+            return (
+                f"row {number} of the training data, cut where its positions restart, holds {len(documents)} documents,"
+                f" of which {len(unknown)} are none of the data's (the first has {unknown[0]} tokens): position_ids "
+                "must restart at 0 with each document"
+            )
+    return None
+
+
+def bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each document of a packed row begins and ends."""
+    starts = [index for index, position in enumerate(positions) if position == 0]
+    return list(zip(starts, [*starts[1:], len(positions)], strict=True))
+
+
+def first_learned(document: Row) -> int | None:
+    """The first place whose label is learned."""
+    return next((at for at, label in enumerate(document["labels"]) if label != IGNORED), None)
+
+
+def cut_at(first: int, tokens: int) -> int:
+    """Where a document ends that is cut around what is learned from `first` on."""
+    return max(tokens // 2, min(first + tokens // 4, 8 * tokens))
+
+
+def _spans(row: Row) -> np.ndarray:
+    return np.asarray(row["spans"], dtype=np.int64).reshape(-1, 4)
+
+
+def _key(row: Row) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row[name])) for name in sorted(row))

@@ -1,0 +1,53 @@
+"""One greedy answer a prompt, for people to read: `generate(model, tokenizer, prompts)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill.generation.engines import as_asked, end_tokens
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
+    """Greedy answers, one a prompt, without the prompt and without special tokens.
+
+    A tokenizer with a chat template puts each prompt as a user's turn, one without continues it as text. The model's
+    mode is given back; a patched student answers through its own forward.
+
+    Args:
+        model: A causal language model, bare or inside PEFT.
+        tokenizer: Its tokenizer.
+        prompts: Plain texts.
+        max_new_tokens: The most an answer may have; it ends earlier at an end-of-sequence token.
+    """
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    try:
+        return [
+            _answer(model, tokenizer, encode_prompt(tokenizer, prompt).to(device), max_new_tokens) for prompt in prompts
+        ]
+    finally:
+        model.train(training)
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> torch.Tensor:
+    """Token ids [1, S]: the prompt as a user's turn of the chat template, or as it is where there is none."""
+    if getattr(tokenizer, "chat_template", None):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    else:
+        ids = tokenizer(prompt).input_ids
+    return torch.tensor([ids], dtype=torch.int64)
+
+
+def _answer(model: Any, tokenizer: Any, ids: torch.Tensor, max_new_tokens: int) -> str:
+    ends = end_tokens(tokenizer, model, None)
+    with as_asked(model, most=max_new_tokens, temperature=0.0, pad=tokenizer.pad_token_id, ends=ends):
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()

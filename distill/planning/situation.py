@@ -1,0 +1,64 @@
+"""What is planned: a recipe on devices of a kind, and the sizes that follow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill.models.meta import MetaModel, meta_config, meta_student
+from distill.models.precision import Precision, resolve_precision
+from distill.models.shape import USABLE
+from distill.planning.steps import accumulation_steps
+from distill.recipe import Recipe
+from distill.teachers.base import Footprint, FootprintContext, TeacherSource
+from distill.teachers.registry import source_of
+
+
+class Situation(NamedTuple):
+    """A recipe on some devices.
+
+    Attributes:
+        recipe: what is asked for.
+        source: its teacher.
+        precision: dtypes.
+        memory_bytes: of one device.
+        world: devices.
+    """
+
+    recipe: Recipe
+    source: TeacherSource
+    precision: Precision
+    memory_bytes: int
+    world: int = 1
+
+    @staticmethod
+    def here(recipe: Recipe, device: torch.device, world: int) -> Situation:
+        """On `world` CUDA devices such as `device`."""
+        total = torch.cuda.get_device_properties(device).total_memory
+        return Situation(recipe, source_of(recipe), resolve_precision(recipe, device), total, world)
+
+    def of(self, recipe: Recipe) -> Situation:
+        """Another recipe on the same devices, in the same precision."""
+        return self._replace(recipe=recipe, source=source_of(recipe))
+
+    @property
+    def usable(self) -> float:
+        """Bytes of one device that a run may take."""
+        return USABLE * self.memory_bytes
+
+    @property
+    def student(self) -> MetaModel:
+        """The student without memory, with its adapters."""
+        section = self.recipe.student
+        config = meta_config(self.source.config_section, "teacher") if section.is_cut else None
+        return meta_student(section, config)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step on a device."""
+        return accumulation_steps(self.recipe.train, self.recipe.data, self.world)
+
+    def footprint(self, sharded: bool = False) -> Footprint:
+        """What the teacher takes, copied or in shards."""
+        return self.source.footprint(FootprintContext(self.precision, self.memory_bytes, self.world, sharded))

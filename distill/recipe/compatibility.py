@@ -1,0 +1,144 @@
+"""Which settings go together, and what each kind of teacher can: data, read by `distill validate` without torch.
+
+What follows from the recipe's text alone is refused here. What depends on files, the GPU or the number of processes is
+refused where that is known, before weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from distill.recipe.teachers import Kind, Sections, kind_of
+
+
+def _on_policy(recipe: Sections) -> bool:
+    return recipe.data.on_policy is not None and recipe.data.on_policy.fraction > 0
+
+
+def _hard_labels(recipe: Sections) -> bool:
+    return any(term.type == "cross_entropy" and term.weight > 0 for term in recipe.loss.terms)
+
+
+FEATURES: dict[str, Callable[[Sections], bool]] = {
+    "on-policy": _on_policy,
+    "hard labels": _hard_labels,
+    "label smoothing": lambda recipe: recipe.loss.label_smoothing > 0,
+    "z-loss": lambda recipe: recipe.loss.z_loss > 0,
+    "plugin": lambda recipe: recipe.loss.plugin is not None,
+    "running text": lambda recipe: recipe.data.format == "text",
+    "random tokens": lambda recipe: recipe.data.source.partition(":")[0] == "synthetic",
+    "fp8 teacher": lambda recipe: recipe.teacher.dtype == "fp8",
+    "int8 teacher": lambda recipe: recipe.teacher.dtype == "int8",
+    "offloaded teacher": lambda recipe: recipe.teacher.offload is not None,
+    "sharded teacher": lambda recipe: recipe.parallel.teacher == "sharded",
+    "cut student": lambda recipe: recipe.student.is_cut,
+}
+
+
+class Conflict(NamedTuple):
+    """A kind of teacher or a feature, a feature that does not go with it, and what to tell the person."""
+
+    first: str
+    second: str
+    message: str
+
+
+_ACROSS = "{0}: expected 0 with student.vocabulary: cross, whose cross-entropy is that of spans of text"
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "on-policy", "hard labels",
+        "data.on_policy: the loss has a cross_entropy term, whose labels would be the student's own answers: it would "
+        "learn whatever it says; set its weight to 0 and keep a divergence such as reverse_kl or jsd",
+    ),
+    Conflict(
+        "on-policy", "running text",
+        "data.on_policy: running text (data.format: text) has no prompts to answer",
+    ),
+    Conflict(
+        "on-policy", "random tokens",
+        "data.on_policy: needs prompts to answer, and the data are random tokens; give chats, or prompts with "
+        "completions (whose completions are not used where fraction is 1)",
+    ),
+    Conflict(
+        "int8 teacher", "sharded teacher",
+        "teacher.dtype: int8 cannot be sharded (parallel.teacher); use bfloat16, or copies",
+    ),
+    Conflict(
+        "offloaded teacher", "sharded teacher",
+        "teacher.offload: cpu and parallel.teacher: sharded are two ways of holding it; give one",
+    ),
+    Conflict(
+        "int8 teacher", "cut student",
+        "student.from_teacher: layers cannot be cut out of a teacher in int8; set teacher.dtype to bfloat16 or fp8, or "
+        "name a student that is cut already by student.model",
+    ),
+    Conflict(
+        "cache", "on-policy",
+        "data.on_policy: a cached teacher has not read what the student will say; give teacher.model",
+    ),
+    Conflict(
+        "cross", "on-policy",
+        "data.on_policy: not with student.vocabulary: cross, whose batches hold each text twice",
+    ),
+    Conflict(
+        "cross", "random tokens",
+        "data.source: random tokens have no text, by which student.vocabulary: cross compares",
+    ),
+    Conflict(
+        "cross", "fp8 teacher",
+        "teacher.dtype: fp8 does not work with student.vocabulary: cross; use bfloat16",
+    ),
+    Conflict("cross", "label smoothing", _ACROSS.format("loss.label_smoothing")),
+    Conflict("cross", "z-loss", _ACROSS.format("loss.z_loss")),
+    Conflict(
+        "cross", "plugin",
+        "loss.plugin: its functions take one teacher's logits; they do not work with student.vocabulary: cross",
+    ),
+    Conflict(
+        "mixture", "plugin",
+        "loss.plugin: its functions take one teacher's logits; they do not work with several teachers",
+    ),
+)  # fmt: skip
+
+# what commands ask of a kind of teacher, and why a kind cannot; a kind that is not named for a command can
+COMMANDS: dict[str, dict[Kind, str]] = {
+    "cache": {
+        "mixture": "teachers: expected one teacher, since a cache holds what one says; got several",
+        "cross": "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; got cross",
+    },
+    "sample --from teacher": {
+        "cache": "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model",
+    },
+    "inspect --shade": {
+        "cache": "--shade: expected a recipe whose teacher is loaded, got teacher.type: cache",
+        "mixture": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
+        "cross": "--shade: compares with one teacher of the same tokenizer; this recipe's has another one",
+    },
+    "eval": {
+        "mixture": "--teacher: this run had several teachers; name the one to compare with",
+    },
+}
+KINDS: tuple[Kind, ...] = ("model", "cache", "mixture", "cross")
+
+
+def conflicts(recipe: Sections) -> Iterator[str]:
+    """What does not go together in a recipe, a message each."""
+    present = {kind_of(recipe)} | {name for name, holds in FEATURES.items() if holds(recipe)}
+    for conflict in CONFLICTS:
+        if conflict.first in present and conflict.second in present:
+            yield conflict.message
+    if recipe.student.vocabulary == "cross" and recipe.teachers:
+        yield "student.vocabulary: cross compares with one teacher, and came with several teachers"
+    if recipe.student.vocabulary == "cross" and recipe.teacher.is_cached:
+        yield "student.vocabulary: cross needs a loaded teacher; got teacher.type: cache"
+
+
+def require_command(recipe: Sections, command: str) -> None:
+    """Hold that the recipe's kind of teacher can do what a command asks.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if message := COMMANDS[command].get(kind_of(recipe)):
+        raise ValueError(message)

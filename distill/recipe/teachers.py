@@ -1,0 +1,57 @@
+"""Which kind of teacher a recipe asks for. Recipes spell it in several places; everybody else reads this one value."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol
+
+from distill.recipe.data import Data
+from distill.recipe.loss import Loss
+from distill.recipe.models import Student, Teacher, WeightedTeacher
+from distill.recipe.train import Parallel
+
+Kind = Literal["model", "cache", "mixture", "cross"]
+
+
+class Sections(Protocol):
+    """The sections of a recipe that say which teacher it has and what goes with it."""
+
+    teacher: Teacher
+    teachers: list[WeightedTeacher]
+    student: Student
+    data: Data
+    loss: Loss
+    parallel: Parallel
+
+
+class TeacherDescription(NamedTuple):
+    """What a recipe says of its teacher.
+
+    Attributes:
+        kind: as in `distill.teachers.registry.SOURCES`.
+        members: the sections, by the field that holds each; of a mixture all of them.
+        weights: of the members' probabilities, summing to 1.
+    """
+
+    kind: Kind
+    members: dict[str, Teacher]
+    weights: tuple[float, ...] = (1.0,)
+
+
+def kind_of(recipe: Sections) -> Kind:
+    """The kind of teacher."""
+    if recipe.teachers:
+        return "mixture"
+    if recipe.student.vocabulary == "cross":
+        return "cross"
+    return "cache" if recipe.teacher.is_cached else "model"
+
+
+def describe_teacher(recipe: Sections) -> TeacherDescription:
+    """The kind of teacher, with its members."""
+    kind = kind_of(recipe)
+    if kind != "mixture":
+        return TeacherDescription(kind, {"teacher": recipe.teacher})
+    sections: list[WeightedTeacher] = recipe.teachers
+    total = sum(section.weight for section in sections)
+    members = {f"teachers.{number}": section.alone() for number, section in enumerate(sections)}
+    return TeacherDescription(kind, members, tuple(section.weight / total for section in sections))

@@ -1,0 +1,423 @@
+"""What a teacher is: three small protocols, asked at three different times, and the values they exchange.
+
+    source = source_of(recipe)                 # from the recipe and files alone; no weights are read
+    teacher = source.open(context)             # weights are on the device; ready to be asked
+    targets = teacher.targets(batch)           # once a micro-batch, without a graph
+    loss = teacher.format.loss(section, pairing)
+
+A new kind of teacher is one file with a source and a teacher, a line in `registry.SOURCES` and one in
+`distill.recipe.compatibility.CAPABILITIES`. Nothing else asks for the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from distill_kernels import LossTerm
+from torch import nn
+
+from distill.models.attention_choice import AttentionChoices
+from distill.models.head import HeadWeights, LogitTransform, find_head
+from distill.models.precision import Precision, resolve_device, resolve_precision
+from distill.models.sharding import ALONE, Sharing
+from distill.models.work import NO_WORK, Work
+from distill.teachers.measure import KL, Measure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from distill.data.load import Splits
+    from distill.models.shape import Shape
+    from distill.recipe import Generate, ModelSection, Recipe, Student
+    from distill.recipe import Teacher as TeacherSection
+    from distill.teachers.losses import LossSpec, TargetLoss
+    from distill.teachers.vocabulary import Vocabulary
+
+Batch = Mapping[str, torch.Tensor]
+Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tensor]]
+# what a teacher says of a batch, opaque to everybody but its format; None where the loss needs none
+Targets = object
+LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
+
+
+class LossInputs:
+    """What the objective hands to the student's forward beside the batch.
+
+    A plain class on purpose: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts floating ones to
+    bf16) and leave an object they do not know alone.
+
+    Attributes:
+        targets: of the teacher for this batch, in its `TargetFormat`; None if the loss has no divergence.
+        num_items: int64 tensor [] or int that the summed loss is divided by; None for this batch's valid tokens.
+        statistics: whether sums of the token statistics are returned beside the loss.
+    """
+
+    def __init__(self, targets: Targets | None, num_items: torch.Tensor | int | None, statistics: bool) -> None:
+        self.targets = targets
+        self.num_items = num_items
+        self.statistics = statistics
+
+
+class HeadCall(NamedTuple):
+    """What a loss gets inside the student head's own call.
+
+    Attributes:
+        hidden: the student's last hidden states, [B, S, hidden].
+        head: the student's head as it is inside the call.
+        inputs: targets, divisor, whether statistics are returned.
+        labels: int64 [B, S], already shifted.
+        valid_rows: int64 [M], the flat rows with a label, where the collator gives them.
+    """
+
+    hidden: torch.Tensor
+    head: HeadWeights
+    inputs: LossInputs
+    labels: torch.Tensor
+    valid_rows: torch.Tensor | None
+
+
+class Pairing(NamedTuple):
+    """How a student's logits meet a teacher's.
+
+    Attributes:
+        student: how the student makes logits of hidden states and head.
+        columns: of the vocabulary that the loss is over.
+        vocab_size: as the fused losses take it: `columns`, None where no head is cut.
+    """
+
+    student: LogitTransform
+    columns: int
+    vocab_size: int | None
+
+    def arguments(self, call: HeadCall) -> dict[str, object]:
+        """What every fused loss takes beside hidden states, weights and labels, whatever the teacher is."""
+        return {
+            "student_bias": call.head.bias, "student_lora": call.head.lora, "num_items": call.inputs.num_items,
+            "valid_rows": call.valid_rows, "vocab_size": self.vocab_size, "return_stats": call.inputs.statistics,
+        }  # fmt: skip
+
+
+class TargetFormat(Protocol):
+    """What targets are, and the losses that take them.
+
+    Attributes:
+        measure: what the divergences reported are called, and what they are means over.
+        caveat: what must be known of them; None where they are those of two whole distributions.
+    """
+
+    measure: Measure = KL
+    caveat: str | None = None
+
+    @property
+    def terms(self) -> frozenset[str]:
+        """The divergences that these targets can be compared by, as `loss.terms` names them."""
+        ...
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+        """How a student meets these targets.
+
+        Args:
+            student: how it makes logits.
+            rows: of its head.
+            vocab_size: columns that are compared; None for as many as all heads have.
+
+        Raises:
+            ValueError: more columns than a head has, or a head with fewer than the targets need.
+        """
+        ...
+
+    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+        """The loss module for a recipe's `loss` section.
+
+        Raises:
+            ValueError: a term that these targets cannot give.
+        """
+        ...
+
+    def held_out(self, pairing: Pairing) -> TargetLoss:
+        """What takes the place of the loss in an evaluation: forward divergence with statistics, and the reverse."""
+        ...
+
+    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+        """The loss of a batch, a scalar; with `call.inputs.statistics` a pair of it and the token statistics [N]."""
+        ...
+
+    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
+        """The terms that the statistics' divergence is of."""
+        return loss.terms
+
+    def needs_targets(self, loss: TargetLoss) -> bool:
+        """Whether the teacher has to be asked at all for this loss."""
+        return bool(loss.objective.needs_teacher)
+
+
+class Teacher(Protocol):
+    """A teacher that is ready to be asked. Methods with a body here are what most kinds do.
+
+    Attributes:
+        format: what `targets` returns.
+        models: by the field of the recipe that names each: to patch, compile, blame; empty for a cache.
+        judges_new_rows: may it be asked about rows it has not seen (on-policy).
+        whole_documents: rows must hold whole documents, as they were when it was asked: doctor may not cut them.
+    """
+
+    format: TargetFormat
+    models: Mapping[str, nn.Module]
+    judges_new_rows: bool = True
+    whole_documents: bool = False
+
+    def collate(self, plain: Collate) -> Collate:
+        """What makes batches: `plain`, or something around it that adds what must be known of a batch beforehand."""
+        return plain
+
+    def submit(self, batch: Batch) -> None:
+        """Start on a batch ahead of time, where that is possible."""
+        return
+
+    def targets(self, batch: Batch) -> Targets:
+        """What the teacher says of a collated batch, without a graph; every rank asks equally often."""
+        ...
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        """The part of a batch that is the student's.
+
+        Raises:
+            ValueError: a batch that `collate` has not made.
+        """
+        return dict(batch)
+
+    def head_rows(self) -> list[int]:
+        """Rows of each head, or columns of what is stored."""
+        return [len(find_head(model).linear.weight) for model in self.models.values()]  # type: ignore[arg-type]
+
+    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights and biases of the heads by a name for people; of sharded ones this process's part."""
+        for name, model in self.models.items():
+            head = find_head(model).linear
+            for tensor in (head.weight, getattr(head, "bias", None)):
+                if isinstance(tensor, torch.Tensor):
+                    yield f"the weights of the {name}'s head", tensor
+
+    def work(self) -> Work | None:
+        """FLOPs of one forward pass by token; None where they are not known."""
+        return NO_WORK
+
+    def parameters_text(self) -> str:
+        """Its size, for people."""
+        ...
+
+    def to(self, device: torch.device) -> None:
+        """Move what can be moved."""
+        return
+
+    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+        """A student of this teacher's layers, in train mode, without adapters.
+
+        Raises:
+            ValueError: it cannot be cut.
+        """
+        raise ValueError("student.from_teacher: this kind of teacher has no layers to cut a student from")
+
+    def quantise(self) -> None:
+        """Put layers into 8 bits where the recipe has it and loading has not: after patching, before it is asked."""
+        return
+
+    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+        """Once, on the first held-out batch: quantises as `quantise`, and says in lines what that costs, or what share
+        of the teacher's words the student can be compared by."""
+        return []
+
+    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+        """Greedy answers; None where it cannot speak. Of a sharded teacher every process must call this."""
+        return None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether `respond` and `fingerprint` must be called by all processes."""
+        return False
+
+    def small(self, layers: Sequence[int]) -> Teacher:
+        """A copy with only these layers (negative indices count from the end), for doctor's training runs."""
+        ...
+
+    def fingerprint(self) -> dict[str, object]:
+        """Of its weights, for the lock file; collective where they are sharded."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds open."""
+        return
+
+
+class CutStudent(NamedTuple):
+    """A student that was cut from its teacher, and the indices of the teacher's layers it has."""
+
+    model: PreTrainedModel
+    layer_indices: list[int]
+
+
+class Footprint(NamedTuple):
+    """What a teacher takes in a training step.
+
+    Attributes:
+        weights: bytes held on each device.
+        gathered: bytes that are whole at any time where the weights are shards, 0 elsewhere.
+        host: bytes in host memory, of each process.
+        moved: bytes over the bus to each device in a micro-batch.
+        loading: peak bytes on a device while it is loaded, student included; 0 where that is no more than afterwards.
+        token_bytes: bytes held for each token of a micro-batch: the targets.
+        logits: whether the teacher's logits are made beside the student's.
+        work: FLOPs a token; None where they are not known.
+        workspace: bytes of the loss's workspace where it is not that of the fused losses; None there.
+        wide_head_gradient: the gradient of the student's head adds up in float32.
+    """
+
+    weights: float = 0.0
+    gathered: float = 0.0
+    host: float = 0.0
+    moved: float = 0.0
+    loading: float = 0.0
+    token_bytes: float = 0.0
+    logits: bool = True
+    work: Work | None = NO_WORK
+    workspace: float | None = None
+    wide_head_gradient: bool = False
+
+
+class SmallerTeacher(NamedTuple):
+    """A way of holding the teacher that takes less of a GPU's memory.
+
+    Attributes:
+        override: of the recipe.
+        recipe: with it.
+        words: for a person whose run did not fit.
+        note: what it costs.
+        same_targets: whether the teacher says the same, so that a run may be resumed with it.
+    """
+
+    override: str
+    recipe: Recipe
+    words: str
+    note: str = ""
+    same_targets: bool = False
+
+
+class OpenContext(NamedTuple):
+    """What a source is opened with.
+
+    Attributes:
+        device: of this process.
+        precision: dtypes of computing and of both models' weights.
+        sharing: how several processes hold the models.
+        attention: which attention back ends the models get, for a teacher that is patched while it is loaded.
+    """
+
+    device: torch.device
+    precision: Precision
+    sharing: Sharing
+    attention: AttentionChoices
+
+
+def open_context(recipe: Recipe, sharing: Sharing = ALONE, choices: AttentionChoices | None = None) -> OpenContext:
+    """The context of this process for a recipe: its device and precision."""
+    device = resolve_device(recipe.train)
+    return OpenContext(device, resolve_precision(recipe, device), sharing, choices or AttentionChoices(recipe))
+
+
+class TeacherSource(Protocol):
+    """A teacher as the recipe and the files on this machine tell of it; no weights are read.
+
+    Attributes:
+        recipe: the run's.
+        sections: of the models that will be loaded, by field; none for a cache.
+        shardable: whether its weights may be cut over the devices.
+    """
+
+    recipe: Recipe
+    sections: Mapping[str, TeacherSection]
+    shardable: bool = True
+
+    @property
+    def is_to_be_made(self) -> bool:
+        """Whether it is a cache that another command makes first."""
+        return False
+
+    @property
+    def config_section(self) -> ModelSection:
+        """The model whose configuration the (first) teacher has."""
+        ...
+
+    @property
+    def tokenizer_section(self) -> ModelSection:
+        """The model whose tokenizer the (first) teacher has."""
+        ...
+
+    def shapes(self) -> list[Shape]:
+        """Sizes of the teachers, the first one first."""
+        ...
+
+    def vocabulary(self) -> Vocabulary:
+        """Tokenizers, and how data are made with them.
+
+        Raises:
+            ValueError: a tokenizer that cannot be read.
+        """
+        ...
+
+    def measure(self) -> Measure:
+        """What its divergence is called, over which outcomes."""
+        return KL
+
+    def data_problems(self, splits: Splits) -> list[str]:
+        """Why it cannot teach these rows: documents that are missing."""
+        return []
+
+    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
+        """Why it cannot be loaded so, by its configuration."""
+        return []
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """Bytes and FLOPs, by arithmetic."""
+        ...
+
+    def smaller(self) -> list[SmallerTeacher]:
+        """Other ways of holding it on GPUs that take less of their memory."""
+        return []
+
+    def identity(self) -> dict[str, object]:
+        """For caches: name, revision, hashes of its files."""
+        ...
+
+    def title(self) -> str:
+        """What it is called where a person reads of it."""
+        ...
+
+    def size_text(self) -> str:
+        """What there is of it, for people, before it is loaded."""
+        ...
+
+    def open(self, context: OpenContext, vocabulary: Vocabulary) -> Teacher:
+        """Load it.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        ...
+
+
+class FootprintContext(NamedTuple):
+    """What a footprint depends on beside the recipe.
+
+    Attributes:
+        precision: from `resolve_precision`.
+        memory_bytes: of one device.
+        world: devices.
+        sharded: whether they hold shards of the teacher.
+    """
+
+    precision: Precision
+    memory_bytes: float
+    world: int = 1
+    sharded: bool = False

@@ -1,0 +1,322 @@
+"""A teacher on disk: what it said is read, and no weights are loaded."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from distill.data.load import Splits
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.load import load_student
+from distill.models.meta import meta_model
+from distill.models.pruning import check_kept, layers_to_keep
+from distill.models.shape import Shape
+from distill.recipe import FromTeacher, Generate, ModelSection, Recipe, Student
+from distill.recipe import Teacher as TeacherSection
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    CutStudent,
+    Footprint,
+    FootprintContext,
+    OpenContext,
+    TargetFormat,
+    Teacher,
+    TeacherSource,
+)
+from distill.teachers.cache.encode import normalised, surplus_of
+from distill.teachers.cache.format import (
+    DTYPES,
+    HEAD,
+    MANIFEST,
+    STUDENT,
+    TEACHER,
+    TOKENIZER,
+    bytes_a_token,
+    cache_hash,
+    maker_of,
+    read_json,
+    stored_folder,
+)
+from distill.teachers.cache.identity import description, on_disk, require_same_teacher
+from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache, spread
+from distill.teachers.cache.settings import Settings
+from distill.teachers.cache.top_k import TopKFormat, TopKTargets
+from distill.teachers.hidden import HiddenFormat, StoredHead
+from distill.teachers.identity import teacher_identity
+from distill.teachers.measure import Measure, over_stored
+from distill.teachers.model import ModelSource
+from distill.teachers.vocabulary import Match, Vocabulary
+
+log = logging.getLogger(__name__)
+
+
+class CachedTeacher(Teacher):
+    """What a teacher said, read from disk in the place of running it.
+
+    Args:
+        cache: open, or its folder.
+        device: where the stored head is held.
+    """
+
+    judges_new_rows = False
+    whole_documents = True
+
+    def __init__(self, cache: TeacherCache | str | Path, device: torch.device | str = "cpu") -> None:
+        self.cache = cache if isinstance(cache, TeacherCache) else TeacherCache(cache)
+        self.models = {}
+        manifest = self.cache.manifest
+        self.format: TargetFormat
+        if self.cache.is_hidden:
+            tensors = load_file(self.cache.path / HEAD, device=str(device))
+            self.head: StoredHead | None = StoredHead(HeadWeights(tensors["weight"], tensors.get("bias"), None))
+            self.format = HiddenFormat(self.head, LogitTransform(manifest["scale"], manifest["softcap"]))
+        else:
+            self.head, self.format = None, TopKFormat(manifest)
+
+    def collate(self, plain: Collate) -> Collate:
+        """`plain` with what was stored of the rows beside it."""
+        return CachedRows(plain, self.cache)
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        """Without what was stored."""
+        if needs_targets and not any(name.startswith(PREFIX) for name in batch):
+            raise ValueError("batch: expected the cache's targets in it; batches come from objective.collator(...)")
+        return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
+
+    def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
+        """What was stored, each at its position; 0 where nothing is learned."""
+        shape, rows = batch["input_ids"].shape, batch["valid_rows"]
+        count = shape.numel()
+        if self.head is not None:
+            hidden = spread(batch[f"{PREFIX}hidden"], rows, count).view(*shape, -1)
+            return hidden.to(self.head.weights.weight.dtype)
+        stored = {name: batch[PREFIX + name] for name in ("ids", "logprobs", "tail", "entropy", "label_logprob")}
+        logprobs, surplus = stored["logprobs"].float(), None
+        if self.cache.manifest["tail"] == "sampled":
+            surplus = spread(surplus_of(logprobs, stored["tail"]), rows, count)
+        else:
+            logprobs = normalised(logprobs, stored["tail"])
+        return TopKTargets(
+            spread(stored["ids"], rows, count).view(*shape, -1),
+            spread(logprobs, rows, count).view(*shape, -1),
+            spread(stored["entropy"].float(), rows, count),
+            spread(stored["label_logprob"].float(), rows, count),
+            surplus,
+        )
+
+    def head_rows(self) -> list[int]:
+        """Columns that the stored probabilities are over."""
+        return [self.cache.columns]
+
+    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The stored head."""
+        if self.head is not None:
+            yield "the head in the teacher's cache", self.head.weights.weight
+
+    def parameters_text(self) -> str:
+        """What is stored."""
+        return description(self.cache.manifest)
+
+    def to(self, device: torch.device) -> None:
+        """Move the stored head."""
+        if self.head is not None:
+            weight, bias, _ = self.head.weights
+            self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
+
+    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+        """The student that lies in the cache."""
+        assert section.from_teacher is not None
+        indices = stored_layer_indices(section.from_teacher, self.cache)
+        stored = section.model_copy(update={"from_teacher": None, "model": str(self.cache.path / STUDENT)})
+        return CutStudent(load_student(stored, device=device, dtype=dtype), indices)
+
+    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+        """The answers that were stored; None where other questions were asked then."""
+        return self.cache.answers(settings).get("teacher")
+
+    def small(self, layers: Sequence[int]) -> CachedTeacher:
+        """What was stored stays."""
+        return copy.copy(self)
+
+    def fingerprint(self) -> dict[str, object]:
+        """The hash of the cache."""
+        return {"cache_sha256": cache_hash(str(self.cache.path))}
+
+
+def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
+    """The layers of the student that lies in the cache, which must be those that the recipe asks for.
+
+    Raises:
+        ValueError: it holds no student, or one of other layers.
+    """
+    there = cache.manifest["student_layers"]
+    config = read_json(cache.path / TEACHER / "config.json") or {}
+    total = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    expected = check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
+    if there != expected:
+        has = "no student" if there is None else f"the student of layers {there}"
+        raise ValueError(
+            f"student.from_teacher: a cached teacher has no weights to cut from; {cache.path} holds {has}, expected "
+            f"{expected}. Cache with this student in the recipe, which stores it, or give student.model: the folder "
+            "of one that is cut already"
+        )
+    return expected
+
+
+class CacheSource(TeacherSource):
+    """The cache that the recipe's `teacher.path` names, complete or still to be made by the model beside it."""
+
+    shardable = False
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.section, self.sections = recipe, recipe.teacher, {}
+        self.folder = Path(recipe.teacher.path or "").expanduser()
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """Of a complete cache; None where there is none yet."""
+        return read_json(self.folder / MANIFEST)
+
+    @property
+    def is_to_be_made(self) -> bool:
+        """Whether the recipe names the model that will make it, and it is not there."""
+        named = self.section.model is not None or self.section.init == "random"
+        return named and not (self.folder / MANIFEST).is_file()
+
+    def maker(self) -> ModelSource:
+        """The model that made the cache, or will, as a teacher to load.
+
+        Raises:
+            ValueError: there is neither a complete cache nor a model beside it.
+        """
+        if self.is_to_be_made:
+            return ModelSource(self.recipe, self.section.model_copy(update={"type": "model", "path": None}))
+        return ModelSource(self.recipe, maker_of(self.section))
+
+    @property
+    def config_section(self) -> ModelSection:
+        """The configuration that the recipe names, else the one that lies in the cache."""
+        if self.is_to_be_made or self.section.config is not None:
+            return self.section.model_copy(update={"type": "model", "path": None})
+        return ModelSection(model=stored_folder(str(self.folder), TEACHER))
+
+    @property
+    def tokenizer_section(self) -> ModelSection:
+        """The tokenizer that lies in the cache."""
+        if self.is_to_be_made:
+            return self.section
+        return ModelSection(model=stored_folder(str(self.folder), TOKENIZER))
+
+    def shapes(self) -> list[Shape]:
+        """Of the model that made it, though its weights are not loaded."""
+        from distill.models.meta import meta_config
+
+        return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
+
+    def vocabulary(self) -> Vocabulary:
+        """The cache's tokenizer makes the data, which must be those that it was made of."""
+        return CacheVocabulary(self)
+
+    def measure(self) -> Measure:
+        """Over the outcomes that are stored."""
+        manifest = self.manifest
+        return Measure("KL over what is cached") if manifest is None else over_stored(manifest)
+
+    def data_problems(self, splits: Splits) -> list[str]:
+        """Documents that are not in the cache."""
+        try:
+            TeacherCache(self.folder).require_data(self.recipe, splits)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """What is stored there of a token, or will be by default."""
+        stored = self.manifest or Settings().checked()._asdict()
+        number = DTYPES[stored["dtype"]].itemsize
+        if stored.get("kind") == "hidden":
+            shape = self.shapes()[0]
+            return Footprint(weights=float(shape.head * number), token_bytes=2 * number * shape.hidden)
+        # ids in int32; at their positions in fp32
+        return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
+
+    def identity(self) -> dict[str, object]:
+        """Of the model that made it."""
+        return teacher_identity(self.maker().section)
+
+    def title(self) -> str:
+        """What the model that made it is called; the cache's folder where that cannot be read any more."""
+        maker = (self.manifest or {}).get("teacher", {})
+        name = self.section.model or maker.get("model") or maker.get("config")
+        return f"{name or f'the cache {self.section.path}'} (cached)"
+
+    def size_text(self) -> str:
+        """What is stored; of a cache that is still to be made, what it will take."""
+        if not self.is_to_be_made:
+            return on_disk(str(self.folder))
+        columns = self.shapes()[0].vocabulary
+        each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
+        return (
+            f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes a learned "
+            f"token (k = {Settings().k}), {each * 1e8 / 2**30:.1f} GiB for each 100 M"
+        )
+
+    def open(self, context: OpenContext, vocabulary: Vocabulary) -> CachedTeacher:
+        """Open the cache and hold that it is this recipe's.
+
+        Raises:
+            ValueError: with the first difference between the cache and the recipe.
+        """
+        cache = TeacherCache(self.folder)
+        require_same_teacher(self.recipe, vocabulary.tokenizer, cache.manifest, cache.path)
+        return CachedTeacher(cache, context.device)
+
+
+class CacheVocabulary(Vocabulary):
+    """The tokenizer in a cache."""
+
+    def __init__(self, source: CacheSource) -> None:
+        manifest = source.manifest
+        bound = None if manifest is None or manifest.get("ids_below") is None else int(manifest["ids_below"])
+        super().__init__(source.recipe, source.tokenizer_section if self.is_text(source) else source.section, bound)
+        self._top_k = manifest is not None and manifest.get("kind") != "hidden"
+
+    @staticmethod
+    def is_text(source: CacheSource) -> bool:
+        """Whether the recipe's data need a tokenizer."""
+        return source.recipe.data.source.partition(":")[0] != "synthetic"
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """K tokens were taken among the cache's columns: the format holds that the student has them all."""
+        found = super().match(teacher_rows, student_rows)
+        return found._replace(columns=None) if self._top_k else found
+
+
+def section_to_load(recipe: Recipe) -> TeacherSection:
+    """The section of the recipe's teacher as one to load: of a cache, the model that makes it.
+
+    Raises:
+        ValueError: it does not say whose words the cache holds.
+    """
+    section = recipe.teacher
+    if not section.is_cached:
+        return section
+    if section.model is None and section.init != "random":
+        raise ValueError("teacher.model: expected the teacher to run over the data beside type: cache, got none")
+    return section.model_copy(update={"type": "model", "path": None})
+
+
+def maker_section(recipe: Recipe) -> TeacherSection:
+    """The section of the recipe's teacher as one to load: of a complete cache, the model that made it.
+
+    Raises:
+        ValueError: there is no complete cache.
+    """
+    return maker_of(recipe.teacher) if recipe.teacher.is_cached else recipe.teacher

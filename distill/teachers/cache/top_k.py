@@ -1,0 +1,170 @@
+"""Targets that are K stored tokens of each position, in the fused top-k loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TokenStats
+
+from distill.models.head import LogitTransform
+from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
+from distill.teachers.losses import LogitTransforms, LossSpec, TargetLoss, build_loss, soft_terms
+from distill.teachers.measure import over_stored
+
+
+class TopKTargets(NamedTuple):
+    """K tokens of each position of a batch, and figures of the whole distribution.
+
+    Attributes:
+        ids: int32 [B, S, K].
+        logprobs: fp32 [B, S, K].
+        entropy, label_logprob: fp32 [B * S], 0 where nothing is learned.
+        surplus: fp32 [B * S], by how much a loss of sampled weights is above the full one on average; None otherwise.
+    """
+
+    ids: torch.Tensor
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    label_logprob: torch.Tensor
+    surplus: torch.Tensor | None = None
+
+
+class TopKFormat(TargetFormat):
+    """The divergence to K stored tokens of each position, and the hard labels.
+
+    `divergence` among the statistics is at the loss's temperature: that of `FusedTopKKLLoss`, over K + 1 outcomes or K;
+    of sampled tokens an unbiased estimate of the full one. The teacher's entropy and cross-entropy are exact: stored.
+
+    Args:
+        manifest: of the cache.
+    """
+
+    def __init__(self, manifest: Mapping[str, Any]) -> None:
+        self.manifest = manifest
+        self.tail, self.temperature = manifest["tail"], float(manifest["temperature"])
+        self.transform = LogitTransform(manifest["scale"], manifest["softcap"])
+        self.columns = int(manifest["vocabulary"])
+        self.measure = over_stored(manifest)
+        at = f"at temperature {self.temperature:g}"
+        # K tokens are not the whole distribution
+        self.caveat = {
+            "bucket": f"over the stored tokens and all others as one, {at}: at most the full divergence",
+            "renormalize": f"over the stored tokens alone, {at}: blind to what the student does elsewhere",
+            "sampled": f"estimates of the full forward KL from sampled tokens, {at}, unbiased; no reverse KL; "
+            "agreement is with a drawn token of most weight, where probabilities are flat not always the likeliest",
+        }[self.tail]
+
+    @property
+    def terms(self) -> frozenset[str]:
+        """Forward KL; reverse KL too unless the tokens were sampled."""
+        return frozenset(["forward_kl"] if self.tail == "sampled" else ["forward_kl", "reverse_kl"])
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+        """Over the columns that the stored tokens were taken from, all of which the student must have."""
+        if vocab_size is None and rows < self.columns:
+            raise ValueError(
+                f"teacher.path: the cache's probabilities are over {self.columns:,} tokens, and the student's head has "
+                f"{rows:,} rows; make the cache with this student in the recipe"
+            )
+        columns = vocab_size or self.columns
+        return Pairing(student, columns, None if columns == max(rows, self.columns) else columns)
+
+    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+        """`FusedTopKKLLoss`, or the plain loss of hard labels alone."""
+        return top_k_loss(build_loss(section, LogitTransforms(pairing.student, self.transform)), self)
+
+    def held_out(self, pairing: Pairing) -> TargetLoss:
+        """Forward KL over the stored outcomes with its statistics, and the reverse KL (NaN where sampled)."""
+        return HeldOutTopK(self.tail, self.temperature, pairing.student)
+
+    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+        """Its statistics are completed by what was stored."""
+        targets: Any = call.inputs.targets
+        arguments = pairing.arguments(call)
+        if targets is None:  # hard labels alone
+            return loss(call.hidden, call.head.weight, labels=call.labels, **arguments)
+        result = loss(call.hidden, call.head.weight, targets.ids, targets.logprobs, call.labels, **arguments)
+        if not call.inputs.statistics:
+            return result
+        value, statistics = result
+        return value, completed(statistics, targets, sum(loss.objective.divergence_weights))
+
+
+def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
+    """The statistics with the teacher's stored figures in the places that K tokens cannot fill.
+
+    Args:
+        statistics: `TokenStats`, or those of a held-out loss.
+        targets: of the batch.
+        weight: of the divergence in the loss.
+    """
+    if isinstance(statistics, TokenStats):
+        divergence = (
+            statistics.divergence if targets.surplus is None else statistics.divergence - weight * targets.surplus
+        )
+        return statistics._replace(
+            divergence=divergence, teacher_entropy=targets.entropy, teacher_label_logprob=targets.label_logprob
+        )
+    *first, reverse = statistics
+    return (*completed(TokenStats(*first), targets, weight), reverse)
+
+
+def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistillationLoss:
+    """The loss over K stored tokens that stands for `loss`; one without a divergence stays as it is.
+
+    Raises:
+        ValueError: a term that K tokens cannot give, or a temperature at which they were not taken.
+    """
+    soft = soft_terms(loss.terms)
+    hard = sum(term.weight for term in loss.terms if term.type == "cross_entropy")
+    if not soft:
+        return loss
+    kinds = {term.type for term in soft}
+    if len(kinds) > 1 or kinds - format.terms:
+        got = " + ".join(f"{term.weight:g} {term.type}" for term in soft)
+        raise ValueError(
+            f"loss.terms: expected {' or '.join(sorted(format.terms))}, alone or with cross_entropy, since the cache "
+            f"holds K tokens of each distribution (tail: {format.tail}); got {got}; a cache made with --hidden takes "
+            "every term"
+        )
+    settings = loss.objective
+    if format.temperature != settings.temperature:
+        raise ValueError(
+            f"loss.temperature: the cache's probabilities are at temperature {format.temperature:g}, the recipe's loss "
+            f"is at {settings.temperature:g}; cache again at that temperature, or with --hidden, which serves every one"
+        )
+    return FusedTopKKLLoss(
+        soft[0].type.removesuffix("_kl"),
+        format.tail,
+        format.temperature,
+        scale_by_temperature_squared=settings.weights[0] != settings.divergence_weights[0] or format.temperature == 1.0,
+        divergence_weight=sum(term.weight for term in soft),
+        ce_weight=hard,
+        label_smoothing=settings.label_smoothing,
+        z_loss=settings.z_loss,
+        ignore_index=loss.ignore_index,
+        reduction=loss.reduction,
+        student_logit_scale=settings.student_scale,
+        student_softcap=settings.student_softcap or None,
+    )
+
+
+class HeldOutTopK(FusedTopKKLLoss):
+    """Forward KL over the stored outcomes with its statistics, and the reverse KL as one statistic more."""
+
+    def __init__(self, tail: str, temperature: float, student: LogitTransform) -> None:
+        shape = {"student_logit_scale": student.scale, "student_softcap": student.softcap}
+        super().__init__("forward", tail, temperature, scale_by_temperature_squared=False, **shape)  # type: ignore[arg-type]
+        self.reverse: FusedTopKKLLoss | None = None
+        if tail != "sampled":
+            self.reverse = FusedTopKKLLoss("reverse", tail, temperature, scale_by_temperature_squared=False, **shape)  # type: ignore[arg-type]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `FusedTopKKLLoss` with `return_stats`."""
+        loss, statistics = super().forward(*args, **kwargs)
+        if self.reverse is None:
+            return loss, (*statistics, torch.full_like(statistics.divergence, torch.nan))
+        _, reverse = self.reverse(*args, **kwargs)
+        return loss, (*statistics, reverse.divergence)

@@ -1,0 +1,71 @@
+"""What two tokenizers' vocabularies share, by the bytes of their tokens."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from distill.data.chat import load_template
+from distill.teachers.cross.alignment import Shared, shared_tokens
+from distill.teachers.cross.encode import Reader, end_pairs
+
+
+class Vocabularies(NamedTuple):
+    """What two vocabularies share.
+
+    Attributes:
+        shared: the ids of the same tokens.
+        ends: of these the pairs that end a turn or a text, whatever their texts.
+        student_tokens, teacher_tokens: how many there are of each.
+    """
+
+    shared: Shared
+    ends: tuple[tuple[int, int], ...]
+    student_tokens: int
+    teacher_tokens: int
+
+    def __str__(self) -> str:
+        count = len(self.shared.student)
+        return (
+            f"two tokenizers, compared by bytes: {count:,} tokens are the same, {count / self.student_tokens:.1%} of "
+            f"the student's {self.student_tokens:,} and {count / self.teacher_tokens:.1%} of the teacher's "
+            f"{self.teacher_tokens:,}; the rest by sorted probabilities"
+        )
+
+
+def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
+    """What the vocabularies of two readers share."""
+    ends = end_pairs(student, teacher)
+    return Vocabularies(
+        shared_tokens(student.spelled, teacher.spelled, ends),
+        ends,
+        sum(token is not None for token in student.spelled),
+        sum(token is not None for token in teacher.spelled),
+    )
+
+
+def readers_of(student_tokenizer: Any, teacher_tokenizer: Any, chat_template: str) -> tuple[Reader, Reader]:
+    """How both models read; `chat_template` as of the recipe's data section, `tokenizer` meaning each its own.
+
+    Raises:
+        ValueError: a tokenizer whose tokens are not bytes, or a template that is none.
+    """
+    return (
+        Reader(student_tokenizer, load_template(chat_template, student_tokenizer), "student.model"),
+        Reader(teacher_tokenizer, load_template(chat_template, teacher_tokenizer), "teacher.model"),
+    )
+
+
+def require_rows(reader: Reader, rows: int) -> None:
+    """Hold that each id of a tokenizer has a row in its model's head. Added tokens that no text needs may lack one.
+
+    Raises:
+        ValueError: one has none.
+    """
+    added = reader.tokenizer.added_tokens_decoder
+    last = max(n for n in reader.tokenizer.get_vocab().values() if n not in added or n == reader.end)
+    if last >= rows:
+        side = reader.side.removesuffix(".model")
+        raise ValueError(
+            f"{side}.model: expected a row of the head for each of its tokenizer's ids, up to {last:,}; got {rows:,} "
+            "rows"
+        )

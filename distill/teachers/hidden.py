@@ -1,0 +1,117 @@
+"""Targets that are hidden states: one teacher's last hidden states [B, S, hidden] and its head, in the fused losses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from distill.models.head import HeadWeights, LogitTransform, find_head, whole
+from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
+from distill.teachers.losses import DIVERGENCES, HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
+
+
+class TeacherHead(Protocol):
+    """A teacher's head as a handle that is opened inside the loss.
+
+    Attributes:
+        rows: of its weight.
+    """
+
+    rows: int
+
+    def open(self) -> contextlib.AbstractContextManager[HeadWeights]:
+        """Its weights, gathered while the context lasts."""
+        ...
+
+
+class ModelHead:
+    """The head of a loaded model, which may be sharded."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.rows = len(find_head(model).linear.weight)  # type: ignore[arg-type]
+
+    def open(self) -> contextlib.AbstractContextManager[HeadWeights]:
+        """Gathered on entry, cut again on exit; what happens to the model's head meanwhile is seen."""
+        return whole(find_head(self.model))
+
+
+class StoredHead:
+    """A head whose weights are at hand."""
+
+    def __init__(self, weights: HeadWeights) -> None:
+        self.weights, self.rows = weights, len(weights.weight)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[HeadWeights]:
+        """As they are."""
+        yield self.weights
+
+
+class HiddenFormat(TargetFormat):
+    """One teacher's last hidden states, and its head.
+
+    Args:
+        head: of the teacher.
+        transform: how its logits follow from the head's product.
+    """
+
+    def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
+        self.head, self.transform = head, transform
+
+    @property
+    def terms(self) -> frozenset[str]:
+        """Every divergence."""
+        return DIVERGENCES
+
+    def transforms(self, pairing: Pairing) -> LogitTransforms:
+        """Scale and soft cap of both models."""
+        return LogitTransforms(pairing.student, self.transform)
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+        """Over the columns that both heads have."""
+        return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
+
+    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+        """The fused loss of full distributions."""
+        return build_loss(section, self.transforms(pairing))
+
+    def held_out(self, pairing: Pairing) -> TargetLoss:
+        """Forward KL with its statistics, and the reverse KL."""
+        return HeldOutLoss(self.transforms(pairing))
+
+    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+        """Against the teacher's hidden states; its head is not used where the loss has no divergence."""
+        with self.head.open() as teacher:
+            both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
+            return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))
+
+    def logits(self, targets: torch.Tensor) -> torch.Tensor:
+        """fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""
+        with self.head.open() as teacher:
+            z: Any = nn.functional.linear(targets.to(teacher.weight.dtype), teacher.weight, teacher.bias).float()
+        z = z * self.transform.scale
+        cap = self.transform.softcap
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+
+def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | None) -> Pairing:
+    """Over `vocab_size` columns, or as many as the smallest head has.
+
+    Args:
+        student: how it makes logits.
+        rows: of each head, by whose it is.
+        vocab_size: columns asked for.
+
+    Raises:
+        ValueError: more than a head has.
+    """
+    smallest = min(rows.values())
+    if vocab_size is not None and not 0 < vocab_size <= smallest:
+        raise ValueError(f"vocab_size: expected 1 to {smallest} (heads: {rows}), got {vocab_size}")
+    columns = vocab_size or smallest
+    return Pairing(student, columns, None if columns == max(rows.values()) else columns)

@@ -1,0 +1,120 @@
+"""From a recipe's `loss` section to the fused losses of `distill_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
+
+from distill.models.head import LogitTransform
+from distill.recipe.loss import Loss
+
+KL = ({"forward_kl"}, {"reverse_kl"})
+STATISTICS = TokenStats._fields
+DIVERGENCES = frozenset({"forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd"})
+
+LossSpec = Loss | Mapping[str, object] | Sequence[LossTerm] | str | FusedDistillationLoss
+
+
+class TargetLoss(Protocol):
+    """A loss module: its terms with their weights, and the kernels' settings."""
+
+    objective: Any
+
+    @property
+    def terms(self) -> Sequence[LossTerm]:
+        """Each with its weight."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As its format calls it."""
+        ...
+
+
+class LogitTransforms(dict[str, Any]):
+    """Scale and soft cap of both models' logits, by the names of the fused losses' arguments."""
+
+    def __init__(self, student: LogitTransform, teacher: LogitTransform) -> None:
+        super().__init__(
+            student_logit_scale=student.scale, student_softcap=student.softcap,
+            teacher_logit_scale=teacher.scale, teacher_softcap=teacher.softcap,
+        )  # fmt: skip
+
+
+def loss_terms(loss: Loss) -> list[LossTerm]:
+    """The recipe's terms as the kernels take them; terms of weight 0 are left out."""
+    return [
+        LossTerm(term.type, term.weight, beta=getattr(term, "beta", None), alpha=getattr(term, "alpha", None))
+        for term in loss.terms
+        if term.weight > 0
+    ]
+
+
+def build_loss(loss: LossSpec, transforms: Mapping[str, Any]) -> FusedDistillationLoss:
+    """The fused loss for two models that make their logits as `transforms` says.
+
+    Raises:
+        ValueError: a ready-made loss that treats the logits in another way.
+    """
+    if isinstance(loss, FusedDistillationLoss):
+        _check_transforms(loss, transforms)
+        return loss
+    if isinstance(loss, str):
+        loss = {"terms": [{"type": loss}]}
+    if isinstance(loss, Mapping):
+        loss = Loss.model_validate(loss)
+    if not isinstance(loss, Loss):
+        return FusedDistillationLoss(list(loss), **transforms)
+    return FusedDistillationLoss(
+        loss_terms(loss),
+        temperature=loss.temperature,
+        scale_by_temperature_squared=loss.scale_by_temperature_squared,
+        label_smoothing=loss.label_smoothing,
+        z_loss=loss.z_loss,
+        **transforms,
+    )
+
+
+class HeldOutLoss(FusedDistillationLoss):
+    """Forward KL with its statistics, and the reverse KL as one statistic more."""
+
+    def __init__(self, transforms: Mapping[str, Any]) -> None:
+        super().__init__([LossTerm("forward_kl", 1.0)], **transforms)
+        self.reverse = FusedDistillationLoss([LossTerm("reverse_kl", 1.0)], **transforms)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `FusedDistillationLoss` with `return_stats`."""
+        loss, statistics = super().forward(*args, **kwargs)
+        _, reverse = self.reverse(*args, **kwargs)
+        return loss, (*statistics, reverse.divergence)
+
+
+def soft_terms(terms: Sequence[LossTerm]) -> list[LossTerm]:
+    """Those that compare with the teacher."""
+    return [term for term in terms if term.type != "cross_entropy" and term.weight > 0]
+
+
+def is_soft(loss: Loss) -> bool:
+    """Whether a recipe's loss asks the teacher at all."""
+    return any(term.weight > 0 and term.type != "cross_entropy" for term in loss.terms)
+
+
+def _check_transforms(loss: FusedDistillationLoss, transforms: Mapping[str, Any]) -> None:
+    """A ready-made loss must treat the logits as these two models do."""
+    for name, expected in transforms.items():
+        field = name.replace("_logit_scale", "_scale")
+        if getattr(loss.objective, field) != (expected or 0.0):
+            raise ValueError(f"loss.{name}: expected {expected} for these models, got {getattr(loss.objective, field)}")
+
+
+def scaled_by_temperature(loss: FusedDistillationLoss) -> bool:
+    """Whether the divergences of a loss are multiplied by T^2."""
+    settings = loss.objective
+    return settings.weights != settings.divergence_weights or settings.temperature == 1.0
+
+
+def zero_like(hidden: torch.Tensor) -> torch.Tensor:
+    """A scalar 0 in at least float32, to add losses up in."""
+    return hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -1,0 +1,312 @@
+"""One loaded model as a teacher: on the device, in shards, in 8 bits or in host memory.
+
+What it takes, with P parameters, D of them in the decoder's linear layers, b the bytes of a weight as loaded:
+
+    resident       P b
+    fp8, int8      D + (P - D) b                  the linear layers but the head in one byte
+    quantised      D bits / 8 + (P - D) b         a checkpoint's own bits; where they are not known it counts as loaded
+    offloaded      (P - layers) b + 2 x (largest layer) b      and the layers' b bytes each in host memory
+
+An fp8 teacher is loaded in 16 bits and quantised when both models are there; a layer at a time where that does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from distill.core import console
+from distill.core.ranks import is_first
+from distill.core.units import GIB
+from distill.generation.answers import generate
+from distill.models.fingerprint import model_identity
+from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
+from distill.models.head import last_hidden, probe_logits
+from distill.models.load import kept_layers, load_student, load_teacher
+from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
+from distill.models.pruning import cut_layers
+from distill.models.quantised import check_quantisation, method_of, quantisation_of
+from distill.models.shape import USABLE, Shape
+from distill.models.sharding import is_sharded
+from distill.models.work import Work, count_text, parameters_of, work_of
+from distill.recipe import Generate, ModelSection, Recipe, Student
+from distill.recipe import Teacher as TeacherSection
+from distill.recipe.models import EIGHT_BITS
+from distill.teachers.base import (
+    Batch,
+    CutStudent,
+    Footprint,
+    FootprintContext,
+    OpenContext,
+    Pairing,
+    SmallerTeacher,
+    Teacher,
+    TeacherSource,
+)
+from distill.teachers.fp8_cost import quantise_and_measure
+from distill.teachers.hidden import HiddenFormat, ModelHead
+from distill.teachers.identity import model_name, teacher_identity
+from distill.teachers.sharded import load_sharded_teacher
+from distill.teachers.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from distill.models.precision import Precision
+
+
+class LoadedTeacher(Teacher):
+    """A causal language model, frozen and in eval mode.
+
+    Args:
+        model: of transformers, on its device; put in eval mode.
+        field: of the recipe that names it.
+        tokenizer: to put questions by; None where it is not asked any.
+        fp8: whether its linear layers are still to be quantised.
+    """
+
+    def __init__(self, model: nn.Module, *, field: str = "teacher", tokenizer: Any = None, fp8: bool = False) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.models: Mapping[str, nn.Module] = {field: model}
+        self.tokenizer, self.fp8 = tokenizer, fp8
+        self.format = HiddenFormat(ModelHead(model), probe_logits(model, field))
+
+    def targets(self, batch: Batch) -> torch.Tensor:
+        """Its last hidden states, [B, S, hidden]."""
+        return last_hidden(self.model, batch)
+
+    def work(self) -> Work | None:
+        """Of one forward pass."""
+        return work_of(self.model, trains=False)
+
+    def parameters_text(self) -> str:
+        """How many parameters."""
+        return f"{count_text(parameters_of(self.model)[0])} parameters"
+
+    def to(self, device: torch.device) -> None:
+        """Move the model, unless it lies in shards."""
+        if not is_sharded(self.model):
+            self.model.to(device)
+
+    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+        """A copy of some of its layers."""
+        student = load_student(section, teacher=self.model, device=device, dtype=dtype)
+        return CutStudent(student, kept_layers(section, self.model))
+
+    def quantise(self) -> None:
+        """Its linear layers to fp8, where they are to be and are not yet."""
+        if self.fp8 and not is_quantised(self.model):
+            quantise(self.model)
+
+    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+        """What fp8 costs, where its layers are in fp8."""
+        if not self.fp8:
+            return []
+        if is_quantised(self.model):
+            cost = "quantised while it was loaded, since it does not fit whole: the cost is not measured"
+        else:
+            cost = str(quantise_and_measure(self.model, self.format, batch, student, pairing))
+        return [f"{'fp8':<12}{cost}"]
+
+    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+        """Greedy answers; None without a tokenizer."""
+        if self.tokenizer is None or not (is_first() or self.is_collective):
+            return None
+        return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
+
+    @property
+    def is_collective(self) -> bool:
+        """Where it lies in shards."""
+        return is_sharded(self.model)
+
+    def small(self, layers: Sequence[int]) -> LoadedTeacher:
+        """A copy with only these layers."""
+        return LoadedTeacher(shortened(self.model, layers), field=next(iter(self.models)))
+
+    def fingerprint(self) -> dict[str, object]:
+        """Of its weights; every process of a sharded one must call this."""
+        return model_identity(self.model)
+
+
+def shortened(model: Any, layers: Sequence[int]) -> Any:
+    """A copy of `model` with only these layers, negative indices counted from the end; whole where it has so few."""
+    total = int(model.config.get_text_config().num_hidden_layers)
+    indices = sorted({index % total for index in layers}) if total > len(layers) else list(range(total))
+    return cut_layers(model, indices).to(model.device)
+
+
+class ModelSource(TeacherSource):
+    """A model that will be loaded.
+
+    Args:
+        recipe: the run's.
+        section: of the model; None for the recipe's `teacher`.
+        field: of the recipe that names it.
+    """
+
+    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+        self.recipe, self.section, self.field = recipe, section or recipe.teacher, field
+        self.sections = {field: self.section}
+        self.shardable = self.section.offload is None and self.section.dtype != "int8"
+
+    @property
+    def config_section(self) -> ModelSection:
+        """The model itself."""
+        return self.section
+
+    @property
+    def tokenizer_section(self) -> ModelSection:
+        """The model itself."""
+        return self.section
+
+    def meta(self) -> MetaModel:
+        """The model without memory."""
+        return meta_model(meta_config(self.section, self.field), self.field)
+
+    def shapes(self) -> list[Shape]:
+        """Its own."""
+        return [self.meta().shape]
+
+    def vocabulary(self) -> Vocabulary:
+        """The teacher's tokenizer makes the data."""
+        return Vocabulary(self.recipe, self.section)
+
+    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
+        """What 8 bits, a quantised checkpoint or shards rule out."""
+        return loading_problems(self, cuda=cuda, sharded=sharded)
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """See the head of this file."""
+        precision, shape = context.precision, self.meta().shape
+        size = precision.teacher.itemsize
+        return Footprint(
+            weights=weight_bytes(self.section, shape, precision),
+            gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
+            host=float(shape.layered * size) if self.section.offload is not None else 0.0,
+            moved=float(shape.layered * size) if self.section.offload is not None else 0.0,
+            loading=self._loading(context) if self.section.dtype == "fp8" else 0.0,
+            token_bytes=size * shape.hidden,
+            work=self.meta().work,
+        )
+
+    def _loading(self, context: FootprintContext) -> float:
+        """Bytes of the whole teacher in 16 bits beside the student; 0 where that does not fit and goes by layers."""
+        whole = whole_bytes(self, context.precision)
+        return whole if whole <= USABLE * context.memory_bytes else 0.0
+
+    def smaller(self, *, fp8: bool = True) -> list[SmallerTeacher]:
+        """In fp8 (unless that is ruled out), or in host memory; none of one that is held so already."""
+        recipe, section = self.recipe, self.section
+        if section.offload is not None or section.dtype in EIGHT_BITS:
+            return []
+        moved = self.meta().shape.layered * (4 if section.dtype == "float32" else 2) / GIB
+        in_fp8 = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": "fp8"})})
+        copied = recipe.parallel.model_copy(update={"teacher": "copied"})
+        offloaded = section.model_copy(update={"offload": "cpu"})
+        ways = [
+            SmallerTeacher(
+                "teacher.dtype=fp8", in_fp8, "teacher.dtype to fp8, half of the teacher's layers",
+                "moves the teacher a little: the run prints by how much",
+            ),
+            SmallerTeacher(
+                "teacher.offload=cpu", recipe.model_copy(update={"teacher": offloaded, "parallel": copied}),
+                "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead",
+                f"{moved:.1f} GiB cross the bus in every micro-batch", same_targets=True,
+            ),
+        ]  # fmt: skip
+        return ways if fp8 else ways[1:]
+
+    def identity(self) -> dict[str, object]:
+        """Name, revision, adapter, and the hash of its files where they lie on this machine."""
+        return teacher_identity(self.section)
+
+    def title(self) -> str:
+        """The model's name."""
+        return model_name(self.section)
+
+    def size_text(self) -> str:
+        """Parameters."""
+        return f"{self.meta().shape.parameters / 1e6:,.2f} M parameters"
+
+    def open(self, context: OpenContext, vocabulary: Vocabulary) -> LoadedTeacher:
+        """Load it as its section and the sharing say; a sharded one is patched here, since it is cut while loading."""
+        model = self._load(context)
+        fp8 = self.section.dtype == "fp8"
+        return LoadedTeacher(model, field=self.field, tokenizer=vocabulary.teacher_tokenizer, fp8=fp8)
+
+    def _load(self, context: OpenContext) -> Any:
+        device, dtype = context.device, context.precision.teacher
+        if context.sharing.teacher_sharded:
+            model, report = load_sharded_teacher(
+                self.section, device=device, dtype=dtype,
+                attention=(lambda model: context.attention.of(model, "teacher")) if device.type == "cuda" else None,
+            )  # fmt: skip
+            if report is not None and is_first():
+                console.say(f"{'kernels':<12}teacher: {report}")
+            return model
+        if self.section.dtype == "fp8" and device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            if whole_bytes(self, context.precision) > USABLE * total:
+                return load_a_layer_at_a_time(self.section, device=device, dtype=dtype)
+        return load_teacher(self.section, device=device, dtype=dtype)
+
+
+def whole_bytes(source: ModelSource, precision: Precision) -> float:
+    """Bytes of a teacher as it is loaded, before it is quantised, beside the student."""
+    meta = source.meta()
+    student = meta_student(source.recipe.student, meta.config).shape
+    adapters = student.trained if student.rank else 0
+    weights = (student.parameters - adapters) * precision.student.itemsize + 4 * adapters
+    return float(meta.shape.parameters * precision.teacher.itemsize + weights)
+
+
+def weight_bytes(section: TeacherSection, shape: Shape, precision: Precision) -> float:
+    """Bytes of a loaded teacher on a device that holds it whole, but for layers that are offloaded."""
+    size = precision.teacher.itemsize
+    if section.offload is not None:
+        return float(shape.parameters - shape.layered + 2 * shape.largest_layer) * size
+    bits = 8.0 if section.dtype in EIGHT_BITS else shape.stored_bits
+    saved = 0.0 if bits is None else shape.linear * (size - bits / 8)
+    return shape.parameters * size - saved
+
+
+SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"
+
+
+def loading_problems(source: ModelSource, *, cuda: bool, sharded: bool) -> list[str]:
+    """Why the models' configurations rule the run out, for what is quantised or is to be."""
+    section, student, problems = source.section, source.recipe.student, []
+    if section.dtype == "int8" and not cuda:
+        problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
+    if sharded and section.dtype == "fp8" and source.recipe.parallel.teacher == "sharded":
+        problems.append("teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
+    elif sharded and section.dtype == "fp8":
+        problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
+    if sharded and student.is_cut:
+        problems.append(
+            "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices; cut the "
+            "student where the teacher fits and name it by student.model, or set parallel.teacher to copied"
+        )
+    if section.init == "random":
+        return problems
+    config = source.meta().config
+    try:
+        check_quantisation(config, section, source.field)
+    except ValueError as error:
+        problems.append(str(error))
+    stored = quantisation_of(config)
+    if stored is not None and section.offload is not None:
+        method = method_of(stored)
+        problems.append(f"teacher.offload: cpu needs weights in floating point; the teacher's are {method}")
+    if stored is not None and student.is_cut:
+        problems.append(
+            f"student.from_teacher: the teacher is quantised ({method_of(stored)}), and no layers can be cut out of it"
+            "; name a student that is cut already by student.model"
+        )
+    if student.has_tokenizer:
+        try:
+            check_quantisation(meta_student(student, config).config, student, "student")
+        except ValueError as error:
+            problems.append(str(error))
+    return problems

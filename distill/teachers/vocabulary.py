@@ -1,0 +1,101 @@
+"""Tokenizers of teacher and student: how data are made with them, and whether both models can be compared by them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from distill.data.chat import with_template
+from distill.data.load import Splits, load_data
+from distill.models.load import load_config, load_tokenizer
+from distill.models.vocabulary import compare, extend_student, shared_columns
+from distill.recipe import Data, ModelSection, Recipe
+
+
+class Match(NamedTuple):
+    """How two models' vocabularies meet.
+
+    Attributes:
+        columns: of the vocabulary that are compared; None for what the teacher's format says.
+        verdict: in words.
+    """
+
+    columns: int | None
+    verdict: str
+
+
+def is_synthetic(data: Data) -> bool:
+    """Whether the data are random tokens."""
+    return data.source.partition(":")[0] == "synthetic"
+
+
+class Vocabulary:
+    """Token by token: both models read the same ids.
+
+    Attributes:
+        tokenizer: makes the data, with the chat template that the recipe names; None for random tokens.
+        teacher_tokenizer: puts questions to the teacher.
+    """
+
+    def __init__(self, recipe: Recipe, teacher: ModelSection, id_bound: int | None = None) -> None:
+        """Read the teacher's tokenizer.
+
+        Args:
+            recipe: the run's.
+            teacher: whose tokenizer is read.
+            id_bound: random ids stay below it; None for the smaller of the two vocabularies.
+        """
+        self.recipe, self._teacher, self._id_bound = recipe, teacher, id_bound
+        self.tokenizer: Any = None
+        if not is_synthetic(recipe.data):
+            self.tokenizer = with_template(load_tokenizer(teacher), recipe.data.chat_template)
+        self.teacher_tokenizer = self.tokenizer
+        self.student_tokenizer = self.tokenizer
+
+    @property
+    def id_bound(self) -> int | None:
+        """Ids of random tokens stay below it; None for text."""
+        if self.tokenizer is not None:
+            return None
+        if self._id_bound is not None:
+            return self._id_bound
+        student = self.recipe.student
+        sections: list[tuple[ModelSection, str]] = [(self._teacher, "teacher")]
+        sections += [] if student.is_cut else [(student, "student")]
+        return min(load_config(section, field).get_text_config().vocab_size for section, field in sections)
+
+    def tokenizers(self) -> list[Any] | None:
+        """Of every teacher and, last, of the student, as they were read; None for random tokens."""
+        return None if self.tokenizer is None else [self.tokenizer, self.student_tokenizer]
+
+    def read(self, data: Data, seed: int) -> Splits:
+        """Rows to learn and rows held out."""
+        return load_data(data, self.tokenizer, seed=seed, vocab_size=self.id_bound)
+
+    def prepare(self) -> None:
+        """Compare the tokenizers, before gigabytes are read.
+
+        Raises:
+            ValueError: ids that do not mean the same to both.
+        """
+        student = self.recipe.student
+        if not student.has_tokenizer or self.tokenizer is None:
+            return
+        self.student_tokenizer = load_tokenizer(student, "student")
+        if student.vocabulary != "extend":
+            compare(self.tokenizer, self.student_tokenizer).require()
+
+    def fit(self, student: Any) -> None:
+        """Give a loaded student the tokens that only the teacher has, where the recipe says so."""
+        if self.student_tokenizer is not self.tokenizer and self.recipe.student.vocabulary == "extend":
+            extend_student(student, self.student_tokenizer, self.tokenizer)
+            self.student_tokenizer = self.tokenizer
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """How the heads meet.
+
+        Args:
+            teacher_rows: of each teacher's head.
+            student_rows: of the student's.
+        """
+        shared, verdict = shared_columns(self.tokenizer, self.student_tokenizer, teacher_rows[0], student_rows)
+        return Match(min(shared, *teacher_rows), verdict)

@@ -1,0 +1,107 @@
+"""Which rank hangs? The others wait for it inside of a collective, where they cannot say so themselves.
+
+    with watching(folder, progress=lambda: batches): ...     # on every rank, while it trains
+
+A thread of each rank writes a count of its own, and how many micro-batches it has begun, into a file in the run's
+folder, and reads those of the others. One whose count stands still is stopped, swapped out or dead; one that has begun
+fewer batches than the others, for long, hangs on its own. Either is named, and every rank that sees it ends with code
+1. No checkpoint can be written then: that takes the random state of every rank, from the same moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from distill.core import console
+from distill.core.ranks import world_size
+from distill.training.checkpoints import checkpoints
+
+FOLDER = ".ranks"
+SILENT_S = 120.0  # without a sign of life
+STALLED_S = 1500.0  # behind the others; collectives give up after 1,800
+SIZE = 256
+
+
+@contextlib.contextmanager
+def watching(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
+    """Within it, a rank that hangs ends the run, which says which; nothing where there is one process.
+
+    Args:
+        folder: the run's; ranks of machines that do not share it are not seen.
+        progress: micro-batches that this rank has begun.
+    """
+    if world_size() == 1:
+        yield
+        return
+    ends = threading.Event()
+    thread = threading.Thread(target=_watch, args=(folder, progress, ends), daemon=True, name="watchdog")
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
+def _watch(folder: Path, progress: Callable[[], int], ends: threading.Event) -> None:
+    rank, others = int(os.environ["RANK"]), Others(int(os.environ["RANK"]))
+    for count in itertools.count():
+        begun = progress()
+        own = {"count": count, "begun": begun, "pid": os.getpid(), "host": socket.gethostname()}
+        with contextlib.suppress(OSError):  # a full disk, a folder that is gone: others say so
+            (folder / FOLDER).mkdir(exist_ok=True)
+            (folder / FOLDER / str(rank)).write_text(json.dumps(own).ljust(SIZE))
+        if ends.wait(SILENT_S / 12):
+            return
+        fault = others.fault(folder / FOLDER, begun)
+        if fault is None or ends.is_set():
+            continue
+        last = checkpoints(folder)[-1:]
+        with contextlib.suppress(OSError):
+            after = f"continue from {last[0]} with --resume" if last else "it has no checkpoint"
+            console.complain(f"{fault}; the run ends; {after}")
+            sys.stdout.flush()
+        os._exit(1)  # the main thread waits for that rank
+
+
+class Others:
+    """What the files of the other ranks say, and since when by this rank's clock."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._seen: dict[int, tuple[dict[str, Any], float, float, bool]] = {}  # file, its counts' last changes, lives
+        self._begun = (-1, 0.0)
+
+    def fault(self, folder: Path, begun: int) -> str | None:
+        """Which rank hangs, in words; None where none does."""
+        now = time.monotonic()
+        if begun != self._begun[0]:
+            self._begun = (begun, now)
+        for rank in range(world_size()):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                there = json.loads((folder / str(rank)).read_text())
+                before, heard, moved, lives = self._seen.get(rank, (there, now, now, False))
+                lives = lives or there["count"] != before["count"]
+                heard = now if there["count"] != before["count"] else heard
+                moved = now if there["begun"] != before["begun"] else moved
+                self._seen[rank] = (there, heard, moved, lives)
+                if rank == self.rank or not lives:  # what an earlier run left says nothing
+                    continue
+                who = f"rank {rank} (process {there['pid']} on {there['host']})"
+                if now - heard > SILENT_S:
+                    return f"{who} has given no sign of life for {now - heard:.0f} s: stopped, or its machine is gone"
+                if there["begun"] < begun and min(now - moved, now - self._begun[1]) > STALLED_S:
+                    return f"{who} hangs: for {now - moved:.0f} s it has not begun a batch that others wait with"
+        return None

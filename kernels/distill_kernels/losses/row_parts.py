@@ -1,0 +1,196 @@
+"""What the row kernels share: divergences elementwise, reading relative logits, the hard-label term, rows left out.
+
+The formulas are those of divergence.py; relative logits and their tiles are described in projection.py.
+"""
+
+from __future__ import annotations
+
+from distill_kernels.launch import HAS_TRITON, tl, triton
+from distill_kernels.layers.fast_math import exp, log_of_normal, reciprocal
+from distill_kernels.losses import divergence, terms
+from distill_kernels.losses.shards import ON_ANOTHER_RANK
+
+if HAS_TRITON:
+    FORWARD_KL = tl.constexpr(terms.FORWARD_KL)
+    REVERSE_KL = tl.constexpr(terms.REVERSE_KL)
+    JSD = tl.constexpr(terms.JSD)
+    SKEW_FORWARD_KL = tl.constexpr(terms.SKEW_FORWARD_KL)
+    SKEW_REVERSE_KL = tl.constexpr(terms.SKEW_REVERSE_KL)
+    TVD = tl.constexpr(terms.TVD)
+    MOST_LOG_RATIO = tl.constexpr(divergence.MOST_LOG_RATIO)
+    ELSEWHERE = tl.constexpr(ON_ANOTHER_RANK)
+
+
+@triton.jit
+def _log_ratio_product(p, log_p, log_q):
+    return tl.where(p > 0.0, p * (log_p - log_q), 0.0)
+
+
+@triton.jit
+def _one_divergence(KIND: tl.constexpr, share, log_s, log_t, p_s, p_t):
+    """`f` and `g` of one divergence, elementwise: `reference_terms` in Triton."""
+    if KIND == FORWARD_KL:
+        g = p_s - p_t
+        f = _log_ratio_product(p_t, log_t, log_s) + g
+    elif KIND == REVERSE_KL:
+        g = _log_ratio_product(p_s, log_s, log_t)
+        f = g - p_s + p_t
+    elif KIND == TVD:
+        difference = p_s - p_t
+        f = 0.5 * tl.abs(difference)
+        g = 0.5 * tl.where(difference > 0.0, p_s, tl.where(difference < 0.0, -p_s, 0.0))
+    else:
+        d = log_t - log_s
+        d = tl.where(d == d, d, 0.0)  # both -inf
+        d = tl.maximum(tl.minimum(d, MOST_LOG_RATIO), -MOST_LOG_RATIO)
+        e = exp(d)
+        teacher_share = share
+        if KIND == SKEW_REVERSE_KL:
+            teacher_share = 1.0 - share
+        q = 1.0 + teacher_share * (e - 1.0)
+        log_q = log_of_normal(q)
+        if KIND == JSD:
+            g = (share - 1.0) * p_s * log_q
+            f = share * p_t * (d - log_q) + g
+        else:
+            m = p_s + teacher_share * (p_t - p_s)
+            if KIND == SKEW_REVERSE_KL:
+                f = m - p_s - p_s * log_q
+                g = p_s * (share * (1.0 - reciprocal(q)) - log_q)
+            else:
+                tl.static_assert(KIND == SKEW_FORWARD_KL)
+                f = p_t * (d - log_q) - p_t + m
+                g = (1.0 - share) * p_s * (1.0 - e * reciprocal(q))
+    return f, g
+
+
+@triton.jit
+def all_divergences(log_s, log_t, weights, shares, KINDS: tl.constexpr):
+    """Weighted sums of `f` and of `g` over the terms, `p_s` and `p_t`."""
+    p_s = exp(log_s)
+    p_t = exp(log_t)
+    f = tl.zeros_like(p_s)
+    g = tl.zeros_like(p_s)
+    for i in tl.static_range(len(KINDS)):
+        f_i, g_i = _one_divergence(KINDS[i], shares[i], log_s, log_t, p_s, p_t)
+        f += weights[i] * f_i
+        g += weights[i] * g_i
+    return f, g, p_s, p_t
+
+
+@triton.jit
+def centred(g, p_s, sums, APART: tl.constexpr):
+    """`g - p_s sum(g)`, as `divergence.centred`: the second and third sum leave out a token of p_s > 1/2."""
+    plain = g - p_s * sums[0]
+    if APART:
+        plain = tl.where(p_s > 0.5, g * sums[2] - p_s * sums[1], plain)
+    return plain
+
+
+@triton.jit
+def normaliser(shift_ptr, total_ptr, tiles, inverse_t, TILES: tl.constexpr):
+    """Row maximum and `log sum exp(z / T)` from the row's tiles."""
+    tile = tl.arange(0, TILES)
+    total = tl.load(total_ptr + tile, mask=tile < tiles, other=0.0)
+    shift = tl.load(shift_ptr + tile, mask=tile < tiles, other=0.0)
+    maximum = tl.max(tl.where(total > 0.0, shift, -float("inf")), 0)
+    parts = tl.where(total > 0.0, total * tl.exp((shift - maximum) * inverse_t), 0.0)
+    return maximum, maximum * inverse_t + tl.log(tl.sum(parts, 0))
+
+
+@triton.jit
+def load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles):
+    """Logits [BLOCK, TILE] of a row; -inf beyond the vocabulary."""
+    values = tl.load(values_ptr + columns, mask=columns < V, other=-float("inf")).to(tl.float32)
+    return values + tl.load(shift_ptr + tile, mask=tile < tiles, other=0.0)[:, None]
+
+
+@triton.jit
+def logit_at(values_ptr, shift_ptr, column, V, TILE: tl.constexpr):
+    """One logit of a row; -inf outside of the vocabulary."""
+    inside = (column >= 0) & (column < V)
+    value = tl.load(values_ptr + column, mask=inside, other=-float("inf")).to(tl.float32)
+    return value + tl.load(shift_ptr + column // TILE, mask=inside, other=0.0)
+
+
+@triton.jit
+def narrow(index, V):
+    """Indices as int32; what 32 bits cannot hold stays outside of 0 to V - 1, and small negative ones as they are."""
+    return tl.maximum(tl.minimum(index.to(tl.int64), V), -3).to(tl.int32)
+
+
+@triton.jit
+def label_logprob(logit, label, lse, V, SHARDED: tl.constexpr):
+    """Log-probability of a label from its logit: NaN outside of the vocabulary, 0 where another rank adds it."""
+    value = tl.where((label >= 0) & (label < V), logit - lse, float("nan"))
+    if SHARDED:
+        value = tl.where(label == ELSEWHERE, 0.0, value)
+    return value
+
+
+@triton.jit
+def not_negative(x):
+    """`max(x, 0)` that keeps NaN."""
+    return tl.where(x < 0.0, 0.0, x)
+
+
+@triton.jit
+def eights(x):
+    """Sums over the eight neighbours that a thread holds: what adds them up needs an eighth of the registers."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 2)
+
+
+@triton.jit
+def hard_gradient(p, columns, label, lse, vocab, hard, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
+    """Gradient of the hard-label term from probabilities at T = 1. `hard`: weight, smoothing, z-loss."""
+    weight, smoothing, z_loss = hard
+    if Z_LOSS:
+        p *= 1.0 + 2.0 * z_loss * lse
+    if SMOOTHED:
+        p -= smoothing / vocab
+    return weight * (p - tl.where(columns == label, 1.0 - smoothing, 0.0))
+
+
+@triton.jit
+def hard_loss(at_label, z_total, lse, once, vocab, hard, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
+    """The hard-label term of a row, from the label's log-probability and the sum of the logits.
+
+    `once` is `lse`, or 0 where another rank adds what belongs to a row and not to its columns.
+    """
+    weight, smoothing, z_loss = hard
+    loss = -(1.0 - smoothing) * at_label
+    if SMOOTHED:
+        loss -= smoothing * (z_total / vocab - once)
+    if Z_LOSS:
+        loss += z_loss * once * lse
+    return weight * loss
+
+
+@triton.jit
+def to_raw(g, z, scale, student_scale, inverse_cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """The gradient for transformed logits, times the row's scale -> for raw ones."""
+    g *= scale
+    if SCALED:
+        g *= student_scale
+    if CAPPED:
+        g *= 1.0 - (z * inverse_cap) * (z * inverse_cap)
+    return g
+
+
+@triton.jit
+def clear_row(row_ptr, V, blocks, within, BLOCK: tl.constexpr):
+    """Zeros over the V columns of a row: a block has the columns `within` [m, n], or `BLOCK` times those of [1, n]."""
+    for block in range(blocks):
+        if within.shape[0] == 1:
+            columns = (block * BLOCK + tl.arange(0, BLOCK))[:, None] * within.shape[1] + within
+        else:
+            columns = block * BLOCK + within
+        nothing = tl.zeros(columns.shape, row_ptr.dtype.element_ty)
+        tl.store(row_ptr + columns, nothing, mask=columns < V)
+
+
+@triton.jit
+def store_figures(stats_ptr, stats_stride, row, figures):
+    """One row's `TokenStats`."""
+    for i in tl.static_range(7):
+        tl.store(stats_ptr + i * stats_stride + row, figures[i])

@@ -1,0 +1,70 @@
+"""Operands as kernels take them: plain tensors whose elements lie side by side, differentiated once.
+
+Kernels address a vector as `ptr + row` and a row as `ptr + row * stride + column`. `flatten()` and `reshape(-1)` return
+a 1-D view as it is, so that a column of a table, every other element or an expanded number would be read as if its
+neighbours in memory were its elements: `rows_of` is what a launcher passes every such operand through.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+
+
+@overload
+def rows_of(tensor: torch.Tensor) -> torch.Tensor: ...
+@overload
+def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
+def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """`tensor` [..., n] with the elements of its last dimension side by side; itself where they are, else a copy.
+
+    Strides of the other dimensions stay as they are unless it is copied; a vector of one element may keep any stride.
+    """
+    if tensor is None or tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()
+
+
+def has_aligned_rows(matrix: torch.Tensor) -> bool:
+    """True where the copy engine (TMA) takes `matrix` as it is: adjacent elements, 16-byte base and stride."""
+    apart = matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and apart
+
+
+def check_tensor(name: str, tensor: object) -> None:
+    """Refuse what has no memory of its own for a kernel to read.
+
+    Raises:
+        ValueError: if `tensor` is no dense `torch.Tensor` (a numpy array, a list, sparse), or one that `torch.vmap` or
+            `torch.func.grad` stand behind.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name}: expected a torch.Tensor, got {type(tensor).__module__}.{type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got layout {tensor.layout}")
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise ValueError(
+            f"{name}: expected a plain tensor, got one inside torch.vmap or torch.func.grad: kernels make their own "
+            f"gradients, once; use torch.autograd.grad or backward(), and a batch dimension in place of vmap"
+        )
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For a backward whose result autograd cannot differentiate: `create_graph=True` raises in place of a constant.
+
+    (`once_differentiable` raises only where the upstream gradient itself needs one, which that of a scalar does not.)
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *upstream: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "create_graph: expected False, since this gradient comes from a kernel and has none of its own, "
+                "got True (for a gradient penalty compute the loss in plain PyTorch)"
+            )
+        return backward(ctx, *upstream)
+
+    return checked

@@ -1,0 +1,271 @@
+"""One run, one writer: two at once, processes whose launcher is killed, a rank that hangs, a folder that is deleted."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import RECIPE, finished_run
+
+from distill import run as run_module
+from distill.cli import run_command
+from distill.core import ranks, run_lock
+from distill.core.faults import RunError
+from distill.core.run_lock import RunLock
+from distill.training.progress import read_metrics
+from distill.training.trainer import DistillationTrainer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return finished_run(tmp_path_factory.mktemp("locking"), RECIPE)
+
+
+@pytest.fixture
+def workplace(finished, tmp_path, monkeypatch):
+    folder = shutil.copytree(finished, tmp_path / "copy")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
+    return folder
+
+
+# ------------------------------------------------------------------ the lock
+
+
+def test_a_second_resume_is_refused_and_told_who_holds_the_run(workplace, capsys):
+    folder = workplace / "runs/whole"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    with RunLock(folder) as held:
+        held.take()
+        assert run_command(["run", "r.yaml", "--name", "whole", "--resume"]) == 1
+        err = capsys.readouterr().err
+        assert f"runs/whole: another process writes there (process {os.getpid()} on " in err and err.count("\n") == 1
+        assert {path: path.read_bytes() for path in before} == before
+    assert run_command(["run", "r.yaml", "--name", "whole", "--resume"]) == 0
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from distill.core.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+(lock.take if sys.argv[2] == "take" else lock.share)()
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def holder(folder, how="take"):
+    """A process that holds the lock of a folder."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-c", HOLDS, str(folder), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_lock_ends_with_the_last_of_its_processes(tmp_path):
+    first = holder(tmp_path / "x")
+    with pytest.raises(RunError, match=rf"\(process {first.pid} on "):
+        RunLock(tmp_path / "x").take()
+    first.kill()
+    first.wait()
+    with RunLock(tmp_path / "x") as ours:
+        ours.take()
+        ours.share()
+        second = holder(tmp_path / "x", "share")
+    with pytest.raises(RunError, match="another process writes there"):
+        RunLock(tmp_path / "x").take()
+    second.kill()
+    second.wait()
+    with RunLock(tmp_path / "x") as ours:
+        ours.take()
+
+
+def test_a_data_worker_does_not_hold_it(tmp_path):
+    with RunLock(tmp_path / "x") as held:
+        held.take()
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with RunLock(tmp_path / "x") as again:
+            again.take()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("locks", [None, True], ids=["no locks", "locks of another machine unseen"])
+def test_where_the_system_cannot_tell_a_count_that_goes_up_does(tmp_path, monkeypatch, locks):
+    monkeypatch.setattr(run_lock, "try_lock", lambda handle, shared=False: locks)
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
+    with RunLock(tmp_path / "x") as held:
+        held.take()
+        if locks:
+            monkeypatch.setattr(run_lock.socket, "gethostname", lambda: "another")
+        with pytest.raises(RunError, match="another process writes there"):
+            RunLock(tmp_path / "x").take()
+        left = (tmp_path / "x/.lock").read_bytes()
+    (tmp_path / "x/.lock").write_bytes(left)  # as if that machine had gone
+    with RunLock(tmp_path / "x") as after:
+        after.take()
+
+
+def test_a_start_that_was_killed_before_its_recipe_can_be_started_again(workplace, monkeypatch):
+    """Neither --resume (no recipe.yaml) nor --name (lock.yaml was there) took such a folder."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args, **kwargs):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "write_text", killed)
+        with pytest.raises(Killed):
+            run_command(["run", "r.yaml", "--name", "early"])
+    assert [path.name for path in (workplace / "runs/early").iterdir()] == [".lock"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "lock_text", killed)
+        with pytest.raises(Killed):
+            run_command(["run", "r.yaml", "--name", "early"])
+    assert run_command(["run", "r.yaml", "--name", "early", "--resume"]) == 0
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_folder_that_is_deleted_under_a_run_ends_it_in_a_line(workplace, monkeypatch, capsys, moved):
+    step = DistillationTrainer.training_step
+
+    def delete(self, *arguments, **more):
+        if self.state.global_step == 2:
+            shutil.move("runs/gone", "elsewhere") if moved else shutil.rmtree("runs/gone")
+        return step(self, *arguments, **more)
+
+    monkeypatch.setattr(DistillationTrainer, "training_step", delete)
+    assert run_command(["run", "r.yaml", "--name", "gone"]) == 1
+    err = capsys.readouterr().err
+    assert "runs/gone: the folder of this run was deleted or moved" in err and err.count("\n") == 1
+
+
+def test_resume_if_any_starts_and_goes_on(workplace, capsys):
+    assert run_command(["run", "r.yaml", "--resume-if-any"]) == 2
+    assert "--resume-if-any: needs --name" in capsys.readouterr().err
+    for expected in ("step 4/4", "continuing from runs/new/checkpoint-4"):
+        assert run_command(["run", "r.yaml", "--name", "new", "--resume-if-any"]) == 0
+        assert expected in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ several processes
+
+
+LONG = RECIPE.replace("steps: 4,", "steps: 300,").replace("save_every: 2", "save_every: null")
+START = "import sys; from distill.core.launch import start; sys.exit(start(2, sys.argv[1:]))"
+HANGS = """
+import sys
+from distill.training import watchdog
+watchdog.SILENT_S = 3.0
+from distill.__main__ import main
+main()
+"""
+
+
+def two(workplace, name, code=("-c", START), **more):
+    """A run of two processes; `code` starts them."""
+    (workplace / "long.yaml").write_text(LONG)
+    environment = {key: value for key, value in os.environ.items() if key not in ranks.LAUNCHED}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CUDA_VISIBLE_DEVICES": "",
+                    "OMP_NUM_THREADS": "1"}  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    with (workplace / f"{name}.txt").open("w") as out:
+        command = [sys.executable, *code, "run", "long.yaml", "--name", name]
+        return subprocess.Popen(command, cwd=workplace, env=environment, stdout=out, stderr=subprocess.STDOUT, **more)
+
+
+def trains(workplace, name, process, steps=3):
+    """Wait until some steps are made; returns the processes that make them."""
+    metrics, until = workplace / "runs" / name / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):
+        assert process.poll() is None and time.monotonic() < until, (workplace / f"{name}.txt").read_text()
+        time.sleep(0.05)
+    return [each for each in psutil.Process(process.pid).children(recursive=True) if "run" in each.cmdline()]
+
+
+def test_processes_whose_launcher_is_killed_end_with_a_checkpoint(workplace):
+    process = two(workplace, "orphans")
+    workers = trains(workplace, "orphans", process)
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    with pytest.raises(RunError, match="another process writes there"):
+        RunLock(workplace / "runs/orphans").take()
+    assert not psutil.wait_procs(workers, timeout=60)[1]
+    said = (workplace / "orphans.txt").read_text()
+    assert "is gone, so this run ends too" in said and "stopped by SIGTERM" in said, said
+    (last,) = (workplace / "runs/orphans").glob("checkpoint-*")
+    assert run_command(["verify", "orphans"]) == 0
+    rows = [row["step"] for row in read_metrics(workplace / "runs/orphans/metrics.jsonl")]
+    assert rows == list(range(1, int(last.name.split("-")[1]) + 1))
+    with RunLock(workplace / "runs/orphans") as ours:
+        ours.take()
+
+
+def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
+    (workplace / "hangs.py").write_text(HANGS)
+    code = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    process = two(workplace, "hung", [*code, "hangs.py"])
+    workers = trains(workplace, "hung", process)
+    hung = next(each for each in workers if each.environ().get("RANK") == "1")
+    hung.suspend()
+    assert process.wait(timeout=120) != 0
+    said = (workplace / "hung.txt").read_text()
+    assert f"distill: rank 1 (process {hung.pid} on " in said and "has given no sign of life" in said, said
+    assert "it has no checkpoint" in said
+    assert not psutil.wait_procs(workers, timeout=60)[1]
+
+
+def test_a_launcher_that_restarts_goes_on_by_itself(workplace, monkeypatch):
+    """torchrun --max-restarts, a rank killed, the same bits."""
+    (workplace / "once.py").write_text(
+        "import os, sys\n"
+        "from distill.training.trainer import DistillationTrainer\n"
+        "step = DistillationTrainer.training_step\n"
+        "def dies(self, *a, **k):\n"
+        "    if os.environ['RANK'] == '1' and self.state.global_step == 3 and not os.path.exists('died'):\n"
+        "        open('died', 'w').close()\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return step(self, *a, **k)\n"
+        "if os.environ.get('DIES'):\n"
+        "    DistillationTrainer.training_step = dies\n"
+        "from distill.__main__ import main\n"
+        "main()\n"
+    )
+    short = LONG.replace("steps: 300", "steps: 6").replace("save_every: null", "save_every: 2")
+    code = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    monkeypatch.setitem(globals(), "LONG", short)
+    plain = two(workplace, "plain", [*code, "once.py"])
+    assert plain.wait(timeout=300) == 0, (workplace / "plain.txt").read_text()
+    monkeypatch.setenv("DIES", "1")
+    command = ["--max-restarts=1", "once.py", "run", "long.yaml", "--name", "again", "--resume-if-any"]
+    again = subprocess.run(
+        [sys.executable, *code, *command], cwd=workplace,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert again.returncode == 0 and (workplace / "died").exists(), again.stdout + again.stderr
+    assert "continuing from runs/again/checkpoint-2" in again.stdout
+    ours, theirs = (load_file(workplace / "runs" / name / "student/model.safetensors") for name in ("again", "plain"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    results = [json.loads((workplace / "runs" / name / "result.json").read_text()) for name in ("again", "plain")]
+    assert results[0]["after"] == results[1]["after"]
