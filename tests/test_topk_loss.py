@@ -6,6 +6,8 @@ from distill_kernels import FusedTopKKLLoss, kl_div
 from distill_kernels.launch import interpreted
 from distill_kernels.losses.operator import linear_divergence_op
 from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads, relative_error
+from grids import pairwise
+from helpers import assert_as_good_as_torch, realistic_heads, relative_error
 from torch.nn import functional as F
 
 N, V, K = 23, 150, 8
@@ -67,9 +69,15 @@ def differentiate(function, tensors, dtype=None):
 READINGS = [(d, t) for t in ("bucket", "renormalize") for d in ("forward", "reverse")] + [("forward", "sampled")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("direction, tail", READINGS)
-@pytest.mark.parametrize("more", [{}, {"temperature": 2.0, "ce": 0.5, "cap": 15.0, "smoothing": 0.1, "z": 1e-3}])
+@pytest.mark.parametrize(
+    *pairwise(
+        {
+            "dtype": [torch.float32, torch.bfloat16, torch.float16],
+            "direction, tail": READINGS,
+            "more": [{}, {"temperature": 2.0, "ce": 0.5, "cap": 15.0, "smoothing": 0.1, "z": 1e-3}],
+        }
+    )
+)
 def test_values_and_gradients(where, monkeypatch, dtype, direction, tail, more):
     monkeypatch.setattr("distill_kernels.losses.linear.REFERENCE_CHUNK_ELEMENTS", 5 * V)
     vocab = WIDE if dtype == torch.bfloat16 and not more else V
