@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from typing import NamedTuple
 
 import torch
 import triton
@@ -39,6 +40,33 @@ class Driver:
 
     def get_current_stream(self, device):
         return 0
+
+
+MOST_SPILLED = 64  # bytes a thread
+
+
+class Compiled(NamedTuple):
+    """What was made of one kernel."""
+
+    kernel: str
+    registers: int
+    spilled: int  # bytes a thread
+    shared: int  # bytes
+    instructions: set[str]
+
+
+def compiled(family: str, snippet: str, **environment: str) -> list[Compiled]:
+    """What each launch of a snippet becomes on a family of GPUs, in a process that is forked."""
+    from distill_kernels import launch
+    from forked import clean_environment, run
+
+    made = run([__file__, family, snippet], cwd=os.getcwd(), env=clean_environment(**environment))
+    assert made.returncode == 0, made.stderr[-3000:]
+    lines = re.findall(r"\.(\w+): (\d+) registers, (\d+) bytes spilled, (\d+) bytes shared, (.*)", made.stdout)
+    kernels = [Compiled(name, *map(int, counts), set(moves.split())) for name, *counts, moves in lines]
+    limit = launch.FAMILIES[family].shared_bytes
+    assert all(kernel.spilled <= MOST_SPILLED and kernel.shared <= limit for kernel in kernels), made.stdout
+    return kernels
 
 
 def figures(capability: int, ptx: str) -> str:
