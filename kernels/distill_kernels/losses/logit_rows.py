@@ -155,7 +155,9 @@ def _logits_kernel(
                     if APART:
                         rest_g += tl.sum(tl.where(p_s > 0.5, 0.0, g), 0)
                         rest_p += tl.sum(tl.where(p_s > 0.5, 0.0, p_s), 0)
-                sums = tl.sum(g_sum, 0), tl.sum(rest_g, 0), tl.sum(rest_p, 0)
+                sums = tl.sum(g_sum, 0), 0.0, 0.0
+                if APART:
+                    sums = sums[0], tl.sum(rest_g, 0), tl.sum(rest_p, 0)
             if GRADIENT:
                 for count in range(1 if WHOLE else blocks):
                     columns = (blocks - 1 - count) * BLOCK + within  # backwards: the row's end is still in the cache

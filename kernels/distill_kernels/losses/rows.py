@@ -113,7 +113,7 @@ def _row_kernel(
         if FIGURES:
             tl.store(loss_ptr + row, 0.0)
         if HAS_MEAN and not GRADIENT:
-            for i in tl.static_range(3):
+            for i in tl.static_range(3 if APART else 1):
                 tl.store(mean_ptr + i * norms_stride + here, 0.0)
         if STATS and FIGURES:
             store_figures(stats_ptr, stats_stride, row, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0))
@@ -161,11 +161,9 @@ def _row_kernel(
     common_top = f_sum
     sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
     if HAS_MEAN and GRADIENT:
-        sums = (
-            tl.load(mean_ptr + here),
-            tl.load(mean_ptr + norms_stride + here),
-            tl.load(mean_ptr + 2 * norms_stride + here),
-        )
+        sums = tl.load(mean_ptr + here), 0.0, 0.0
+        if APART:
+            sums = sums[0], tl.load(mean_ptr + norms_stride + here), tl.load(mean_ptr + 2 * norms_stride + here)
     for sweep in tl.static_range(0 if SWEEP_FIRST else 1, 2 if GRADIENT else 1):
         for count in range(blocks):
             block = blocks - 1 - count if sweep == 1 else count
@@ -216,10 +214,12 @@ def _row_kernel(
                 g = to_raw(g, z_s, scale, student_scale, inverse_cap, SCALED, CAPPED)
                 tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
         if sweep == 0:
-            sums = tl.sum(g_sum), tl.sum(rest_g), tl.sum(rest_p)
+            sums = tl.sum(g_sum), 0.0, 0.0
+            if APART:
+                sums = sums[0], tl.sum(rest_g), tl.sum(rest_p)
 
     if HAS_MEAN and not GRADIENT:
-        for i in tl.static_range(3):
+        for i in tl.static_range(3 if APART else 1):
             tl.store(mean_ptr + i * norms_stride + here, sums[i])
     if FIGURES:
         loss = not_negative(tl.sum(f_sum))
