@@ -140,7 +140,7 @@ d = torch.ones(1, 512, 1, 64, dtype=torch.bfloat16)  # in several chunks, which 
 decode_attention(q[:1, :4], d.transpose(1, 2), d.transpose(1, 2), n[:1])
 """
     environment = {"PYTHONPATH": str(root / "kernels"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(root / "tests" / "compile_for_gpu.py"), code]
+    command = [sys.executable, str(root / "tests" / "compile_for_gpu.py"), "sm_90", code]
     made = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert made.returncode == 0, made.stderr[-3000:]
     found = re.findall(r"\.(\w+): \d+ registers, (\d+) bytes spilled", made.stdout)
