@@ -22,9 +22,9 @@ from distill.data import chat
 from distill.data.limits import limited
 from distill.data.load import load_data
 from distill.models.load import load_config, load_teacher
-from distill.models.meta import meta_models
 from distill.recipe import Data, ModelSection, Teacher, parse
 from distill.reports.export import export
+from distill.teachers.registry import source_of
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [{"text": f"The teacher explains number {number} and the student listens."} for number in range(8)]
@@ -137,7 +137,7 @@ def refused_everywhere(run_folder, expected):
         lambda: load_config(Teacher(model=student), "teacher"),
         lambda: load_teacher(Teacher(model=student)),
         lambda: load_teacher(Teacher(**random.model_dump(exclude_none=True))),
-        lambda: meta_models(recipe),
+        lambda: source_of(recipe).shapes(),
         lambda: export(run_folder, Path("out")),
     ):
         with pytest.raises(ValueError, match=expected) as raised:

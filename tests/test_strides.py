@@ -137,7 +137,7 @@ def product() -> list[tuple[str, str, str]]:
 
 
 def pairwise() -> list[tuple[str, str, str, torch.dtype]]:
-    """Every argument of every function in one form; of functions that share their code, each pair in one of them."""
+    """Every argument of every function in one form; where functions share their code, in half of all, each in one."""
     shared: dict[tuple[str, str], list[tuple[str, str]]] = {}
     single: dict[tuple[str, str], list[str]] = {}
     for name, argument, form in product():
@@ -147,8 +147,10 @@ def pairwise() -> list[tuple[str, str, str, torch.dtype]]:
             single.setdefault((name, argument), []).append(form)
     chosen = [(*key, forms[turn % len(forms)]) for turn, (key, forms) in enumerate(single.items())]
     for turn, ((_, argument), pairs) in enumerate(shared.items()):
-        names, forms = list(dict.fromkeys(pair[0] for pair in pairs)), list(dict.fromkeys(pair[1] for pair in pairs))
-        chosen += [(names[(turn + place) % len(names)], argument, form) for place, form in enumerate(forms)]
+        forms = list(dict.fromkeys(form for _, form in pairs))
+        for form in forms[turn % 2 :: 2]:  # and of the functions that take it the one least tried
+            names = [name for name, other in pairs if other == form]
+            chosen.append((min(names, key=lambda name: sum(name == case[0] for case in chosen)), argument, form))
     cases = [(*case, CALLS[case[0]].dtypes) for case in sorted(chosen)]
     return [(*case, dtypes[turn % len(dtypes)]) for turn, (*case, dtypes) in enumerate(cases)]
 
