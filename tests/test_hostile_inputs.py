@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -21,8 +22,9 @@ from distill.core import console
 from distill.data import chat
 from distill.data.limits import limited
 from distill.data.load import load_data
-from distill.models.load import load_config, load_teacher
-from distill.recipe import Data, ModelSection, Teacher, parse
+from distill.data.sources import RowFault, open_source
+from distill.models.load import load_config, load_teacher, load_tokenizer
+from distill.recipe import Data, ModelSection, RecipeError, Teacher, parse
 from distill.reports.export import export
 from distill.teachers.registry import source_of
 
@@ -285,3 +287,94 @@ def test_no_control_character_reaches_a_stream(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     console.show_table(["a"], [[f"{ESCAPES} cell"]])
     assert "\x1b[2J" not in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ traces that were one line too few
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
+def test_damaged_gzip_is_counted_or_refused(kind):
+    content = {"json": json.dumps(ROWS), "csv": "text\n" + "".join(r["text"] + "\n" for r in ROWS * 500)}
+    whole = gzip.compress(content.get(kind, "".join(json.dumps(row) + "\n" for row in ROWS * 500)).encode())
+    seen = set()
+    for at in (0, 1, 3, 9, 10, 12, len(whole) // 2, len(whole) - 8, len(whole) - 1):
+        for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :], whole[:at] + b"\0" * 64):
+            Path(f"a.{kind}.gz").write_bytes(damaged)
+            try:
+                seen |= {row.reason for row in open_source(f"a.{kind}.gz").rows() if isinstance(row, RowFault)}
+            except ValueError as error:
+                assert kind == "json" and "is not valid JSON" in str(error) and "\n" not in str(error)
+    assert "file breaks off" in seen
+
+
+def gguf(path, entries, *, magic=b"GGUF", version=3, tensors=0, keys=None, after=b""):
+    def text(value):
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    body = b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in entries)
+    count = len(entries) if keys is None else keys
+    path.write_bytes(magic + struct.pack("<IQQ", version, tensors, count) + body + after)
+
+
+NAMED = ("general.architecture", 8, struct.pack("<Q", 5) + b"llama")
+LAYERS = ("llama.block_count", 4, struct.pack("<I", 2))
+HUGE = struct.pack("<Q", 1 << 60)
+
+
+@pytest.mark.parametrize("entries, more, expected", [
+    ([NAMED, LAYERS], {"magic": b"GGML"}, "does not begin with GGUF"),
+    ([NAMED, LAYERS], {"version": 99}, "expected version 2 or 3"),
+    ([NAMED, LAYERS], {"keys": 1 << 60}, "at most 1,048,576"),
+    ([NAMED, LAYERS], {"tensors": 1 << 60}, "at most 1,048,576"),
+    ([NAMED, LAYERS], {"keys": 3}, "breaks off"),
+    ([NAMED, LAYERS], {"tensors": 1}, "breaks off"),
+    ([NAMED, LAYERS, NAMED], {}, "twice"),
+    ([LAYERS], {}, "name of an architecture"),
+    ([NAMED], {}, "block_count"),
+    ([NAMED, ("llama.block_count", 4, struct.pack("<I", 10**9))], {}, "expected 1 to 4,096"),
+    ([NAMED, ("llama.block_count", 5, struct.pack("<i", -1))], {}, "expected 1 to 4,096"),
+    ([NAMED, ("llama.block_count", 8, struct.pack("<Q", 1) + b"2")], {}, "expected 1 to 4,096"),
+    ([NAMED, LAYERS, ("llama.context_length", 11, struct.pack("<q", -5))], {}, "context_length"),
+    ([NAMED, LAYERS, ("x", 99, b"")], {}, "unknown type 99"),
+    ([NAMED, LAYERS, ("x", 8, HUGE)], {}, "breaks off"),
+    ([NAMED, LAYERS, ("x", 8, struct.pack("<Q", 1) + b"\xff")], {}, "utf-8"),
+    ([NAMED, LAYERS, ("x", 9, struct.pack("<I", 9) + HUGE)], {}, "list of the unknown type 9"),
+    ([NAMED, LAYERS, ("x", 9, struct.pack("<I", 0) + HUGE)], {}, "breaks off"),
+    ([NAMED, LAYERS, ("x", 9, struct.pack("<I", 8) + HUGE)], {}, "breaks off"),
+    ([NAMED, LAYERS], {"tensors": 1, "after": struct.pack("<Q", 1) + b"w" + struct.pack("<I", 99)}, "99 dimensions"),
+    ([NAMED, LAYERS], {"tensors": 1, "after": struct.pack("<Q", 1) + b"w" + struct.pack("<IQIQ", 1, 0, 0, 0)},
+     "no values"),
+    ([NAMED, LAYERS], {"tensors": 1, "after": struct.pack("<Q", 1) + b"w" + struct.pack("<IQIQ", 1, 4, 0, 1 << 50)},
+     "no values"),
+])  # fmt: skip
+def test_hostile_gguf_headers(entries, more, expected):
+    gguf(Path("m.gguf"), entries, **more)
+    section = Teacher(model="./m.gguf")
+    for attempt in (lambda: load_config(section, "teacher"), lambda: load_tokenizer(section),
+                    lambda: load_teacher(section)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"teacher\.model: ") as raised:
+            attempt()
+        assert "\n" not in str(raised.value)
+    assert expected in str(raised.value)
+
+
+def test_a_tokenizer_that_panics(saved, monkeypatch):
+    """The tokenizers library panics with an exception that is no Exception."""
+    from transformers import PreTrainedTokenizerFast
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(*args, **kwargs):
+        raise PanicException("index out of bounds: the len is 3 but the index is 7\nbacktrace")
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", panic)
+    with pytest.raises(ValueError, match=r"teacher\.model: cannot load .*PanicException: index out of bounds.*7$"):
+        load_tokenizer(Teacher(model=str(saved)))
+
+
+@pytest.mark.parametrize("text", ["!!int ''", "!!float x", "!!timestamp ''", "!!binary é", "!!bool ''", "!!int 0x"])
+def test_yaml_values_that_are_not_what_their_tags_say(text):
+    with pytest.raises(RecipeError) as raised:
+        parse(f"train: {{steps: {text}}}")
+    assert "\n" not in str(raised.value)

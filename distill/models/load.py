@@ -76,6 +76,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
+        tokenizer("One text, 2 numbers.\n")  # a broken one may panic when it is first used
     templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if hostile := next((name for name in templates if not re.fullmatch(r"[\w-][\w.-]*", str(name))), None):
         raise ValueError(

@@ -85,7 +85,7 @@ def _read(text: str, origin: str) -> Any:
         raise RecipeError([f"{origin}: not valid YAML{place}: {error.problem or error.context}"]) from None
     except yaml.YAMLError as error:
         raise RecipeError([f"{origin}: not valid YAML: {str(error).splitlines()[0]}"]) from None
-    except (ValueError, TypeError, KeyError, OverflowError) as error:  # what an explicit tag such as !!int x leads to
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # of a tag such as !!int x
         raise RecipeError([f"{origin}: not valid YAML: {error}"]) from None
 
 
