@@ -86,13 +86,13 @@ class Work(NamedTuple):
 
     def digest(self) -> str:
         """Hash of the documents in the order of the shards: two plans with the same files have the same."""
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for shard in self.shards:
-            found.update(b"shard")
+            digest.update(b"shard")
             for row in shard:
                 for number in row:
-                    found.update(self.entries[number].key)
-        return found.hexdigest()
+                    digest.update(self.entries[number].key)
+        return digest.hexdigest()
 
 
 def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bool, shard_bytes: int) -> Work:
