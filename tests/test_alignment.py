@@ -61,7 +61,7 @@ def test_spans_cover_the_same_bytes_and_are_the_shortest(text, one, other):
 def test_what_tokens_stand_for():
     spelled = SPELLED["bytes"]
     assert spelled[BYTES("é", add_special_tokens=False)["input_ids"][0]] == b"\xc3"
-    assert spelled[0] == b"<|end|>" or spelled[0] == BYTES.convert_ids_to_tokens(0).encode()
+    assert spelled[0] == b"<|end|>"
     ids = PIECES("é x", add_special_tokens=False)["input_ids"]
     assert b"".join(SPELLED["pieces"][number] for number in ids) == " é x".encode()
     assert b"\xc3" in [SPELLED["pieces"][number] for number in ids]  # by byte fallback

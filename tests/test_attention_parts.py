@@ -12,6 +12,7 @@ from distill_kernels.attention.parts import MOST_PARTS, most_keys, part_count
 from distill_kernels.attention.ranges import reference_mask
 from distill_kernels.attention.reference import reference_attention
 from distill_kernels.launch import cdiv
+from grids import pairwise
 from helpers import assert_as_good_as_torch, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,8 +55,7 @@ def check(shape, dtype, device, options, parts):
     assert relative_error(lse, exact_lse) < 2e-6
 
 
-@pytest.mark.parametrize("parts", [2, 7])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(*pairwise({"parts": [2, 7], "mask": MASKS}))
 def test_masks(kernel_device, mask, parts):
     check((1, 2, 1, 70, 70, 16), torch.bfloat16, kernel_device, MASKS[mask], parts)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distill_kernels.layers.bias_gelu import BiasGELU, bias_gelu, reference_bias_gelu
+from grids import pairwise
 from layer_checks import DTYPES, check_compiles, check_layer, draw, outputs_and_gradients
 
 APPROXIMATE = ["none", "tanh"]
@@ -17,9 +18,11 @@ def make(device, rows, columns, dtype):
     return x, draw(columns, dtype=dtype, device=device, seed=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("approximate", APPROXIMATE)
-@pytest.mark.parametrize("rows, columns", [(1, 1), (3, 7), (70, 64), (5, 1025), (130, 40)])
+@pytest.mark.parametrize(
+    *pairwise(
+        {"dtype": DTYPES, "approximate": APPROXIMATE, "rows, columns": [(1, 1), (3, 7), (70, 64), (5, 1025), (130, 40)]}
+    )
+)
 def test_bias_gelu(kernel_device, rows, columns, approximate, dtype):
     inputs = make(kernel_device, rows, columns, dtype)
     # the reference keeps the sum in fp32, as the kernel does: the tighter of the two yardsticks

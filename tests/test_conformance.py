@@ -55,7 +55,7 @@ def test_resume_is_exact(name, subject_of):
     assert finding.passed, finding
 
 
-def test_ranks_change_nothing(subject_of):
+def test_ranks_change_nothing(subject_of, forked_ranks):
     findings = invariants_runs.ranks_of([subject_of(name) for name in EVERY])
     assert all(finding.passed for finding in findings), dict(zip(EVERY, findings, strict=True))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from dense_loss import ALL_TERMS
 from distill_kernels import FusedDistillationLoss, LossTerm
+from grids import pairwise
 from helpers import assert_as_good_as_torch, realistic_heads
 
 from distill.doctor.reference_spans import dense_spans
@@ -46,9 +47,9 @@ def cross(x, w, y, v, spans, ids_s, ids_t, pairs, *, terms=TERMS, temperature=1.
     return loss, *torch.autograd.grad(loss[0] if isinstance(loss, tuple) else loss, (x, w))
 
 
-@pytest.mark.parametrize("shared", [0, 7, 30, 40])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    *pairwise({"shared": [0, 7, 30, 40], "temperature": [1.0, 2.5], "dtype": [torch.float64, torch.float32]})
+)
 def test_loss_and_gradient_follow_the_definition(shared, temperature, dtype, device):
     inputs = case(dtype, shared=max(shared, 4), device=device)
     if not shared:  # nothing but spans and the rest

@@ -13,6 +13,7 @@ from distill_kernels.attention.decode import (
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import Masking
 from distill_kernels.launch import DeviceFacts
+from grids import pairwise
 from helpers import assert_as_good_as_torch, relative_error
 
 
@@ -84,8 +85,7 @@ def test_pace_follows_the_work():
     assert choose_pace(128, 16, True, 8192, 64, hopper) == Pace(64)
 
 
-@pytest.mark.parametrize("new", [1, 2, 5, 8, 16])
-@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize(*pairwise({"new": [1, 2, 5, 8, 16], "heads": [(1, 1), (8, 1), (6, 2)]}))
 def test_new_tokens_and_groups(kernel_device, new, heads):
     check((2, *heads, new, 140, 16), torch.float32, kernel_device, [140, 64])
 

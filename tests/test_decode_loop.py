@@ -65,7 +65,7 @@ def test_answers_end_where_the_model_ends_them():
     tokens, truncated = theirs(model, PROMPTS, 16, eos_token_id=ends)
     found = ours(model, PROMPTS, 16, ends)
     assert found.tokens == tokens and found.truncated == truncated
-    assert True in truncated or len({len(t) for t in tokens}) > 1
+    assert len({len(t) for t in tokens}) > 1
     assert len(found.tokens[3]) <= 3 and not found.truncated[3]
 
 

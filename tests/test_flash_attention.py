@@ -17,6 +17,7 @@ from distill_kernels.attention.reference import (
     reference_attention,
     reference_attention_backward,
 )
+from grids import pairwise
 from helpers import assert_as_good_as_torch, relative_error
 
 HALVES = [torch.float32, torch.bfloat16, torch.float16]
@@ -81,8 +82,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
 def test_masks(kernel_device, mask, dtype):
     check((2, 2, 1, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
 
@@ -108,9 +108,13 @@ def test_shapes(kernel_device, shape):
     check(shape, torch.float32, kernel_device)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 7, "softcap": 4.0}], ids=str)
 @pytest.mark.parametrize(
-    "cu", [[0, 70], [0, 1, 2, 35, 36, 70], [0, 33, 33, 70, 70, 70], [0, 20, 50]], ids=["one", "many", "empty", "rest"]
+    *pairwise(
+        {
+            "options": [{}, {"causal": False}, {"window": 7, "softcap": 4.0}],
+            "cu": [[0, 70], [0, 1, 2, 35, 36, 70], [0, 33, 33, 70, 70, 70], [0, 20, 50]],
+        }
+    )
 )
 def test_packed_documents(kernel_device, cu, options):
     check((1, 2, 1, 70, 70, 16), torch.float32, kernel_device, cu=cu, **options)

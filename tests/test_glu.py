@@ -5,6 +5,7 @@ import torch
 from distill_kernels.launch import tl, triton
 from distill_kernels.layers.activations import activate_with_derivative
 from distill_kernels.layers.glu import geglu, glu, reference_glu, swiglu
+from grids import pairwise
 from layer_checks import DTYPES, check_compiles, check_layer, draw, poisoned_memory
 
 FUNCTIONS = {
@@ -23,16 +24,16 @@ def make(device, rows, columns, dtype):
     return gate, draw(rows, columns, dtype=dtype, device=device, seed=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", FUNCTIONS)
-@pytest.mark.parametrize("rows, columns", [(1, 1), (3, 7), (4, 256), (5, 1025)])
+@pytest.mark.parametrize(
+    *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (4, 256), (5, 1025)]})
+)
 def test_separate(kernel_device, rows, columns, activation, dtype):
     check_layer(FUNCTIONS[activation], reference(activation), make(kernel_device, rows, columns, dtype), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", FUNCTIONS)
-@pytest.mark.parametrize("rows, columns", [(1, 1), (3, 7), (2, 1030)])
+@pytest.mark.parametrize(
+    *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (2, 1030)]})
+)
 def test_packed(kernel_device, rows, columns, activation, dtype):
     packed = torch.cat(make(kernel_device, rows, columns, dtype), -1)
     check_layer(FUNCTIONS[activation], reference(activation), (packed,), dtype)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distill_kernels.layers.kl_probabilities import kl_probabilities, reference_kl_probabilities
+from grids import pairwise
 from helpers import realistic_logits
 from layer_checks import DTYPES, check_compiles, check_layer, outputs_and_gradients
 
@@ -22,10 +23,16 @@ def both(reduction, log_target):
     return lambda x, t: kl_probabilities(x, t, reduction, log_target), theirs
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("log_target", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("rows, columns", [(1, 1), (3, 7), (5, 2049)])
+@pytest.mark.parametrize(
+    *pairwise(
+        {
+            "dtype": DTYPES,
+            "log_target": [False, True],
+            "reduction": REDUCTIONS,
+            "rows, columns": [(1, 1), (3, 7), (5, 2049)],
+        }
+    )
+)
 def test_kl_probabilities(kernel_device, rows, columns, reduction, log_target, dtype):
     ours, theirs = both(reduction, log_target)
     # the reference sums in fp32, as the kernel does: a tighter yardstick than torch's bf16 sums

@@ -45,7 +45,7 @@ def test_the_same_run_again(workplace):
     first = run(recipe())
     path = first.folder / "lock.yaml"
     lock = read_lock(path)
-    assert lock["environment"]["torch"] == torch.__version__.split("+")[0] or lock["environment"]["torch"]
+    assert lock["environment"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert len(lock["teacher"]["weights"]) == 64 and lock["data"]["chat_template"]
     again = run(recipe(), lock=path)
     assert again.folder != first.folder and again.after == first.after

@@ -8,6 +8,7 @@ from distill_kernels import cross_entropy, distillation_loss, jsd, kl_div, skew_
 from distill_kernels.launch import DeviceFacts
 from distill_kernels.losses.logit_rows import STEPS, WHOLE, launch_shape
 from distill_kernels.losses.terms import LossTerm
+from grids import pairwise
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error
 from torch.nn import functional as F
 
@@ -59,9 +60,7 @@ def loss_and_gradient(function, student, *rest, **settings):
     return loss.detach(), student.grad
 
 
-@pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [515, 8192 + 8])
+@pytest.mark.parametrize(*pairwise({"name": OURS, "dtype": DTYPES, "vocab": [515, 8192 + 8]}))
 def test_divergences_and_gradients(kernel_device, monkeypatch, name, dtype, vocab):
     if vocab > 8192:  # also rows in several blocks, on a vocabulary that the interpreter can manage
         monkeypatch.setattr("distill_kernels.losses.logit_rows.WHOLE", 4096)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distill_kernels.matmul.lora import lora_linear, lora_linear_of, reference_lora_linear
+from grids import pairwise
 from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
@@ -28,9 +29,9 @@ def with_gradients(function, x, w, c, a, b, upstream, scale=0.5):
     return out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))
 
 
-@pytest.mark.parametrize("n, i, o, r", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    *pairwise({"n, i, o, r": SHAPES, "dtype": [torch.float32, torch.bfloat16, torch.float16], "bias": [False, True]})
+)
 def test_as_good_as_torch(n, i, o, r, dtype, bias, device):
     x, w, c, a, b = draw(n, i, o, r, dtype, bias, device)
     upstream = torch.randn(n, o, generator=torch.Generator(device=device).manual_seed(1), device=device)

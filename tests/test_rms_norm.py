@@ -11,6 +11,7 @@ from distill_kernels.layers.rms_norm import (
     rms_norm,
 )
 from distill_kernels.layers.rows import RowConfig
+from grids import pairwise
 from layer_checks import DTYPES, check_compiles, check_layer, draw, outputs_and_gradients
 
 
@@ -20,9 +21,15 @@ def make(device, rows, hidden, dtype, form, *, seed=0):
     return x, weight
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["llama", "gemma"])
-@pytest.mark.parametrize("rows, hidden", [(1, 1), (3, 7), (5, 64), (9, 130), (33, 576), (4, 1025), (2, 4096)])
+@pytest.mark.parametrize(
+    *pairwise(
+        {
+            "dtype": DTYPES,
+            "form": ["llama", "gemma"],
+            "rows, hidden": [(1, 1), (3, 7), (5, 64), (9, 130), (33, 576), (4, 1025), (2, 4096)],
+        }
+    )
+)
 def test_rms_norm(kernel_device, rows, hidden, form, dtype):
     inputs = make(kernel_device, rows, hidden, dtype, form)
     check_layer(

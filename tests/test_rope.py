@@ -3,6 +3,7 @@
 import pytest
 import torch
 from distill_kernels.layers.rope import reference_rope, rope
+from grids import pairwise
 from layer_checks import DTYPES, check_compiles, check_layer, draw, poisoned_memory
 
 
@@ -29,9 +30,7 @@ GRADIENTS = (True, True, False, False)
 SHAPES = [(1, 1, 1, 1, 2), (2, 4, 2, 5, 64), (1, 9, 3, 7, 80), (2, 3, 1, 4, 6), (1, 33, 5, 2, 128)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(*pairwise({"dtype": DTYPES, "shape": SHAPES, "shared": [True, False]}))
 def test_rope(kernel_device, shape, shared, dtype):
     inputs = make(kernel_device, shape, dtype, shared=shared)
     check_layer(rope, reference_rope, inputs, dtype, differentiate=GRADIENTS)

@@ -6,12 +6,19 @@ from distill_kernels import triton_linear
 from distill_kernels.launch import DeviceFacts
 from distill_kernels.matmul import tiled
 from distill_kernels.matmul.tiled import TILES, Tile, choose_tile
+from grids import pairwise
 from test_split_k import check, draw
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rows, outputs, inputs", [(65, 8, 8), (130, 264, 72), (100, 520, 200)])
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    *pairwise(
+        {
+            "dtype": [torch.float16, torch.bfloat16],
+            "rows, outputs, inputs": [(65, 8, 8), (130, 264, 72), (100, 520, 200)],
+            "with_bias": [False, True],
+        }
+    )
+)
 def test_edges(kernel_device, dtype, rows, outputs, inputs, with_bias):
     x, weight, bias = draw(rows, outputs, inputs, dtype, kernel_device)
     bias = bias if with_bias else None
