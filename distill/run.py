@@ -4,7 +4,7 @@
 
 Everything that a person may have got wrong is found before the run's folder exists. Then `runs/<name>/` gets:
 
-    recipe.yaml         the resolved recipe; where a resumed run was told other settings, the latest, changes noted
+    recipe.yaml         the resolved recipe; where a resumed run was resumed other settings, the latest, changes noted
     attention.json      the attention back ends that were the fastest here; a resumed run keeps them
     lock.yaml           all that the figures depend on: versions, hashes, seeds; `--lock` holds another run to it
     before.json         held-out figures and samples from before training, reused by --resume
@@ -63,7 +63,7 @@ from distill.training.checkpoints import half_written
 from distill.training.failures import explained
 from distill.training.lock import LOCK_FILE, differences, lock_of, lock_text, locked_attention, read_lock, require_same
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
-from distill.training.resuming import said_already, told_anew
+from distill.training.resuming import resume_plan, without_known_warnings
 from distill.training.soundness import resumable
 from distill.training.trainer import DistillationTrainer
 
@@ -125,14 +125,14 @@ def _run(
     own_terms: Any,
 ) -> RunResult:  # fmt: skip
     # --- what was asked for
-    folder, last, told = held.folder, None, None
+    folder, last, resumed = held.folder, None, None
     if resume:
         if is_first():
             held.take()
-        told = told_anew(recipe, folder, processes=world_size())
+        resumed = resume_plan(recipe, folder, processes=world_size())
         last, refused = of_the_first(lambda: resumable(folder))
         if is_first():
-            _say_where_it_goes_on(folder, last, [*refused, *told.lines()])
+            _say_where_it_goes_on(folder, last, [*refused, *resumed.lines()])
         if _is_finished(folder, last):
             raise SystemExit(0)
     precision = resolve_precision(recipe, device)
@@ -172,7 +172,7 @@ def _run(
         student_sharded=sharing.student_sharded,
     )  # fmt: skip
     require_optimizer(arguments, pair.student)
-    notes = [] if told is None else told.notes(arguments, pair.student, rows=len(splits.train))
+    notes = [] if resumed is None else resumed.notes(arguments, pair.student, rows=len(splits.train))
     progress = ProgressReport()
     trainer = DistillationTrainer(
         pair.student,
@@ -213,7 +213,7 @@ def _run(
             held.take()
             require_free(folder)
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
-        write_text(folder / RECIPE_FILE, dump(recipe) if told is None else told.recipe_text(last))
+        write_text(folder / RECIPE_FILE, dump(recipe) if resumed is None else resumed.recipe_text(last))
         if not (resume and (folder / LOCK_FILE).exists()):
             write_text(folder / LOCK_FILE, lock_text(locked))
         attention.write(folder)
@@ -227,14 +227,14 @@ def _run(
 
     # --- train
     try:
-        with said_already():
+        with without_known_warnings():
             trainer.train(resume_from_checkpoint=str(last) if last else None)
     finally:
         progress.stop()
     if trainer.health.stopping and trainer.state.global_step < arguments.max_steps:
         if is_first():
             step = trainer.state.global_step
-            console.say(f"stopped by {trainer.health.ended_by} behind step {step}; continue with --resume")
+            console.say(f"stopped by {trainer.health.ended_by} after step {step}; continue with --resume")
         raise SystemExit(0)
 
     # --- what came of it

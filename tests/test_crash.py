@@ -137,7 +137,7 @@ def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 0
-    assert "stopped by SIGTERM behind step" in (workplace / "out.txt").read_text()
+    assert "stopped by SIGTERM after step" in (workplace / "out.txt").read_text()
     assert not (folder / "student").exists()
     finish(workplace, "--name", "stopped", "--resume")
     assert rows(folder) == rows(undisturbed)

@@ -133,8 +133,8 @@ def test_rows_that_would_come_twice_are_refused(tmp_path):
 
 
 def test_metrics_of_other_types_are_left_out_of_the_report(workplace):
-    with (workplace / "runs/whole/metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": "low", "kl": [1]}\n{"step": true}\n[]\n\xff\n')
+    path = workplace / "runs/whole/metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": "low", "kl": [1]}\n' + path.read_bytes() + b'{"step": true}\n[]\n\xff\n')
     assert run_command(["report", "whole"]) == 0
 
 

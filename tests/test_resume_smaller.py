@@ -27,7 +27,7 @@ from distill import run as run_module
 from distill.cli import run_command
 from distill.recipe import dump, load, parse
 from distill.training.progress import read_metrics
-from distill.training.resuming import Told, said_already, smaller_batch, told_anew
+from distill.training.resuming import ResumePlan, resume_plan, smaller_batch, without_known_warnings
 from distill.training.trainer import DistillationTrainer
 
 STEPS, TAKEN = 8, 8  # of 18 rows an epoch takes steps of 8, 8 and 2 rows: 8 steps end within the third
@@ -133,7 +133,7 @@ def test_trainer_does_not_repeat_what_is_said(tmp_path):
     logger = logging.getLogger("transformers.trainer_utils")
     logger.addHandler(handler)
     try:
-        with said_already():
+        with without_known_warnings():
             compare_trainer_and_checkpoint_args(made.args, state)
             logger.warning("something else")
         assert told == ["something else"]
@@ -289,7 +289,7 @@ def test_a_batch_size_that_has_to_stay(stopped, capsys, more, expected):
 
 def notes(sizes, student, *, rows=18, processes=1, drop=False):
     """What is said of a run whose micro-batches go from the first of `sizes` to the second."""
-    told = Told(None, Path("absent/recipe.yaml"), (("train.batch_size", *sizes),), (), processes)
+    told = ResumePlan(None, Path("absent/recipe.yaml"), (("train.batch_size", *sizes),), (), processes)
     return told.notes(SimpleNamespace(fsdp=False, world_size=processes, dataloader_drop_last=drop), student, rows=rows)
 
 
@@ -341,17 +341,17 @@ def test_other_processes_do_not_make_steps_of_another_size(stopped, processes, e
     now = load("r.yaml", ["train.tokens_per_step=null"])
     (run / "recipe.yaml").write_text(dump(now))
     (run / "lock.yaml").write_text((run / "lock.yaml").read_text().replace("processes: 1", "processes: 2"))
-    told_anew(now, run, processes=2)
+    resume_plan(now, run, processes=2)
     with pytest.raises(ValueError, match=expected):
-        told_anew(now, run, processes=processes)
-    told_anew(load("r.yaml", ["train.tokens_per_step=256"]), run, processes=1)
+        resume_plan(now, run, processes=processes)
+    resume_plan(load("r.yaml", ["train.tokens_per_step=256"]), run, processes=1)
 
 
 def test_shards_are_not_read_by_one_process_nor_a_whole_student_into_shards(stopped, capsys):
     """As parallel.strategy: fsdp makes them where a run goes from several processes to one, and back."""
     run, now = stopped / "runs/whole", load("r.yaml")
     arguments = SimpleNamespace(fsdp=True, world_size=2, dataloader_drop_last=False)
-    told = told_anew(now, run, processes=1)
+    told = resume_plan(now, run, processes=1)
     with pytest.raises(ValueError, match=r"checkpoint-3 holds the student whole, .*; continue on one process"):
         told.notes(arguments, None, rows=9)
     (run / "checkpoint-3/pytorch_model_fsdp.bin").write_bytes(b"")

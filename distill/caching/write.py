@@ -14,7 +14,7 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ from distill.teachers.cache.format import (
     sum_of_sums,
     write_tensors,
 )
+from distill.training.lock import differences
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +87,13 @@ class Work(NamedTuple):
 
     def digest(self) -> str:
         """Hash of the documents in the order of the shards: two plans with the same files have the same."""
-        found = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for shard in self.shards:
-            found.update(b"shard")
+            digest.update(b"shard")
             for row in shard:
                 for number in row:
-                    found.update(self.entries[number].key)
-        return found.hexdigest()
+                    digest.update(self.entries[number].key)
+        return digest.hexdigest()
 
 
 def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bool, shard_bytes: int) -> Work:
@@ -175,23 +176,13 @@ def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PLAN, plan)
         return False
-    for name, old, new in _differences(there, plan):
+    # another patch release makes no other cache
+    for name, old, new in differences({**there, "versions": None}, {**plan, "versions": None}):
         raise ValueError(
             f"--out: {folder} holds a cache that was begun with other settings: {name} was {old!r}, now {new!r}; "
             "name another folder, or delete that one"
         )
     return (folder / MANIFEST).is_file()
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    for name in [*old, *(name for name in new if name not in old)]:
-        a, b = old.get(name), new.get(name)
-        if name == "versions":
-            continue  # another patch release makes no other cache
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from _differences(a, b, f"{prefix}{name}.")
-        elif a != b:
-            yield f"{prefix}{name}", a, b
 
 
 def require_room(folder: Path, plan: Mapping[str, Any], work: Work, extra: int = 0) -> tuple[int, int]:

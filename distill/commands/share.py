@@ -43,12 +43,12 @@ def generate(
     from distill.evaluation.targets import find_target, load_its_teacher, load_target
 
     without_bars()
-    found = find_target(target)
+    source = find_target(target)
     with console.working("loading"):
-        student, tokenizer = load_target(found)
+        student, tokenizer = load_target(source)
         models = {"student": student}
         if teacher is not None or beside:
-            models = {"teacher": load_its_teacher(found, teacher), **models}
+            models = {"teacher": load_its_teacher(source, teacher), **models}
     answers: list[dict[str, str]] = []
     for text in prompt:
         answers.append({"prompt": text})
@@ -118,10 +118,10 @@ def export(
         f"{written['bytes'] / 1e6:,.0f} MB, read back and equal"
     )
     if gguf is not None:
-        found = written["gguf"]
+        file = written["gguf"]
         console.say(
-            f"wrote {found.path}: {found.bytes / 1e6:,.0f} MB, read back and compared; rounding to {gguf} moves it by "
-            f"{found.kl:.1e} nats a token" + (f"; {found.note}" if found.note else "")
+            f"wrote {file.path}: {file.bytes / 1e6:,.0f} MB, read back and compared; rounding to {gguf} moves it by "
+            f"{file.kl:.1e} nats a token" + (f"; {file.note}" if file.note else "")
         )
     if push is not None:
         console.say(f"pushed to {written['address']}")

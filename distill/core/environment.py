@@ -8,19 +8,21 @@ import subprocess
 
 import torch
 
+from distill.core.units import GIB
+
 LIBRARIES = ("torch", "triton", "transformers", "datasets", "accelerate", "peft")
 
 
 def environment() -> dict[str, str]:
     """Names and values for people; what is not there is left out."""
-    found = {"distill": _version("distill-toolkit"), "python": platform.python_version()}
-    found |= {name: _version(name) for name in LIBRARIES}
-    found["system"] = f"{platform.system()} {platform.machine()}"
+    values = {"distill": _version("distill-toolkit"), "python": platform.python_version()}
+    values |= {name: _version(name) for name in LIBRARIES}
+    values["system"] = f"{platform.system()} {platform.machine()}"
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found["gpu"] = f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB"
-        found["cuda"], found["driver"] = torch.version.cuda or "", _driver()
-    return {name: value for name, value in found.items() if value}
+        values["gpu"] = f"{facts.name}, {facts.total_memory / GIB:.0f} GiB"
+        values["cuda"], values["driver"] = torch.version.cuda or "", _driver()
+    return {name: value for name, value in values.items() if value}
 
 
 def _version(name: str) -> str:

@@ -67,15 +67,15 @@ def _latest(recipe_name: str, name: str | None, runs: Path) -> Path:
         if not (runs / name / RECIPE_FILE).is_file():
             raise RecipeError([f"--resume: {runs / name} holds no run to continue (it has no {RECIPE_FILE})"])
         return runs / name
-    found = None
+    latest = None
     for number in itertools.count(1):
         folder = runs / (recipe_name if number == 1 else f"{recipe_name}-{number}")
         if not _taken(folder):
             break
-        found = folder if (folder / RECIPE_FILE).is_file() else found
-    if found is None:
+        latest = folder if (folder / RECIPE_FILE).is_file() else latest
+    if latest is None:
         raise RecipeError([f"--resume: no run of {recipe_name} in {runs} to continue"])
-    return found
+    return latest
 
 
 def _taken(folder: Path) -> bool:

@@ -126,8 +126,8 @@ def start(processes: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     command = ["torchrun", "--nproc-per-node", str(processes), "-m", "distill", *arguments]
-    told = f"{'processes':<12}{processes}, one a GPU, as by: {' '.join(command)}"
-    print(told, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
+    line = f"{'processes':<12}{processes}, one a GPU, as by: {' '.join(command)}"
+    print(line, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(processes, os.cpu_count() or 1)))
     os.environ[LAUNCHER] = str(os.getpid())
     # the failed process's own message is enough; torchrun would add a table and a stack of its own

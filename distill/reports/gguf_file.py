@@ -9,7 +9,7 @@ the two halves of each head interleaved, as the format wants them; Llama 3's rop
 the divisor of each frequency.
 
 The check loads the file with transformers and holds that every weight is the student's, rounded to the type; that the
-student with the file's weights gives the file's logits, so shapes, rope and norms were told right; and that texts
+student with the file's weights gives the file's logits, so shapes, rope and norms are right; and that texts
 become the same tokens.
 """
 

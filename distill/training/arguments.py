@@ -49,11 +49,11 @@ def require_reports(names: Sequence[str]) -> None:
     Raises:
         ValueError: naming the first that is not.
     """
-    found = get_available_reporting_integrations()
+    installed = get_available_reporting_integrations()
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK and name != "all":
             raise ValueError(f"train.report_to: expected some of {', '.join(INTEGRATION_TO_CALLBACK)}; came {name}")
-        if name not in (*found, "all", "flyte"):  # flyte is not looked for there
+        if name not in (*installed, "all", "flyte"):  # flyte is not looked for there
             raise ValueError(f"train.report_to: {name} is not installed here; install its package, or leave it out")
 
 
@@ -149,13 +149,13 @@ def training_arguments(
         )
     values |= train.arguments
     if device.type == "cuda":  # batches are copied while the GPU computes; otherwise every copy would wait for it
-        asked = values.get("accelerator_config")
-        values["accelerator_config"] = {"non_blocking": True, **(asked if isinstance(asked, dict) else {})}
+        given = values.get("accelerator_config")
+        values["accelerator_config"] = {"non_blocking": True, **(given if isinstance(given, dict) else {})}
     try:
         made = TrainingArguments(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"train: transformers refused these arguments: {str(error).splitlines()[0]}") from error
-    try:  # otherwise refused behind the evaluation that comes before training
+    try:  # otherwise refused after the evaluation that comes before training
         tried, settings = torch.optim.SGD([torch.zeros(1)], lr=made.learning_rate), made.lr_scheduler_kwargs
         get_scheduler(
             made.lr_scheduler_type, tried, made.get_warmup_steps(steps), steps,

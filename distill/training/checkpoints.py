@@ -19,8 +19,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def half_written(folder: Path) -> list[Path]:
     """Checkpoints in `folder` whose writing was cut off; nothing reads them."""
-    found = [path for _, path in sorted(_numbered(folder)) if not (path / STATE).is_file()]
-    return found + sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
+    unfinished = [path for _, path in sorted(_numbered(folder)) if not (path / STATE).is_file()]
+    return unfinished + sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
 
 
 def drop_old(folder: Path, limit: int | None, best: str | None = None) -> None:

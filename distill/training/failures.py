@@ -62,20 +62,22 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
         error: what torch raised.
         folder: the run's; from its last checkpoint it can go on with some of these settings, and how is said.
     """
-    kept, lost = _ways_without_loss(recipe), _ways_of_a_new_run(recipe)
+    lossless, lossy = _ways_without_loss(recipe), _ways_of_a_new_run(recipe)
     whole = checkpoints(folder) if folder is not None and folder.is_dir() else []
-    said = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(".")  # then come figures and torch's own advice
-    told = f"the GPU is out of memory: {said}; "
+    first = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(
+        "."
+    )  # then come figures and torch's own advice
+    fault = f"the GPU is out of memory: {first}; "
     ranked = "`distill check` ranks the ways by the GiB they save"
     if not whole or folder is None:
-        return f"{told}set {'; or '.join([*kept.values(), *lost][:MOST_WAYS])}. {ranked}"
-    lost = lost[: max(MOST_WAYS - len(kept), 1)]
-    new = f"a new run can set {'; or '.join(lost)}" if lost else ""
-    if not kept:
-        return f"{told}{new or 'no setting of the recipe saves more'}. {ranked}"
+        return f"{fault}set {'; or '.join([*lossless.values(), *lossy][:MOST_WAYS])}. {ranked}"
+    lossy = lossy[: max(MOST_WAYS - len(lossless), 1)]
+    new = f"a new run can set {'; or '.join(lossy)}" if lossy else ""
+    if not lossless:
+        return f"{fault}{new or 'no setting of the recipe saves more'}. {ranked}"
     return (
-        f"{told}set {'; or '.join(kept.values())}{new and f' ({new})'}. {ranked}. {whole[-1]} is kept: continue with "
-        f"the same command and --name {folder.name} --resume {next(iter(kept))}"
+        f"{fault}set {'; or '.join(lossless.values())}{new and f' ({new})'}. {ranked}. {whole[-1]} is kept: "
+        f"continue with the same command and --name {folder.name} --resume {next(iter(lossless))}"
     )
 
 

@@ -2,7 +2,7 @@
 
 A step whose loss or gradient is NaN or infinite is skipped: no weight and no optimizer state changes. It is counted
 and named in the log, and so is the teacher where that is the cause; after `LIMIT` of them in a row the run stops, with
-the last batch saved for study. SIGTERM, a lost terminal and Ctrl-C end the run behind the step that is being made, with
+the last batch saved for study. SIGTERM, a lost terminal and Ctrl-C end the run after the step that is being made, with
 a checkpoint; a second Ctrl-C ends it at once.
 
 Nothing here waits for a GPU: the flags are made on the device, the optimizer skips by its `found_inf`, and the host
@@ -74,7 +74,7 @@ class Health:
         self._norm = norm.detach() if isinstance(norm, torch.Tensor) else None
 
     def before_step(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """Judge the step's gradients, and have the optimizer leave everything as it is where they are not finite.
+        """Look at the step's gradients, and have the optimizer leave everything as it is where they are not finite.
 
         Raises:
             RunError: `limit` steps in a row were not finite.
@@ -153,7 +153,7 @@ class Health:
 
     @contextmanager
     def stops_on_signals(self) -> Iterator[None]:
-        """Within it, SIGTERM, SIGHUP and a first Ctrl-C end training behind the current step, with a checkpoint.
+        """Within it, SIGTERM, SIGHUP and a first Ctrl-C end training after the current step, with a checkpoint.
 
         A second Ctrl-C is a `KeyboardInterrupt` at once, with whatever checkpoint there was. SIGHUP comes when the
         terminal is lost (ssh), and is left alone where it is ignored (nohup).

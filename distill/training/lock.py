@@ -126,10 +126,10 @@ def locked_attention(lock: Mapping[str, Any] | None, path: str) -> dict[str, Any
     Raises:
         RecipeError: a back end that is none of ours.
     """
-    found = (lock or {}).get("attention") or {}
-    if not isinstance(found, Mapping) or any(name not in BACKENDS for name in found.values()):
-        raise RecipeError([f"--lock {path}: attention: expected back ends of {', '.join(BACKENDS)}; came {found}"])
-    return {role: {"backend": name} for role, name in found.items()}
+    backends = (lock or {}).get("attention") or {}
+    if not isinstance(backends, Mapping) or any(name not in BACKENDS for name in backends.values()):
+        raise RecipeError([f"--lock {path}: attention: expected back ends of {', '.join(BACKENDS)}; came {backends}"])
+    return {role: {"backend": name} for role, name in backends.items()}
 
 
 def require_same(locked: Mapping[str, Any], now: Mapping[str, Any], origin: str) -> None:

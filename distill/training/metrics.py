@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from distill.core.units import GIB
 from distill.data.labels import IGNORE_INDEX
 from distill.models.work import Work, peak_flops
 from distill.teachers.losses import STATISTICS
@@ -114,7 +115,7 @@ class Meter:
             "trained_tokens": trained,
             "tokens_seen": float(self.tokens_seen),
             "seconds": seconds,
-            "peak_memory_gib": peak_memory(self.device) / 2**30,
+            "peak_memory_gib": peak_memory(self.device) / GIB,
             **{f"time_{name}": total / ranks / steps for name, total in zip(phases, times, strict=True)},
         }
         if self.peak and self.teacher and self.student:

@@ -1,8 +1,8 @@
-"""What a resumed run may be told anew: settings of memory, speed and records, none of what an optimizer step learns.
+"""What may be set anew where a run is resumed: memory, speed and records, nothing of what an optimizer step learns.
 
-    told = told_anew(recipe, folder, processes=2)      # ValueError names the first setting that has to stay
-    told.lines()                                       # what differs from what the run began with
-    told.recipe_text(last)                             # recipe.yaml, with a comment that says what changed and when
+    plan = resume_plan(recipe, folder, processes=2)    # ValueError names the first setting that has to stay
+    plan.lines()                                       # what differs from what the run began with
+    plan.recipe_text(last)                             # recipe.yaml, with a comment that says what changed and when
 
 Rows come in an order that the seed alone gives, each once an epoch however many processes share it, and a step keeps
 its rows (`recipe/same_step.py`). `Trainer` counts what it skips in micro-batches of the settings it is given, not of
@@ -32,7 +32,7 @@ from distill.training.lock import LOCK_FILE, differences, read_lock
 SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights under FSDP: a file, or a folder of shards
 
 
-class Told(NamedTuple):
+class ResumePlan(NamedTuple):
     """A recipe beside the one that its run has gone by.
 
     Attributes:
@@ -53,8 +53,8 @@ class Told(NamedTuple):
         """One line that names what differs from what the run began with; none where nothing does."""
         if not self.began:
             return []
-        told = "; ".join(f"{name} {show(now)}, {show(was)} when the run began" for name, was, now in self.began)
-        return [f"resumed with other settings, for the same steps: {told}"]
+        changes = "; ".join(f"{name} {show(now)}, {show(was)} when the run began" for name, was, now in self.began)
+        return [f"resumed with other settings, for the same steps: {changes}"]
 
     def notes(self, arguments: TrainingArguments, student: nn.Module, *, rows: int) -> list[str]:
         """What another micro-batch changes all the same, a line each.
@@ -84,12 +84,12 @@ class Told(NamedTuple):
             last: the checkpoint that the run goes on from.
         """
         step = 0 if last is None else last.name.removeprefix(CHECKPOINT)
-        said = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-        said += [f"# {name}: {show(was)} up to step {step}, then {show(now)}" for name, was, now in self.changed]
-        return "".join(f"{line}\n" for line in said) + dump(self.recipe)
+        comments = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+        comments += [f"# {name}: {show(was)} up to step {step}, then {show(now)}" for name, was, now in self.changed]
+        return "".join(f"{line}\n" for line in comments) + dump(self.recipe)
 
 
-def told_anew(recipe: Recipe, folder: Path, *, processes: int) -> Told:
+def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
     """Hold that `recipe` makes the steps that the run in `folder` has left to make.
 
     Args:
@@ -98,7 +98,7 @@ def told_anew(recipe: Recipe, folder: Path, *, processes: int) -> Told:
         processes: of now.
 
     Raises:
-        ValueError: naming the first setting that has to stay, what it was and what came.
+        ValueError: naming the first setting that has to stay, the old and the new value.
     """
     path = folder / RECIPE_FILE
     old = load(path)
@@ -113,10 +113,10 @@ def told_anew(recipe: Recipe, folder: Path, *, processes: int) -> Told:
                 "keeps its rows; continue with the other settings as they were, or start a new run with --name"
             )
     lock = read_lock(folder / LOCK_FILE) if (folder / LOCK_FILE).exists() else {}
-    told = Told(recipe, path, changed, _since(lock.get("recipe", was), now), lock.get("processes", processes))
-    if any(name in STEP for name, _, _ in changed) or told.processes != processes:
-        _require_same_rows(old, told, processes)
-    return told
+    plan = ResumePlan(recipe, path, changed, _since(lock.get("recipe", was), now), lock.get("processes", processes))
+    if any(name in STEP for name, _, _ in changed) or plan.processes != processes:
+        _require_same_rows(old, plan, processes)
+    return plan
 
 
 def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
@@ -128,13 +128,13 @@ def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
 
 def drops_at_random(model: nn.Module) -> bool:
     """Whether the student draws random numbers in training: other micro-batches draw other ones."""
-    asked = getattr(bare(model).config, "attention_dropout", 0) or 0
-    return asked > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
+    dropout = getattr(bare(model).config, "attention_dropout", 0) or 0
+    return dropout > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
 
 
 @contextmanager
-def said_already() -> Iterator[None]:
-    """Keep `Trainer` from warning of the settings that `Told.lines` has named."""
+def without_known_warnings() -> Iterator[None]:
+    """Keep `Trainer` from warning of the settings that `ResumePlan.lines` has named."""
     logger = logging.getLogger("transformers.trainer_utils")
 
     def other(record: logging.LogRecord) -> bool:
@@ -149,8 +149,8 @@ def said_already() -> Iterator[None]:
 
 def _since(began: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """What differs of the settings that may."""
-    found = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE]
-    return tuple((name, was, value) for name, was, value in found if was != value)
+    values = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE]
+    return tuple((name, was, value) for name, was, value in values if was != value)
 
 
 def _at(tree: Mapping[str, Any], name: str) -> Any:
@@ -167,16 +167,16 @@ def _numbered(value: Any) -> Any:
     return {name: _numbered(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
-def _require_same_rows(old: Recipe, told: Told, processes: int) -> None:
-    train, length = told.recipe.train, told.recipe.data.max_length
-    rows = rows_of_step(old, told.processes)
+def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
+    train, length = plan.recipe.train, plan.recipe.data.max_length
+    rows = rows_of_step(old, plan.processes)
     changes = train.batch_size != old.train.batch_size
-    if told.processes != processes and (changes or rows % (train.batch_size * processes)):
+    if plan.processes != processes and (changes or rows % (train.batch_size * processes)):
         raise ValueError(
-            f"--resume: a step of this run takes {rows} rows, {old.train.batch_size} at a time on {told.processes} "
+            f"--resume: a step of this run takes {rows} rows, {old.train.batch_size} at a time on {plan.processes} "
             f"processes; came {train.batch_size} on {processes}: continue on as many processes as before"
         )
-    if changes and (why := why_batch_size_stays(told.recipe)):
+    if changes and (why := why_batch_size_stays(plan.recipe)):
         raise ValueError(
             f"--resume: train.batch_size has to stay {old.train.batch_size}: {why}; came {train.batch_size}; "
             "train.gradient_checkpointing: true saves memory too"
@@ -187,7 +187,7 @@ def _require_same_rows(old: Recipe, told: Told, processes: int) -> None:
             f"--resume: train.batch_size: a step of this run takes {rows} rows on {processes} device(s), so expected "
             f"one of {', '.join(map(str, sizes))}; came {train.batch_size}"
         )
-    if tokens_of_step(told.recipe, processes) != rows * length:
+    if tokens_of_step(plan.recipe, processes) != rows * length:
         raise ValueError(
             f"--resume: train.tokens_per_step: a step of this run takes {rows} rows x data.max_length {length}, so "
             f"expected {rows * length}; came {show(train.tokens_per_step)}"

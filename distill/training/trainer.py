@@ -138,7 +138,7 @@ class DistillationTrainer(Trainer):
         self.add_callback(_Watch(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As `Trainer`; with FSDP2 where it was asked for, on CPUs too."""
+        """As `Trainer`; with FSDP2 where it was requested, on CPUs too."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp and self.accelerator.num_processes > 1:
             use_fsdp2(self.accelerator, self.args.fsdp_plugin_args)
@@ -211,8 +211,8 @@ class DistillationTrainer(Trainer):
         """What of the teacher is not finite in a step that was not; on every rank where it is so on one."""
         with self.compute_loss_context_manager():
             fault = teacher_fault(self.objective, [self._prepare_inputs(batch) for batch in batches])
-        found = torch.tensor(float(fault is not None), device=self.args.device)
-        if self.accelerator.reduce(found, "sum") == 0:
+        anywhere = torch.tensor(float(fault is not None), device=self.args.device)
+        if self.accelerator.reduce(anywhere, "sum") == 0:
             return None
         return fault or "on another rank"
 
@@ -233,7 +233,7 @@ class DistillationTrainer(Trainer):
 
         Raises:
             RunError: loss or gradients stay NaN or infinite.
-            KeyboardInterrupt: Ctrl-C, behind the step that was being made and its checkpoint.
+            KeyboardInterrupt: Ctrl-C, after the step that was being made and its checkpoint.
         """
         self.meter.restart()
         with self.health.stops_on_signals(), watching(Path(self.args.output_dir or "."), lambda: self._begun):
@@ -250,7 +250,7 @@ class DistillationTrainer(Trainer):
         return begun
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer._run_epoch`, which would make one more step of a run that is resumed behind its last one."""
+        """As `Trainer._run_epoch`, which would make one more step of a run that is resumed after its last one."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
@@ -319,7 +319,7 @@ class DistillationTrainer(Trainer):
         assert self.optimizer is not None and self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate  # a scheduler sets it behind a step, for the next one
+            group["lr"] = rate  # a scheduler sets it after a step, for the next one
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._checkpoints_go_to or super()._get_output_dir(trial)
@@ -376,7 +376,7 @@ class _Watch(TrainerCallback):
         self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log, write a checkpoint and stop, where that was asked for."""
+        """Log, write a checkpoint and stop, where that was requested."""
         self.trainer.meter.phases.enter("data")
         self.trainer.meter.phases.steps += 1
         if self.trainer.health.stopping and state.global_step < state.max_steps:
