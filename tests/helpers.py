@@ -1,7 +1,8 @@
 """What tests share: error measures, the slack they are judged by, and realistic inputs.
 
 A result of ours is right when its error against fp64 is at most `SLACK` times the error that PyTorch's own eager
-computation makes in the same dtype, plus `FLOOR[dtype]`.
+computation makes in the same dtype, plus `FLOOR[dtype]`. bf16 fused losses also keep a promise that does not depend on
+eager PyTorch, which in bf16 misses by ten times as much.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 
 SLACK = 1.5
 FLOOR = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}
+PROMISED_LOSS, PROMISED_ROW_LOSSES, PROMISED_GRADIENT, PROMISED_WORST_ROW = 2e-4, 3e-4, 3e-3, 2e-2
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -30,6 +32,27 @@ def assert_as_good_as_torch(
     """Hold `ours` against fp64 `exact`, allowing what torch `eager` in `dtype` misses by, times the slack."""
     error, allowed = relative_error(ours, exact), SLACK * relative_error(eager, exact) + FLOOR[dtype]
     assert error <= allowed, f"{name}: error {error:.3e} exceeds {allowed:.3e} ({dtype})"
+
+
+def assert_as_promised(name: str, ours: torch.Tensor, exact: torch.Tensor) -> None:
+    """Hold what a bf16 fused loss made to its promise, against fp64.
+
+    Args:
+        name: "loss" ([] or row losses [N]), "dx" ([N, H]) or another gradient.
+        ours, exact: of one shape.
+    """
+    assert ours.shape == exact.shape, f"shapes differ: {tuple(ours.shape)} and {tuple(exact.shape)}"
+    errors = {"relative error": (relative_error(ours, exact), PROMISED_GRADIENT)}
+    if name == "loss":
+        errors = {"error of the sum": (relative_error(ours.double().sum(), exact.sum()), PROMISED_LOSS)}
+        if ours.dim():
+            errors["relative error of rows"] = (relative_error(ours, exact), PROMISED_ROW_LOSSES)
+    elif name == "dx":
+        rows = torch.linalg.vector_norm(ours.double() - exact, dim=-1)
+        mean = torch.linalg.vector_norm(exact, dim=-1).mean()
+        errors["worst row's error of the mean row"] = ((rows.max() / mean).item(), PROMISED_WORST_ROW)
+    for what, (error, allowed) in errors.items():
+        assert error <= allowed, f"{name}: {what} {error:.3e} exceeds {allowed:.1e}"
 
 
 def realistic_logits(

@@ -2,12 +2,29 @@
 
 import gzip
 import json
+import logging
 import os
+import re
+import resource
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.core import console
+from distill.data import chat
+from distill.data.limits import limited
+from distill.data.load import load_data
+from distill.models.load import load_config, load_teacher
+from distill.models.meta import meta_models
+from distill.recipe import Data, ModelSection, Teacher, parse
+from distill.reports.export import export
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = [{"text": f"The teacher explains number {number} and the student listens."} for number in range(8)]
@@ -77,3 +94,194 @@ def test_local_data_of_every_format_call_nobody(tmp_path):
     called, rows = json.loads(done.stdout.splitlines()[-1])
     assert not called, called
     assert all(made == rows["a.jsonl"] and len(made) == len(ROWS) for made in rows.values())
+
+
+# ------------------------------------------------------------------ configurations and weights
+
+
+class Payload:
+    """A pickle that touches a file when it is read."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("touched"),)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    tokenizer = tiny_tokenizer()
+    save_tiny(folder, tiny_model(tokenizer, layers=2, seed=1), tokenizer)
+    return folder
+
+
+@pytest.fixture
+def run_folder(saved):
+    """A folder that holds a student as a run does."""
+    shutil.copytree(saved, "run/student")
+    return Path("run")
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refused_everywhere(run_folder, expected):
+    """Loading, planning, random weights and export say so, in one line."""
+    student = str(run_folder / "student")
+    random = ModelSection(init="random", config=f"{student}/config.json")
+    recipe = parse(json.dumps({
+        "teacher": random.model_dump(exclude_defaults=True), "student": random.model_dump(exclude_defaults=True),
+        "data": {"source": "synthetic"}, "train": {"steps": 1, "batch_size": 1},
+    }))  # fmt: skip
+    for attempt in (
+        lambda: load_config(Teacher(model=student), "teacher"),
+        lambda: load_teacher(Teacher(model=student)),
+        lambda: load_teacher(Teacher(**random.model_dump(exclude_none=True))),
+        lambda: meta_models(recipe),
+        lambda: export(run_folder, Path("out")),
+    ):
+        with pytest.raises(ValueError, match=expected) as raised:
+            attempt()
+        assert "\n" not in str(raised.value) and not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["nobody/kernels", {"": "nobody/kernels"}, "flash|nobody/kernels@main:attend", 7])
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_a_configuration_fetches_no_code(run_folder, name, key):
+    edit(run_folder / "student/config.json", **{key: name})
+    refused_everywhere(run_folder, "fetched as code")
+    edit(run_folder / "student/config.json", **{key: None}, text_config={key: name})
+    refused_everywhere(run_folder, "fetched as code")
+
+
+@pytest.mark.parametrize("change, expected", [
+    ({"num_hidden_layers": 10**9}, "expected at most 4,096 for num_hidden_layers"),
+    ({"vision_config": {"num_layers": 10**9}}, "expected at most 4,096 for num_layers"),
+    ({"hidden_size": "wide"}, "student/config.json|student"),
+    ({"num_attention_heads": []}, "student"),
+    ({"rope_parameters": 7}, "student"),
+    ({"model_type": ["llama"]}, "student"),
+    ({"num_hidden_layers": None}, "student"),
+])  # fmt: skip
+def test_configurations_with_hostile_values(run_folder, change, expected):
+    edit(run_folder / "student/config.json", **change)
+    refused_everywhere(run_folder, expected)
+
+
+@pytest.mark.parametrize("content, expected", [
+    (b"[]", "expected an object"), (b"{", "no usable JSON"), (b"[" * 100_000, "no usable JSON"),
+    (None, "no plain file"),
+])  # fmt: skip
+def test_configurations_that_are_none(run_folder, content, expected):
+    path = run_folder / "student/config.json"
+    path.unlink()
+    if content is None:
+        os.mkfifo(path)
+        with pytest.raises(ValueError, match=r"no student yet"):
+            export(run_folder, Path("out"))
+    else:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=expected):
+            export(run_folder, Path("out"))
+    with pytest.raises(ValueError, match=expected):
+        load_teacher(Teacher(model=str(run_folder / "student")))
+
+
+@pytest.mark.parametrize("name", ["weights.bin", "../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", 7])
+def test_an_index_names_safetensors_of_its_own_folder(run_folder, saved, name):
+    """Pickles behind the index of a folder with a safetensors file for show."""
+    student = run_folder / "student"
+    shutil.copy(saved / "model.safetensors", run_folder / "outside.safetensors")
+    torch.save({"x": Payload()}, student / "weights.bin")
+    (student / "model.safetensors").rename(student / "other.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": name}}
+    (student / "model.safetensors.index.json").write_text(json.dumps(index))
+    for attempt in (lambda: load_teacher(Teacher(model=str(student))), lambda: export(run_folder, Path("out"))):
+        with pytest.raises(ValueError, match="expected safetensors files in the same folder"):
+            attempt()
+    assert not Path("touched").exists() and not Path("out").exists()
+
+
+def test_a_pickled_student_is_not_exported(run_folder):
+    (run_folder / "student/model.safetensors").unlink()
+    torch.save({"x": Payload()}, run_folder / "student/pytorch_model.bin")
+    with pytest.raises(ValueError, match="are pickles"):
+        export(run_folder, Path("out"))
+    assert not Path("touched").exists() and not Path("out").exists()
+
+
+# ------------------------------------------------------------------ templates
+
+CHATS = [{"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(4)]
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set n = namespace(s='x' * 1000) %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+
+
+@pytest.mark.parametrize("template, expected", [
+    (LOOPS, "takes longer than"),
+    ("{{ 10 ** (10 ** 9) }}", "takes longer than|more than"),
+    ("{% set n = namespace(x=10 ** 9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+     "takes longer than|more than"),
+    (DOUBLING, "takes longer than|more than 1,024 MiB"),
+    ("{{ '%9999999999d' % 1 }}", "takes longer than|more than 1,024 MiB|too big"),
+    ("{{ 'x'.center(10 ** 10) }}", "takes longer than|more than 1,024 MiB"),
+    ("{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", "takes longer than|more than 1,024 MiB"),
+    ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled"),
+    ("x" * (1 << 21), "expected at most 1,048,576 characters"),
+])  # fmt: skip
+def test_templates_that_never_end_or_fill_the_memory(template, expected, monkeypatch):
+    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.5)
+    Path("t.jinja").write_text(template)
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    before = time.monotonic()
+    with pytest.raises(ValueError, match=r"data\.chat_template: .*") as raised:
+        load_data(Data(source="a.jsonl", chat_template="t.jinja", max_length=64), tiny_tokenizer(), seed=0)
+    assert re.search(expected, str(raised.value)) and "\n" not in str(raised.value)
+    assert time.monotonic() - before < 20
+
+
+def test_limits_leave_nothing_behind():
+    limits, handler = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGALRM)
+    left = signal.getitimer(signal.ITIMER_REAL)[0]  # of the test's own timer, if there is one
+    for _ in range(2):
+        with pytest.raises(TimeoutError), limited(0.05, 1 << 30):
+            while True:
+                pass
+        with pytest.raises(MemoryError), limited(5, 1 << 20):
+            bytearray(1 << 29)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+    assert bool(signal.getitimer(signal.ITIMER_REAL)[0]) == bool(left)
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+# ------------------------------------------------------------------ files that are no files
+
+
+@pytest.mark.parametrize("name", ["pipe", "pipe.jsonl", "pipe.txt", "pipe.parquet"])
+def test_a_pipe_is_no_data_file(name):
+    os.mkfifo(name)
+    with pytest.raises(ValueError, match=r"expected a file or folder; .* is neither"):
+        load_data(Data(source=f"./{name}", max_length=64), tiny_tokenizer(), seed=0)
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    with pytest.raises(ValueError, match=r"data\.chat_template: .*no plain file"):
+        load_data(Data(source="a.jsonl", chat_template=f"./{name}", max_length=64), tiny_tokenizer(), seed=0)
+
+
+# ------------------------------------------------------------------ terminals
+
+ESCAPES = "\x1b[2J\x1b]0;title\x07 \x9b31m \r\x08 \u202e \udc80"
+
+
+def test_no_control_character_reaches_a_stream(capsys, monkeypatch):
+    expected = r"\x1b[2J\x1b]0;title\x07 \x9b31m \r\x08 \u202e \udc80"
+    console.say(f"one\ttwo {ESCAPES}\nthree")
+    console.complain(f"a {ESCAPES}\nb")
+    console.show_table([ESCAPES, "b"], [["c", ESCAPES]], title=ESCAPES)
+    logging.lastResort.handle(logging.makeLogRecord({"msg": "warned %s", "args": (ESCAPES,), "levelno": 30}))
+    out, err = capsys.readouterr()
+    assert f"one\ttwo {expected}\nthree\n" in out and out.count(expected) == 4
+    assert f"distill: a {expected}\ndistill: b\n" in err and f"warned {expected}" in err
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out + err)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console.show_table(["a"], [[f"{ESCAPES} cell"]])
+    assert "\x1b[2J" not in capsys.readouterr().out

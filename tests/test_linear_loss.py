@@ -6,14 +6,16 @@ import pytest
 import torch
 from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import LossTerm
+from distill_kernels.launch import interpreted
+from distill_kernels.losses import fused as fused_path
 from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.linear import reference_linear_divergence, row_scales
 from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.plan import plan_chunks
-from distill_kernels.losses.projection import fits_descriptors
+from distill_kernels.losses.projection import TILE, fits_descriptors
 from distill_kernels.losses.terms import make_objective
-from helpers import assert_as_good_as_torch, realistic_heads, relative_error
+from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads, relative_error
 
 KL = LossTerm("forward_kl", 1.0)
 MIXED = [LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
@@ -62,6 +64,8 @@ def check(outcome, heads, terms, labels, scale, vocab, dtype, **settings):
     ours = [outcome.loss, outcome.hidden, outcome.weight, outcome.bias]
     for name, mine, theirs, right in zip(("loss", "dx", "dW", "db"), ours, eager, exact, strict=False):
         assert_as_good_as_torch(mine, theirs, right, dtype, name)
+        if dtype == torch.bfloat16:
+            assert_as_promised(name, mine, right)
 
 
 @pytest.mark.parametrize("descriptors", [True, False], ids=["persistent", "tiles"])
@@ -206,6 +210,34 @@ def test_lora_head(kernel_device, path):
         ("loss", "dx", "dA", "dB"), ours, full(x.dtype), full(torch.float64), strict=True
     ):
         assert_as_good_as_torch(mine, eager, exact, torch.bfloat16, name)
+        if name in ("loss", "dx"):  # A and B see hidden states and gradients that were rounded once more
+            assert_as_promised(name, mine, exact)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_logits_kept_in_bf16_would_be_noticed(kernel_device, monkeypatch, relative):
+    """What the promise is for: 1.5 times eager's error lets an error ten times ours pass."""
+    heads, labels, scale = setup(kernel_device, 70, 600, torch.bfloat16, ignored=(3, 69))
+    check(fused(heads, MIXED, labels, scale, 600), heads, MIXED, labels, scale, 600, torch.bfloat16)
+    inner = fused_path.project
+
+    def project(head, hidden, out, *rest, **named):
+        inner(head, hidden, out, *rest, **named)
+        shift = 0.0 if relative else out.shift.repeat_interleave(TILE, 1)[:, : out.values.shape[1]]
+        out.values.copy_((out.values + shift).bfloat16() - shift)
+
+    monkeypatch.setattr(fused_path, "project", project)
+    with pytest.raises(AssertionError, match="exceeds"):
+        check(fused(heads, MIXED, labels, scale, 600), heads, MIXED, labels, scale, 600, torch.bfloat16)
+
+
+def test_one_wrong_row_of_8192_would_be_noticed():
+    exact = torch.randn(8192, 64, dtype=torch.float64)
+    ours = exact.clone()
+    assert_as_promised("dx", ours.bfloat16(), exact)
+    ours[4000] *= 0.9
+    with pytest.raises(AssertionError, match="worst row"):
+        assert_as_promised("dx", ours.bfloat16(), exact)
 
 
 def test_several_groups_of_chunks_and_summing_in_fp32(kernel_device, monkeypatch):
@@ -250,6 +282,39 @@ def test_every_element_is_written_and_results_repeat_bitwise(kernel_device, monk
         assert torch.equal(one, other)
     for one, other in zip(plain.stats, again.stats, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("vocab, descriptors", [(600, True), (70, False)])
+def test_cpu_products_find_numbers_beyond_the_ends_of_rows(monkeypatch, vocab, descriptors):
+    """Some CPUs' bf16 products read on beyond a row's last column and multiply by 0: that must not be NaN."""
+    pytest.importorskip("triton")
+    heads, labels, scale = setup(torch.device("cpu"), 20, vocab, torch.bfloat16)
+    low = torch.randn(3, 32).bfloat16(), torch.randn(vocab, 3).bfloat16()
+    multiply, empty, seen = torch.mm, torch.empty, []
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    def mm(a, b, **kwargs):
+        for matrix in (a, b):
+            if matrix.dtype == torch.bfloat16:
+                wide = matrix if matrix.stride(-1) == 1 else matrix.t()
+                whole = wide.as_strided((wide.shape[0], wide.stride(0)), wide.stride())
+                seen.append(wide.stride(0) > wide.shape[1])
+                assert whole.isfinite().all(), (matrix.shape, matrix.stride())
+        return multiply(a, b, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "mm", mm)
+    student, teacher = Head(*heads[:2], None, *low), Head(*heads[2:])
+    wanted, batch = Wanted(True, True, lora_a=True, lora_b=True), Batch(labels, scale, None)
+    with interpreted():
+        fused_linear_divergence(
+            student, teacher, batch, make_objective(MIXED), wanted, vocab=vocab, dtype=torch.bfloat16,
+            descriptors=descriptors,
+        )  # fmt: skip
+    assert any(seen), "no operand with room beyond its rows was seen"
 
 
 def test_strided_inputs(kernel_device):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from dense_loss import ALL_TERMS, dense_rows, softcap
 from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
-from helpers import assert_as_good_as_torch, realistic_heads
+from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,6 +75,8 @@ def check(device, dtype, terms, temperature, *, exact_dtype=torch.float64):
         ("loss", "dx", "dW"), ours(x, w, teachers, labels, terms, temperature), eager, exact, strict=True
     ):
         assert_as_good_as_torch(mine, theirs, right, dtype, name)
+        if dtype == torch.bfloat16:
+            assert_as_promised(name, mine, right)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])

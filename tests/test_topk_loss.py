@@ -5,6 +5,7 @@ import torch
 from distill_kernels import FusedTopKKLLoss, kl_div
 from distill_kernels.launch import interpreted
 from distill_kernels.losses.operator import linear_divergence_op
+from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads, relative_error
 from grids import pairwise
 from helpers import assert_as_good_as_torch, realistic_heads, relative_error
 from torch.nn import functional as F
@@ -89,8 +90,10 @@ def test_values_and_gradients(where, monkeypatch, dtype, direction, tail, more):
         for wide in (torch.float64, None)
     )
     ours = differentiate(lambda leaves: loss(*leaves[:2], ids, top, labels, student_bias=leaves[2]), tensors)
-    for name, *results in zip(["loss", "x", "w", "bias"], ours, eager, exact, strict=True):
+    for name, *results in zip(["loss", "dx", "dW", "db"], ours, eager, exact, strict=True):
         assert_as_good_as_torch(*results, dtype, name)
+        if dtype == torch.bfloat16:
+            assert_as_promised(name, results[0], results[2])
 
 
 @pytest.mark.gpu
@@ -291,6 +294,38 @@ def test_teacher_temperature(device):
     at_one = FusedTopKKLLoss(tail="renormalize", temperature=2.0, teacher_temperature=1.0)(x, w, ids, top)
     halved = FusedTopKKLLoss(tail="renormalize", temperature=2.0)(x, w, ids, top / 2)
     torch.testing.assert_close(at_one, halved)
+
+
+def test_teacher_temperature_of_16_bits(where):
+    """Log-probabilities of bf16 are multiplied in fp32: products of 16 bits lost 1.2e-2."""
+    (x, w, _), top, ids, _ = setup(torch.float32, where)
+    loss = FusedTopKKLLoss(tail="renormalize", temperature=3.0, teacher_temperature=1.0)
+    given = top.bfloat16()
+    torch.testing.assert_close(loss(x, w, ids, given), loss(x, w, ids, given.float()))
+
+
+@pytest.mark.parametrize("direction, tail", READINGS)
+def test_places_that_are_not_used_are_none_of_the_k(where, direction, tail):
+    """Whatever their ids: out of range, or another place's token. With all columns in use, a tail is left as well."""
+    (x, w, _), top, ids, labels = setup(torch.float32, where)
+    more = torch.tensor([10**6, -1, 0], device=where).expand(N, 3).clone()
+    more[:, 2] = ids[:, 0]
+    unused = torch.full((N, 3), -torch.inf, device=where)
+    loss = FusedTopKKLLoss(direction, tail, ce_weight=0.5)
+
+    def run(*given):
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        value, stats = loss(*leaves, *given, labels, return_stats=True)
+        value.backward()
+        return [value.detach(), *(leaf.grad for leaf in leaves), *stats]
+
+    right = run(ids, top.float())
+    for one, other in zip(run(torch.cat([more, ids], -1), torch.cat([unused, top.float()], -1)), right, strict=True):
+        assert relative_error(one, other) < 1e-6
+    every = torch.arange(V, device=where).expand(N, V)
+    spread = torch.full((N, V), -torch.inf, device=where).scatter(-1, ids, top.float())
+    for one, other in zip(run(every, spread), right, strict=True):
+        assert relative_error(one, other) < 1e-5
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

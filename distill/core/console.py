@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +15,25 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+# what moves a terminal's cursor, changes its colours or turns text around, and halves of surrogate pairs
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """`text` with its control characters but tabs and line ends written out, so that none reaches a terminal."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class VisibleFormatter(logging.Formatter):
+    """Log lines without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+if logging.lastResort is not None:  # it prints warnings where nobody set up logging, as our commands do not
+    logging.lastResort.setFormatter(VisibleFormatter())
 
 
 def show_table(
@@ -26,6 +47,7 @@ def show_table(
         title: a line above.
         numbers: align all columns but the first to the right.
     """
+    columns, rows, title = [*map(visible, columns)], [[*map(visible, cells)] for cells in rows], visible(title)
     console = Console()
     if console.is_terminal:
         table = Table(title=escape(title) or None, title_justify="left", header_style="bold", box=None, pad_edge=False)
@@ -53,7 +75,7 @@ def working(what: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(escape(what)):
+    with console.status(escape(visible(what))):
         yield
 
 
@@ -67,21 +89,21 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(escape(what), total=total)
+        task = bar.add_task(escape(visible(what)), total=total)
         yield lambda count: bar.advance(task, count)
 
 
 def say(line: str) -> None:
-    """Print a line as it is."""
-    print(line, flush=True)
+    """Print a line, its control characters written out."""
+    print(visible(line), flush=True)
 
 
 def complain(message: str) -> None:
     """One line a fault on standard error, with the rank in a run of several processes."""
     rank = os.environ.get("RANK", "0")
     prefix = "distill: " if rank == "0" else f"distill (rank {rank}): "
-    for line in message.splitlines() or [""]:
-        print(prefix + line, file=sys.stderr, flush=True)
+    for line in message.split("\n"):
+        print(prefix + visible(line), file=sys.stderr, flush=True)
 
 
 def plain(value: Any) -> Any:

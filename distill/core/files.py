@@ -87,7 +87,7 @@ def make_folder(folder: Path) -> None:
     """Make a folder and those above it, to last."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for place in missing:
+    for place in {folder, *missing}:  # one that was there may not be on the disk yet
         sync(place.parent, deep=False)
 
 

@@ -22,8 +22,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from distill.data.limits import limited
 from distill.data.sources import RowFault
 
+TEMPLATE_SECONDS = 10.0  # for one chat: the longest in use take milliseconds
+TEMPLATE_BYTES = 1 << 30
+TEMPLATE_CHARACTERS = 1 << 26
+TEMPLATE_SOURCE = 1 << 20  # bytes of a template's own text
 FROZEN_DAY = datetime.date(2025, 1, 1)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
@@ -71,12 +76,17 @@ class ChatTemplate:
         self._special = re.compile(
             "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)) or r"\Z."
         )
+        if len(self.source) > TEMPLATE_SOURCE:
+            raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
-            _compile_jinja_template(self.source)
+            with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+                _compile_jinja_template(self.source)
         except TemplateSyntaxError as error:
             raise TemplateError(
                 f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"
             ) from error
+        except Exception as error:  # constants are computed while it is compiled
+            raise TemplateError(f"data.chat_template: cannot be compiled: {_reason(error)}") from error
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False, mark: bool = False
@@ -102,18 +112,22 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(
-                [list(messages)],
-                tools=tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=mark,
-                add_generation_prompt=prompt,
-                **self.special_tokens,
-            )
+            with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+                rendered: Any = render_jinja_template(
+                    [list(messages)],
+                    tools=tools,
+                    chat_template=self.source,
+                    return_assistant_tokens_mask=mark,
+                    add_generation_prompt=prompt,
+                    **self.special_tokens,
+                )
+        except (TimeoutError, MemoryError) as error:
+            raise TemplateError(f"data.chat_template: the template does not end well: {_reason(error)}") from error
         except Exception as error:  # a template is a program (in a sandbox): it may raise anything
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise RowFault("the chat template refuses the row", first) from error
+            raise RowFault("the chat template refuses the row", _reason(error)) from error
         texts, spans = rendered
+        if len(texts[0]) > TEMPLATE_CHARACTERS:
+            raise RowFault("the chat template writes too much", f"{len(texts[0]):,} characters")
         return RenderedChat(texts[0], list(spans[0]) if mark else [])
 
     def render_for_training(
@@ -280,6 +294,12 @@ class ChatTemplate:
         )
 
 
+def _reason(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return f"it takes more than {TEMPLATE_BYTES >> 20:,} MiB of memory for one chat"
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def _joined(spans: Sequence[Span]) -> list[Span]:
     """Ranges with those that touch made one; empty ones left out."""
     joined: list[Span] = []
@@ -371,9 +391,12 @@ def with_template(tokenizer: Any, choice: str) -> Any:
 
 
 def _file(choice: str) -> str:
+    path = Path(choice).expanduser()
     try:
-        return Path(choice).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no plain file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"data.chat_template: expected tokenizer, none or a .jinja file; {choice!r} cannot be read: {error}"
         ) from error

@@ -15,6 +15,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from distill.data.labels import IGNORE_INDEX
 from distill.doctor.reference_loss import Mixture, mixed_log_probabilities, shifted, token_loss
 from distill.doctor.rows import Row, Rows
 from distill.models.vocabulary import compare
@@ -22,7 +23,7 @@ from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.cache.format import HEAD
 from distill.teachers.cache.teacher import CachedTeacher
-from distill.teachers.losses import IGNORE, LogitTransforms, TargetLoss, build_loss
+from distill.teachers.losses import LogitTransforms, TargetLoss, build_loss
 from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
@@ -62,7 +63,7 @@ class Reference:
             columns: that all logits are cut to; None for the smallest head's.
         """
         labels = shifted(batch["labels"])
-        keep = labels != IGNORE
+        keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
         with torch.no_grad():
             teachers = self.teacher_logits(rows, batch, keep)
@@ -161,7 +162,7 @@ class MixtureReference(Reference):
 
         The distributions are over the first columns of the vocabulary, since such a head has as many rows as columns.
         """
-        keep = (shifted(batch["labels"]) != IGNORE).flatten()
+        keep = (shifted(batch["labels"]) != IGNORE_INDEX).flatten()
         heads, logits = [], []
         for share, hidden, member in zip(
             self.weights, self.teacher.targets(batch), self.teacher.format.members, strict=True

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from distill.data.labels import IGNORE_INDEX
 from distill.recipe.loss import Loss
-from distill.teachers.losses import IGNORE
 
 Mixture = Sequence[tuple[float, torch.Tensor]]
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
     """Labels [..., S] moved so that position i holds the token after it; the last is not learned."""
-    return F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
 
 def token_loss(student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss) -> torch.Tensor:

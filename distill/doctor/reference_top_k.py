@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from distill_kernels import FusedTopKKLLoss, LossTerm
 
+from distill.data.labels import IGNORE_INDEX
 from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import shifted, top_k_loss
 from distill.doctor.rows import Row
@@ -17,7 +18,6 @@ from distill.teachers.base import Batch, Teacher
 from distill.teachers.cache.encode import LEAST_TAIL
 from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.cache.top_k import TopKFormat
-from distill.teachers.losses import IGNORE
 
 STORED = 0.05  # what half precision may move a stored log-probability, natural logarithm
 
@@ -44,7 +44,7 @@ class TopKReference(Reference):
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
         """From the student's full logits, cut to the columns that the tokens were taken from."""
         labels = shifted(batch["labels"])
-        keep = labels != IGNORE
+        keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
         stored = {name: value.to(z_s.device) for name, value in self.teacher.cache.said(list(rows)).items()}
         tail = self.manifest["tail"]

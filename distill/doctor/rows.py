@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from distill.data.packing import IGNORED
+from distill.data.labels import IGNORE_INDEX
 
 Row = Mapping[str, Sequence[int]]
 Document = dict[str, list[int]]
@@ -41,7 +41,7 @@ class Rows:
             if f"{reader}input_ids" in row:
                 longer[f"{reader}input_ids"].append(token)
                 longer[f"{reader}position_ids"].append(row[f"{reader}position_ids"][-1] + 1)
-        longer["labels"].append(IGNORED)
+        longer["labels"].append(IGNORE_INDEX)
         return longer
 
 
@@ -145,7 +145,7 @@ def bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 def first_learned(document: Row) -> int | None:
     """The first place whose label is learned."""
-    return next((at for at, label in enumerate(document["labels"]) if label != IGNORED), None)
+    return next((at for at, label in enumerate(document["labels"]) if label != IGNORE_INDEX), None)
 
 
 def cut_at(first: int, tokens: int) -> int:

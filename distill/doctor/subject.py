@@ -14,6 +14,7 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.data.collator import Collator
+from distill.data.labels import IGNORE_INDEX
 from distill.doctor.reference import Reference
 from distill.doctor.references import reference_of
 from distill.doctor.rollouts import StudentRollouts
@@ -21,7 +22,7 @@ from distill.doctor.rows import Row, Rows
 from distill.models.packed import keeps_apart
 from distill.recipe.loss import Loss
 from distill.teachers.base import Teacher
-from distill.teachers.losses import IGNORE, is_soft
+from distill.teachers.losses import is_soft
 from distill.teachers.objective import DistillationObjective, as_teacher
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -155,7 +156,7 @@ class Subject:
 
         Of equal rows a mean of means is the mean, so that a wrong divisor would not show.
         """
-        if len({sum(label != IGNORE for label in row["labels"]) for row in self.rows}) > 1:
+        if len({sum(label != IGNORE_INDEX for label in row["labels"]) for row in self.rows}) > 1:
             return list(self.rows)
         return [self.form.joined(self.rows[:2]), *self.rows[1:]]
 

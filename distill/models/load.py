@@ -10,7 +10,6 @@ False): with a cache, packed documents would attend to each other.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -23,13 +22,16 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import replacing_folder
 from distill.models.adapters import add_lora, load_and_merge, merged
 from distill.models.attention import keep_soft_cap
+from distill.models.guard import check_config, check_index, read_json
 from distill.models.offload import offload_layers
 from distill.models.pruning import check_kept, cut_layers, find_layers, layers_to_keep
 from distill.models.quantised import (
@@ -172,18 +174,27 @@ def load_config(section: ModelSection, field: str) -> Any:
     Raises:
         ValueError: there is none, or it is not one that transformers knows.
     """
+    trusted = section.trust_remote_code
     if section.init == "random":
         assert section.config is not None
         path = find_architecture(section.config, f"{field}.config")
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{field}.config: {path} is not a model configuration: {error}") from error
+        values = read_json(path, f"{field}.config")
+        check_config(values, f"{field}.config", str(path), trusted=trusted)
+        with loading(str(path), ModelSource(str(path)), f"{field}.config"):
+            if not isinstance(kind := values.pop("model_type", None), str):
+                raise ValueError("it is not a model configuration: it has no model_type")
+            return AutoConfig.for_model(kind, **values)
     assert section.model is not None
-    source = resolve_model_source(section.model, f"{field}.model")
-    arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
-    with loading(section.model, source, f"{field}.model"):
+    spec, field = section.model, f"{field}.model"
+    source = resolve_model_source(spec, field)
+    arguments = remote_arguments(section, field.partition(".")[0])
+    if source.gguf_file:
+        arguments["gguf_file"] = source.gguf_file
+    else:
+        with loading(spec, source, field):
+            values, _ = PreTrainedConfig.get_config_dict(source.location, revision=arguments.get("revision"))
+        check_config(values, field, spec, trusted=trusted)
+    with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, **arguments)
 
 
@@ -218,27 +229,19 @@ def _load(
         arguments |= int8_arguments(source, device, field)
     config = None if source.gguf_file else load_config(section, field)
     if config is not None:
-        if not section.trust_remote_code:
-            _refuse_fetched_code(config, section, field)
         check_quantisation(config, section, field)
     with loading(section.model, source, f"{field}.model"), explained(config):
+        if not source.local and (index := cached_file(
+            source.location, SAFE_WEIGHTS_INDEX_NAME, revision=section.revision,
+            _raise_exceptions_for_missing_entries=False,
+        )):  # fmt: skip
+            check_index(Path(index), f"{field}.model")
         model = AutoModelForCausalLM.from_pretrained(
             source.location, dtype=dtype or "auto", use_safetensors=None if source.gguf_file else True, **arguments
         )
     check_quantised(model, section, field)
     keep_soft_cap(model, section.attention, f"{field}.attention")
     return _place(model, device)
-
-
-def _refuse_fetched_code(config: Any, section: ModelSection, field: str) -> None:
-    """A config.json may name an attention implementation as well, and one with a slash is compiled code on the hub."""
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
-        name = getattr(part, "_attn_implementation", None)
-        if isinstance(name, str) and not name.isidentifier():
-            raise ValueError(
-                f"{field}.model: the config.json of {section.model} names {name!r}, an attention implementation that "
-                f"would be fetched as code; take the line attn_implementation out, or set {field}.trust_remote_code"
-            )
 
 
 def _random(
@@ -250,10 +253,8 @@ def _random(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        try:
+        with loading(str(section.config), ModelSource(""), f"{field}.config"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{field}.config: {section.config} makes no causal language model: {error}") from error
     keep_soft_cap(model, section.attention, f"{field}.attention")
     return _place(model, device)
 

@@ -12,6 +12,7 @@ from distill.models.adapters import add_lora
 from distill.models.load import load_config
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
 from distill.models.shape import Shape, shape_of
+from distill.models.source import ModelSource, loading
 from distill.models.work import Work, work_of
 from distill.recipe import Lora, ModelSection, Student
 
@@ -26,11 +27,8 @@ class MetaModel:
 
     def __init__(self, config: Any, field: str, lora: Lora | None = None, *, trains: bool) -> None:
         self.config = config
-        try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{field}: this configuration makes no causal language model: {error}") from error
+        with loading("this configuration", ModelSource(""), field), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self.trains = trains
         if not trains:
             model.requires_grad_(False)

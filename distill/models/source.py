@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.models.guard import check_folder, check_gguf
 from distill.recipe import ModelSection
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
             )
         if path.suffix != ".gguf":
             raise ValueError(f"{field}: expected a folder, a .gguf file or a hub id, got the file {spec}")
+        check_gguf(path, field)
         return ModelSource(str(path.resolve().parent), path.name)
     if path.suffix == ".gguf" or path.is_absolute() or spec.startswith((".", "~")) or not HUB_ID.fullmatch(spec):
         raise ValueError(f"{field}: {spec} does not exist; expected a hub id, a local folder or a .gguf file")
@@ -97,6 +99,7 @@ def _check_folder(path: Path, field: str) -> None:
         if "adapter_config.json" in names:
             hint = "; it holds a LoRA adapter: name its base model here and the folder under teacher.adapter"
         raise ValueError(f"{field}: the folder {path} has no config.json{hint}")
+    check_folder(path, field)
     if any(name.endswith(".safetensors") for name in names):
         return
     if any(name.endswith(PICKLES) for name in names):
@@ -120,21 +123,14 @@ def remote_arguments(section: ModelSection, field: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
     """Turn what loading may raise into one `ValueError` that says what the person can do."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-    from safetensors import SafetensorError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
         yield
-    except (
-        OSError,
-        HfHubHTTPError,
-        ImportError,
-        SafetensorError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except BaseException as error:
+        # a file may make a library raise anything; what the tokenizers library panics with is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         causes = list(_chain(error))
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         instead = f"download it elsewhere and give the local folder, as in {field}: /models/{Path(spec).name}"
@@ -151,10 +147,10 @@ def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
         elif not source.local and any(isinstance(cause, OSError) for cause in causes):
             offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
             reason = f"no such folder, and the hub cannot be reached{offline} or has no safetensors of it; {instead}"
-        elif isinstance(error, RuntimeError | KeyError | TypeError) and not source.local:
-            raise
-        else:
+        elif isinstance(error, ValueError | OSError | RuntimeError):
             reason = first
+        else:
+            reason = f"{type(error).__name__}: {first}"
         raise ValueError(f"{field}: cannot load {spec}: {reason}") from error
 
 

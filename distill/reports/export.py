@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.faults import RecipeError
 from distill.core.files import replacing_folder
+from distill.models.guard import check_config, read_json
+from distill.models.source import ModelSource, loading, resolve_model_source
 from distill.reports.gguf_file import write_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,7 +53,13 @@ def export(
     in_use = RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise in_use
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    try:
+        resolve_model_source(str(source), "student")
+        check_config(read_json(source / "config.json", "student"), "student", str(source))
+        with loading(str(source), ModelSource(str(source)), "student"):
+            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True)
+    except ValueError as error:
+        raise RecipeError([str(error)]) from error
     if dtype is not None:
         model = model.to(getattr(torch, dtype))
         for name, tensor in model.named_parameters():
@@ -86,7 +94,7 @@ def export(
 
 def _check(model: Any, folder: Path) -> None:
     """Hold that what was written is what was meant."""
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True)
     written = dict(again.named_parameters())
     for name, tensor in model.named_parameters():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name

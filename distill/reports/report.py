@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core.console import visible
 from distill.core.faults import RecipeError
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
@@ -121,7 +122,7 @@ def read_run(folder: Path) -> Run:
 def write_report(folder: Path, destination: Path | None = None) -> Path:
     """Write the page about the run in `folder` to `destination` (`report.html` in the folder); returns its path."""
     target = destination or folder / "report.html"
-    write_text(target, page(read_run(folder)))
+    write_text(target, visible(page(read_run(folder))))
     return target
 
 

@@ -31,7 +31,7 @@ def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def has_aligned_rows(matrix: torch.Tensor) -> bool:
     """True where the copy engine (TMA) takes `matrix` as it is: adjacent elements, 16-byte base and stride."""
     apart = matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * matrix.element_size() % 16 == 0
-    return matrix.stride(1) == 1 and matrix.data_ptr() % 16 == 0 and apart
+    return matrix.stride(1) == 1 and apart and matrix.data_ptr() % 16 == 0
 
 
 def check_tensor(name: str, tensor: object) -> None:

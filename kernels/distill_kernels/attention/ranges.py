@@ -85,18 +85,9 @@ def attended_interval(diagonal, first, last, window, CAUSAL: tl.constexpr, FROM_
 
 @triton.jit
 def dense_or_packed_interval(
-    row,
-    batch,
-    ranges_ptr,
-    rows,
-    batches,
-    others,
-    shift,
-    window,
-    CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr,
-    FROM_KEYS: tl.constexpr,
-):
+    row, batch, ranges_ptr, rows, batches, others, shift, window,
+    CAUSAL: tl.constexpr, PACKED: tl.constexpr, FROM_KEYS: tl.constexpr,
+):  # fmt: skip
     """Interval of `row` (int32 scalar or block, below `rows`) on the other side, in positions of this batch entry."""
     if PACKED:
         at = ranges_ptr + batch.to(tl.int64) * rows + row

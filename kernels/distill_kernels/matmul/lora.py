@@ -29,12 +29,7 @@ from distill_kernels.operands import differentiable_once
 
 
 def reference_lora_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """The specification, in plain PyTorch."""
     return F.linear(x, weight, bias) + scale * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
@@ -113,12 +108,7 @@ def _wide(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.
 
 
 def lora_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """`x W^T + bias + scale (x A^T) B^T` with gradients for x, A and B; W and bias are frozen.
 

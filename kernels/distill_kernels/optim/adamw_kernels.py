@@ -126,42 +126,18 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["seed", "squares_ptr", "lr_ptr", "grad_scale_ptr", "found_inf_ptr"])
 def adamw_kernel(
-    table_ptr,  # int64 [tensors, 8]
-    gradients_ptr,  # int64 [tensors]
-    blocks_ptr,  # int32 [programs, 2]
-    rows_ptr,  # fp32 [tensors, 8]: see multi_tensor.Bucket
-    squares_ptr,  # fp32 scalar: sum of all squared gradients, where CLIP or SKIP
-    lr_ptr,  # scalar, where LR_ON_DEVICE
-    grad_scale_ptr,  # fp32 scalar, where HAS_GRAD_SCALE
-    found_inf_ptr,  # fp32 scalar, where HAS_FOUND_INF
-    lr,
-    log2_beta1,
-    log2_beta2,
-    beta1,
-    beta2,
-    rest1,
-    rest2,
-    eps,
-    weight_decay,
-    max_norm,
-    sign,
-    seed,
-    LR_ON_DEVICE: tl.constexpr,
-    HAS_GRAD_SCALE: tl.constexpr,
-    HAS_FOUND_INF: tl.constexpr,
-    CLIP: tl.constexpr,
-    SKIP: tl.constexpr,
-    COUNT: tl.constexpr,
-    PARAMETER: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    STATE: tl.constexpr,
-    MASTER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Update BLOCK elements of one tensor, in place; if COUNT, a tensor's last program to finish counts its step."""
+    table_ptr, gradients_ptr, blocks_ptr, rows_ptr, squares_ptr, lr_ptr, grad_scale_ptr, found_inf_ptr,
+    lr, log2_beta1, log2_beta2, beta1, beta2, rest1, rest2, eps, weight_decay, max_norm, sign, seed,
+    LR_ON_DEVICE: tl.constexpr, HAS_GRAD_SCALE: tl.constexpr, HAS_FOUND_INF: tl.constexpr, CLIP: tl.constexpr,
+    SKIP: tl.constexpr, COUNT: tl.constexpr, PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, STATE: tl.constexpr,
+    MASTER: tl.constexpr, ALIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update BLOCK elements of one tensor, in place; if COUNT, a tensor's last program to finish counts its step.
+
+    table, gradients, blocks and rows are `multi_tensor.Bucket`'s; the other pointers lead to fp32 scalars (lr's to one
+    of its own dtype), read where a constant says that they are there: squares, the sum of all gradients', by CLIP or
+    SKIP.
+    """
     tensor = tl.load(blocks_ptr + 2 * tl.program_id(0))
     first = tl.load(blocks_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
     row_ptr = rows_ptr + tensor * 8

@@ -186,16 +186,9 @@ def reference_sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["count", "programs"])
 def sum_of_squares_kernel(
-    table_ptr,  # int64 [tensors, 8]
-    gradients_ptr,  # int64 [tensors]
-    blocks_ptr,  # int32 [count, 2]
-    partials_ptr,  # fp32 [programs]
-    count,
-    programs,
-    GRADIENT: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    table_ptr, gradients_ptr, blocks_ptr, partials_ptr, count, programs,  # partials: fp32 [programs]
+    GRADIENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Each program sums the squares of every `programs`-th block: the order of summation never changes."""
     total = tl.zeros((BLOCK,), tl.float32)
     offsets = tl.arange(0, BLOCK)

@@ -1,0 +1,66 @@
+"""Bounds on what a program that others wrote may take: a chat template is one."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # no such limits on this system
+    resource = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def limited(seconds: float, more_bytes: int) -> Iterator[None]:
+    """Bounds for a call in this process.
+
+    Args:
+        seconds: of wall clock, in the main thread; elsewhere there is no bound on time.
+        more_bytes: of memory that the process may take beyond what it has, on Linux.
+
+    Raises:
+        TimeoutError: it took longer.
+        MemoryError: it took more.
+    """
+    with _memory(more_bytes), _time(seconds):
+        yield
+
+
+@contextlib.contextmanager
+def _time(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: types.FrameType | None) -> None:
+        raise TimeoutError(f"it takes longer than {seconds:g} s")
+
+    handler = signal.signal(signal.SIGALRM, end)
+    # again and again: jinja's optimiser passes over whatever a constant raises, and goes on
+    waiting, _ = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, waiting)
+        signal.signal(signal.SIGALRM, handler)
+
+
+@contextlib.contextmanager
+def _memory(more_bytes: int) -> Iterator[None]:
+    size = Path("/proc/self/statm")
+    if resource is None or not size.exists():
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = int(size.read_text().split()[0]) * resource.getpagesize() + more_bytes
+    bounds = [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(most, *bounds) if bounds else most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,0 +1,340 @@
+"""Arguments of every loss as people have them: views of any stride, and mistakes, which are named; kernels and CPU."""
+
+import functools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from distill_kernels import (
+    ChunkedLoss,
+    FusedDistillationLoss,
+    FusedKLLoss,
+    FusedTopKKLLoss,
+    LossTerm,
+    TeacherHead,
+    distillation_loss,
+)
+from distill_kernels.losses.fused import fused_linear_divergence
+from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.terms import make_objective
+from distill_kernels.losses.topk_rows import TopK
+from distill_kernels.operands import rows_of
+from helpers import realistic_heads, relative_error
+
+N, V, K = 6, 40, 4
+SETTINGS = {"skip_ignored_rows": True}
+MIXED = (LossTerm("forward_kl", 0.7), LossTerm("cross_entropy", 0.3))
+
+
+@pytest.fixture(params=["specification", "kernel"])
+def where(request, device):
+    """CPU tensors through the PyTorch path, and the same calls through the kernels."""
+    return torch.device("cpu") if request.param == "specification" else request.getfixturevalue("kernel_device")
+
+
+def draw(device):
+    x, w, xt, wt = realistic_heads(N, V, 16, 24, device=device)
+    top, ids = (xt @ wt.T).log_softmax(-1).topk(K, -1)
+    made = {"x": x, "w": w, "bias": torch.randn(V), "a": torch.randn(2, 16), "b": torch.randn(V, 2)}
+    made |= {"xt": xt, "wt": wt, "teacher_bias": torch.randn(V), "top": top, "ids": ids}
+    made |= {"x_other": x.roll(1, 0), "small_labels": torch.randint(0, 16, (N,))}  # logits of 16 columns
+    made |= {"labels": torch.randint(0, V, (N,)), "weights": torch.rand(N), "rows": torch.tensor([4, 1, 3])}
+    return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+def margin(student, teacher, labels):
+    return student.logsumexp(-1) - student.gather(-1, labels.clamp_min(0)[:, None])[:, 0] + (teacher * student).mean(-1)
+
+
+def heads(t):
+    named = {"student_bias": t["bias"], "student_lora": (t["a"], t["b"], 0.5), "token_weights": t["weights"]}
+    return (t["x"], t["w"]), named | {"valid_rows": t["rows"]}
+
+
+def fused(t):
+    student, named = heads(t)
+    module = FusedDistillationLoss(MIXED, 2.0, **SETTINGS)
+    return module(*student, t["xt"], t["wt"], t["labels"], teacher_bias=t["teacher_bias"], **named)
+
+
+def mixture(t):
+    student, named = heads(t)
+    two = [TeacherHead(t["xt"], t["wt"], 0.6, t["teacher_bias"]), TeacherHead(t["xt"], t["wt"], 0.4)]
+    return FusedDistillationLoss(MIXED, **SETTINGS)(*student, labels=t["labels"], teachers=two, **named)
+
+
+def chunked(t):
+    student, named = heads(t)
+    return ChunkedLoss(margin)(*student, t["xt"], t["wt"], t["labels"], teacher_bias=t["teacher_bias"], **named)
+
+
+def top_k(t):
+    student, named = heads(t)
+    return FusedTopKKLLoss(ce_weight=0.5, **SETTINGS)(*student, t["ids"], t["top"], t["labels"], **named)
+
+
+def of_logits(t):
+    return distillation_loss(t["x"], t["x_other"], t["small_labels"], terms=MIXED, token_weights=t["weights"])
+
+
+def table(tensor):
+    """A column of a table (the last dimension of which the kernels would run along)."""
+    garbage = torch.full_like(tensor, 10**6 if not tensor.is_floating_point() else torch.nan)
+    return torch.stack([garbage, tensor, garbage], -1)[..., 1]
+
+
+def expanded(tensor):
+    return tensor[:1].expand_as(tensor)
+
+
+def transposed(tensor):
+    return tensor.t().contiguous().t()
+
+
+VIEWS = {
+    fused: {table: "x w bias a b xt wt teacher_bias labels weights rows", transposed: "x w xt wt",
+            expanded: "bias teacher_bias labels weights x xt wt"},
+    mixture: {table: "teacher_bias labels", expanded: "wt"},
+    chunked: {table: "labels weights rows"},
+    top_k: {table: "ids top labels rows", transposed: "ids top", expanded: "ids labels"},
+    of_logits: {table: "x_other small_labels weights", transposed: "x", expanded: "x_other small_labels"},
+}  # fmt: skip
+CASES = [(call, form, name) for call, forms in VIEWS.items() for form, names in forms.items() for name in names.split()]
+
+
+def results_of(call, tensors):
+    leaves = {key: tensors[key].detach().requires_grad_() for key in ("x", "w", "bias", "a", "b")}
+    loss = call(tensors | leaves)
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]
+
+
+@functools.cache
+def results_without_views(call, device):
+    torch.manual_seed(0)
+    return results_of(call, draw(device))
+
+
+@pytest.mark.parametrize("call, form, name", CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_every_argument_may_be_a_view(kernel_device, call, form, name):
+    t = draw(kernel_device)
+    view = form(t[name])
+    if form is expanded:
+        right = results_of(call, t | {name: view.contiguous()})
+    else:
+        right = results_without_views(call, kernel_device)
+    results = results_of(call, t | {name: view})
+    assert len(results) == len(right) > 1
+    for one, other in zip(results, right, strict=True):
+        assert relative_error(one, other) < 1e-6
+
+
+def test_an_upstream_gradient_and_the_compiled_call_may_be_strided(kernel_device):
+    t = draw(kernel_device)
+    labels, upstream = table(t["labels"]), table(torch.rand(N, device=kernel_device))
+    x = t["x"].requires_grad_()
+
+    def step(x, labels):
+        return FusedDistillationLoss(MIXED, reduction="none")(x, t["w"], t["xt"], t["wt"], labels)
+
+    right = torch.autograd.grad(step(x, t["labels"]), x, upstream.clone())[0]
+    for call in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        assert relative_error(torch.autograd.grad(call(x, labels), x, upstream)[0], right) < 1e-6
+
+
+def test_rows_of_copies_only_what_has_gaps():
+    x = torch.arange(12.0).view(3, 4)
+    assert rows_of(x[0]).data_ptr() == x.data_ptr() and rows_of(x[:, :2]).stride() == (4, 1) and rows_of(None) is None
+    for view in (x[:, 1], x[0, ::2], x[0, :1].expand(5), x.t()):
+        assert rows_of(view).stride(-1) == 1 and torch.equal(rows_of(view), view)
+
+
+BAD = {
+    "labels": [
+        ({"labels": torch.full((N,), V)}, f"labels: expected 0 to {V - 1}, got {V}"),
+        ({"labels": torch.full((N,), -1)}, f"labels: expected 0 to {V - 1}, got -1"),
+        ({"labels": torch.ones(N, dtype=torch.bool)}, "labels: expected integers"),
+        ({"labels": np.zeros(N, dtype=np.int64)}, "labels: expected a torch.Tensor, got numpy.ndarray"),
+    ],
+    "others": [
+        ({"student_lora": (torch.ones(2, 16), torch.ones(V, 2))}, r"student_lora: expected \(A, B, scale\), got"),
+        ({"valid_rows": torch.tensor([1, 1])}, "valid_rows: expected each row once"),
+        ({"valid_rows": torch.tensor([-1, 1])}, f"valid_rows: expected indices of 0 to {N - 1}"),
+        ({"valid_rows": torch.tensor([N])}, f"valid_rows: expected indices of 0 to {N - 1}"),
+        ({"num_items": 0}, "num_items: expected above 0, since rows count, got 0"),
+        ({"num_items": torch.tensor(0)}, "num_items: expected above 0"),
+        ({"num_items": torch.tensor([3, 4])}, "num_items: expected one number"),
+        ({"student_hidden": np.zeros((N, 16), np.float32)}, "student_hidden: expected a torch.Tensor"),
+        ({"student_weight": torch.ones(V, 16).to_sparse()}, "student_weight: expected a dense tensor, got layout"),
+    ],
+    "top-k": [
+        ({"teacher_ids": torch.full((N, K), V)}, f"teacher_ids: expected 0 to {V - 1}, got {V}"),
+        ({"teacher_ids": torch.full((N, K), -1)}, f"teacher_ids: expected 0 to {V - 1}, got -1"),
+        ({"teacher_ids": torch.ones(N, K, dtype=torch.bool)}, "teacher_ids: expected integers"),
+        ({"teacher_logprobs": np.zeros((N, K), np.float32)}, "teacher_logprobs: expected a torch.Tensor"),
+    ],
+}
+
+
+def call_with(kind, change, device):
+    t = draw(device)
+    change = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in change.items()}
+    named = {"student_hidden": t["x"], "student_weight": t["w"], "labels": t["labels"]}
+    if kind == "top-k":
+        return FusedTopKKLLoss(ce_weight=0.5)(
+            **(named | {"teacher_ids": t["ids"], "teacher_logprobs": t["top"]} | change)
+        )
+    return FusedKLLoss(ce_weight=0.5)(**(named | {"teacher_hidden": t["xt"], "teacher_weight": t["wt"]} | change))
+
+
+@pytest.mark.parametrize("kind, change, message", [(kind, *bad) for kind, bads in BAD.items() for bad in bads])
+def test_mistakes_are_named_on_both_paths(where, kind, change, message):
+    if (
+        where.type == "cuda"
+        and "got" in message
+        and message.startswith(("labels: expected 0", "teacher_ids: expected 0"))
+    ):
+        pytest.skip("values on a GPU are not looked at")
+    with pytest.raises(ValueError, match=message):
+        call_with(kind, change, where)
+
+
+@pytest.mark.parametrize("change, message", BAD["labels"])
+def test_mistakes_in_labels_of_logits(where, change, message):
+    logits = torch.randn(N, V, device=where)
+    labels = change["labels"]
+    labels = labels.to(where) if isinstance(labels, torch.Tensor) else labels
+    with pytest.raises(ValueError, match=message):
+        distillation_loss(logits, logits, labels, terms=MIXED)
+    for wrong, name in (((logits.numpy(), logits), "student_logits"), ((logits, logits.to_sparse()), "teacher_logits")):
+        with pytest.raises(ValueError, match=f"{name}: expected a"):
+            distillation_loss(*wrong, terms=MIXED)
+
+
+def test_more_than_256_tokens_of_a_teacher(where):
+    x, w = torch.randn(2, 8, device=where), torch.randn(300, 8, device=where)
+    ids = torch.arange(257, device=where).expand(2, 257)
+    with pytest.raises(ValueError, match="teacher_ids: expected K of 1 to 256, got 257"):
+        FusedTopKKLLoss()(x, w, ids, torch.full((2, 257), -6.0, device=where))
+
+
+def test_labels_that_only_say_which_rows_count_may_be_any(where):
+    """A student of fewer columns than the tokenizer has tokens, without a hard-label term."""
+    t = draw(where)
+    few, many = t["labels"].clone(), t["labels"] + 10**6
+    few[0] = many[0] = -100
+    losses = [FusedKLLoss()(t["x"], t["w"], t["xt"], t["wt"], labels) for labels in (few, many)]
+    assert torch.equal(*losses)
+
+
+def test_what_a_gpu_may_not_look_at_is_not_a_number(kernel_device):
+    """Kernels without the check before them: a label or id out of range spoils its row, and no other."""
+    t = draw(kernel_device)
+    scale, (label, token) = torch.ones(N, device=kernel_device), (torch.tensor(2**32 + 1), torch.tensor(V))
+    student, wanted = Head(t["x"], t["w"]), Wanted(True, True)
+    objective = make_objective(MIXED)
+    t["labels"][2], t["ids"][2, 1] = label, token
+    run = functools.partial(fused_linear_divergence, wanted=wanted, vocab=V, dtype=torch.float32)
+    full = run(student, Head(t["xt"], t["wt"]), Batch(t["labels"], scale, None), objective)
+    soft = make_objective(MIXED[:1])
+    some = [run(student, None, Batch(None, scale, None, TopK(t["ids"], t["top"], tail)), soft)
+            for tail in ("bucket", "renormalize", "sampled")]  # fmt: skip
+    for outcome in (full, *some):
+        assert outcome.loss[2].isnan() and outcome.loss.isnan().sum() == 1
+
+
+def test_a_hidden_state_that_is_not_a_number_shows_in_the_loss(where):
+    t = draw(where)
+    t["x"][1] = torch.nan
+    assert fused(t).isnan() and of_logits(t).isnan() and top_k(t).isnan()
+
+
+def test_the_switch_that_looks_on_a_gpu_too(device):
+    code = """
+import torch
+from distill_kernels.losses.arguments import may_look_at
+print(may_look_at(torch.ones(1, device="meta")))
+"""
+    for value, answer in (("1", "True"), ("0", "False")):
+        environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path), "DISTILL_CHECK_VALUES": value}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == answer, done.stderr
+
+
+CALLS = [fused, mixture, chunked, top_k, of_logits]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_second_order_gradient_is_refused(where, call):
+    t = draw(where)
+    x = t["x"].requires_grad_()
+    with pytest.raises(ValueError, match="create_graph: expected False"):
+        torch.autograd.grad(call(t), x, create_graph=True)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_transforms_of_functions_are_refused(where, call):
+    t = draw(where)
+    name = "student_logits" if call is of_logits else "student_hidden"
+    for transform in (torch.func.grad, lambda loss: lambda x: torch.vmap(loss)(x[None])):
+        with pytest.raises(ValueError, match=f"{name}: expected a plain tensor, got one inside torch.vmap"):
+            transform(lambda x: call(t | {"x": x}))(t["x"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["xt", "wt", "labels", "ids", "top"])
+def test_what_backward_reads_again_may_not_change_before(where, name, compiled):
+    t = draw(where)
+    x = t["x"].requires_grad_()
+
+    def step(x):
+        if name in ("ids", "top"):
+            return FusedTopKKLLoss(ce_weight=0.5, reduction="none")(x, t["w"], t["ids"], t["top"], t["labels"])
+        return FusedDistillationLoss(MIXED, reduction="none")(x, t["w"], t["xt"], t["wt"], t["labels"])
+
+    loss = (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step)(x)
+    t[name].add_(1)
+    with pytest.raises((ValueError, RuntimeError), match=r"modified (in place|by an inplace operation)"):
+        loss.sum().backward()
+
+
+def test_tensors_made_in_inference_mode_need_no_watch(where):
+    t = draw(where)
+    with torch.inference_mode():
+        xt = t["xt"] * 1
+    loss = FusedDistillationLoss(MIXED, reduction="none")(t["x"].requires_grad_(), t["w"], xt, t["wt"], t["labels"])
+    loss.sum().backward()
+    assert t["x"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("call", [fused, chunked, top_k, mixture])
+def test_rows_that_do_not_count_may_hold_anything(where, call, named, monkeypatch):
+    """Named by `valid_rows` though their label says no, or computed because `skip_ignored_rows` is off."""
+    monkeypatch.setitem(SETTINGS, "skip_ignored_rows", False)
+    t = draw(where) | {"rows": torch.tensor([4, 1, 3, 0], device=where) if named else None}
+    t["labels"][[1, 3]] = -100
+    spoilt = t | {"x": t["x"].clone(), "xt": t["xt"].clone()}
+    spoilt["x"][[1, 3]], spoilt["xt"][[1, 3]] = torch.nan, torch.inf
+    for one, other in zip(results_of(call, t), results_of(call, spoilt), strict=True):
+        assert one.isfinite().all() and relative_error(other, one) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_calls_scale_as_eager_ones(where, dtype, reduction):
+    """Small upstream gradients, which fp16 would lose and bf16 round."""
+    x, w, xt, wt = realistic_heads(N, V, 16, 24, dtype=dtype, device=where)
+    module = FusedKLLoss(reduction=reduction)
+    upstream = 0.3 / 65536
+
+    def step(x, w):
+        return module(x, w, xt, wt).sum() * upstream * 65536**0.5
+
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    one, other = (torch.autograd.grad(call(*leaves), leaves) for call in (compiled, step))
+    for mine, eager in zip(one, other, strict=True):
+        assert relative_error(mine, eager) < 1e-4
