@@ -5,9 +5,8 @@ import torch
 from distill_kernels import FusedTopKKLLoss, kl_div
 from distill_kernels.launch import interpreted
 from distill_kernels.losses.operator import linear_divergence_op
-from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads, relative_error
 from grids import pairwise
-from helpers import assert_as_good_as_torch, realistic_heads, relative_error
+from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads, relative_error
 from torch.nn import functional as F
 
 N, V, K = 23, 150, 8
