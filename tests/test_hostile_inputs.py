@@ -22,7 +22,7 @@ from distill.data import chat
 from distill.data.limits import limited
 from distill.data.load import load_data
 from distill.models.load import load_config, load_teacher
-from distill.models.meta import meta_models
+from distill.models.meta import meta_config, meta_model
 from distill.recipe import Data, ModelSection, Teacher, parse
 from distill.reports.export import export
 
@@ -137,7 +137,7 @@ def refused_everywhere(run_folder, expected):
         lambda: load_config(Teacher(model=student), "teacher"),
         lambda: load_teacher(Teacher(model=student)),
         lambda: load_teacher(Teacher(**random.model_dump(exclude_none=True))),
-        lambda: meta_models(recipe),
+        lambda: meta_model(meta_config(recipe.teacher, "teacher"), "teacher"),
         lambda: export(run_folder, Path("out")),
     ):
         with pytest.raises(ValueError, match=expected) as raised:
