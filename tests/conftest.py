@@ -78,7 +78,11 @@ if not HAS_GPU:
 
 
 # Files whose tests take longest begin first, so that no worker ends long after the others.
-LONGEST = ()
+LONGEST = (
+    "test_compiles.py", "test_crash.py", "test_launch.py", "test_conformance.py", "test_flash_attention.py",
+    "test_cache_processes.py", "test_invariants.py", "test_cache_sharded.py", "test_even_batches.py",
+    "test_attention_parts.py", "test_examples.py", "test_cache_runs.py", "test_compiling.py", "test_sharded_run.py",
+)  # fmt: skip
 
 
 def pytest_xdist_auto_num_workers(config) -> int:

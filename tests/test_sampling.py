@@ -134,11 +134,11 @@ for starts in (None, n):
 d = torch.ones(1, 512, 1, 64, dtype=torch.bfloat16)  # in several chunks, which are put together
 decode_attention(q[:1, :4], d.transpose(1, 2), d.transpose(1, 2), n[:1])
 """
-    figures = compiled("sm_90", code)
-    names = [one.kernel for one in figures]
-    assert set(names) == {"_sample_kernel", "_put_kernel", "_chunk_kernel", "_combine_kernel"}, figures
+    kernels = compiled("sm_90", code)
+    names = [kernel.kernel for kernel in kernels]
+    assert set(names) == {"_sample_kernel", "_put_kernel", "_chunk_kernel", "_combine_kernel"}, kernels
     assert names.count("_chunk_kernel") == 3 and names.count("_sample_kernel") == 2
-    assert all(one.spilled == 0 for one in figures), figures
+    assert all(kernel.spilled == 0 for kernel in kernels), kernels
 
 
 @pytest.mark.gpu
