@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from distill.doctor.reference_loss import token_loss
 from distill.models.work import Work, work_of
 from distill.recipe import Loss
-from distill.teachers.objective import STATISTICS
+from distill.teachers.losses import STATISTICS
 from distill.training.checkpoints import UNFINISHED, checkpoints
 from distill.training.metrics import Meter
 from distill.training.phases import KEYS
