@@ -119,7 +119,8 @@ def test_rows_are_cut_around_what_is_learned():
 
 
 def test_positions_that_do_not_restart_in_packed_rows_are_seen(workplace, monkeypatch):
-    recipe = load("r.yaml", ["student.lora=null", "data.max_length=128"])
+    (workplace / "lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in TEXT.splitlines()))
+    recipe = load("r.yaml", ["student.lora=null", "data.source=lines.jsonl", "data.max_length=200"])
     assert packing_changes_nothing(examine.prepare(recipe)).passed
     rows = Documents.rows
 

@@ -71,8 +71,11 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     spec = section.model or section.config
     if spec is None:
         raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
-    alone = (Path(spec) / "tokenizer_config.json").is_file()  # a folder of a tokenizer needs no model beside it
-    source = ModelSource(spec) if alone else resolve_model_source(spec, f"{field}.model")
+    folder = Path(spec).expanduser()
+    if (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
+        source = ModelSource(str(folder))  # of a tokenizer alone, as a teacher's cache holds it
+    else:
+        source = resolve_model_source(spec, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
