@@ -1,10 +1,8 @@
 """One run, one writer: two at once, processes whose launcher is killed, a rank that hangs, a folder that is deleted."""
 
-import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,8 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 from test_resume import RECIPE, finished_run
 
 from distill import run as run_module
@@ -194,12 +190,6 @@ def two(workplace, name, code=("-c", START), **more):
         return subprocess.Popen(command, cwd=workplace, env=environment, stdout=out, stderr=subprocess.STDOUT, **more)
 
 
-def free_port():
-    with socket.socket() as place:
-        place.bind(("localhost", 0))
-        return place.getsockname()[1]
-
-
 def trains(workplace, name, process, steps=3):
     """Wait until some steps are made; returns the processes that make them."""
     metrics, until = workplace / "runs" / name / "metrics.jsonl", time.monotonic() + 300
@@ -240,40 +230,3 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     assert f"distill: rank 1 (process {hung.pid} on " in said and "has given no sign of life" in said, said
     assert "it has no checkpoint" in said
     assert not psutil.wait_procs(workers, timeout=60)[1]
-
-
-def test_a_launcher_that_restarts_goes_on_by_itself(workplace, monkeypatch):
-    """torchrun --max-restarts, a rank killed, the same bits."""
-    (workplace / "once.py").write_text(
-        "import os, sys\n"
-        "from distill.training.trainer import DistillationTrainer\n"
-        "step = DistillationTrainer.training_step\n"
-        "def dies(self, *a, **k):\n"
-        "    if os.environ['RANK'] == '1' and self.state.global_step == 3 and not os.path.exists('died'):\n"
-        "        open('died', 'w').close()\n"
-        "        os.kill(os.getpid(), 9)\n"
-        "    return step(self, *a, **k)\n"
-        "if os.environ.get('DIES'):\n"
-        "    DistillationTrainer.training_step = dies\n"
-        "from distill.__main__ import main\n"
-        "main()\n"
-    )
-    short = LONG.replace("steps: 300", "steps: 6").replace("save_every: null", "save_every: 2")
-    # torchrun's own rendezvous: after a restart, gloo finds the addresses of before in that of c10d
-    code = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    monkeypatch.setitem(globals(), "LONG", short)
-    plain = two(workplace, "plain", [*code, "once.py"])
-    assert plain.wait(timeout=300) == 0, (workplace / "plain.txt").read_text()
-    monkeypatch.setenv("DIES", "1")
-    command = ["--max-restarts=1", "once.py", "run", "long.yaml", "--name", "again", "--resume-if-any"]
-    again = subprocess.run(
-        [sys.executable, *code, *command], cwd=workplace,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert again.returncode == 0 and (workplace / "died").exists(), again.stdout + again.stderr
-    assert "continuing from runs/again/checkpoint-2" in again.stdout
-    ours, theirs = (load_file(workplace / "runs" / name / "student/model.safetensors") for name in ("again", "plain"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    results = [json.loads((workplace / "runs" / name / "result.json").read_text()) for name in ("again", "plain")]
-    assert results[0]["after"] == results[1]["after"]
