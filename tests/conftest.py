@@ -71,6 +71,16 @@ def _mend_interpreter() -> None:
 
     interpreter.InterpreterBuilder.create_dot = create_dot_bf16
 
+    # asked for at each operation, it makes a table of all dtypes each time
+    np_dtype, known = interpreter._get_np_dtype, {}
+
+    def known_np_dtype(dtype):
+        if dtype.name not in known:
+            known[dtype.name] = np_dtype(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = known_np_dtype
+
 
 if not HAS_GPU:
     with contextlib.suppress(ImportError):  # triton is optional off Linux; tests that need it skip
