@@ -78,14 +78,14 @@ def hold_to(teacher, loaded, cache):
 def test_an_offloaded_teacher_says_what_a_resident_one_says(here, device, kind):
     _, resident = cached(device, "resident", **kind)
     loaded, offloaded = cached(device, "offloaded", "teacher.offload=cpu", **kind)
-    assert is_offloaded(loaded.models.teacher)
+    assert is_offloaded(loaded.pair.teacher.model)
     assert contents(offloaded) == contents(resident)
 
 
 @pytest.mark.parametrize("device", PLACES)
 def test_an_fp8_teacher_is_cached_in_fp8(here, device):
     loaded, cache = cached(device, "fp8", "teacher.dtype=fp8", "train.precision=float32")
-    assert is_quantised(loaded.models.teacher)
+    assert is_quantised(loaded.pair.teacher.model)
     assert cache.manifest["teacher"]["dtype"] == "fp8"
     if device == "cpu":  # there the layers are not swapped for other kernels
         teacher = load_teacher(Teacher(model="teacher"), dtype=torch.bfloat16)
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_quantised_is_cached_as_it_is(here):
     tiny_tokenizer().save_pretrained(here / "bitnet")
     with torch.compiler.set_stance("force_eager"):  # its layers compile their rounding
         loaded, cache = cached("cpu", "quantised", "teacher.model=bitnet")
-        assert loaded.models.teacher.is_quantized
+        assert loaded.pair.teacher.model.is_quantized
         hold_to(load_teacher(Teacher(model="bitnet"), dtype=torch.float32), loaded, cache)
     assert json.loads((here / "bitnet/config.json").read_text())["quantization_config"]["quant_method"] == "bitnet"
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_that_is_quantised_is_cached_as_it_is(here):
 def test_an_int8_teacher_is_cached_in_int8(here):
     pytest.importorskip("bitsandbytes")
     loaded, cache = cached("cuda", "int8", "teacher.dtype=int8", "train.precision=bfloat16")
-    assert type(loaded.models.teacher.model.layers[0].mlp.gate_proj).__name__ == "Linear8bitLt"
+    assert type(loaded.pair.teacher.model.model.layers[0].mlp.gate_proj).__name__ == "Linear8bitLt"
     assert cache.manifest["teacher"]["dtype"] == "int8"
     _, plain = cached("cuda", "plain", "teacher.dtype=bfloat16", "train.precision=bfloat16")
     row = loaded.splits.train[0]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
-from distill.data import token_cache
+from distill.data import token_cache, tokenise
 from distill.data.labels import IGNORE_INDEX
 from distill.data.load import load_data
 from distill.data.token_cache import cache_root, tokenizer_hash
@@ -404,11 +404,7 @@ def test_a_gzip_file_that_is_cut_short_is_counted(tmp_path, tokenizer):
 
 
 def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
-    """The time a text takes grows with its length, not with the number of its pieces times its length."""
-    from distill.data import tokenise
-
     hashed, calls = [], []
-
     text = "The teacher explains, and the student listens.\n" * 40_000
     (tmp_path / "long.txt").write_text(text)
     original, encode = tokenise.hash_of, type(plain).__call__

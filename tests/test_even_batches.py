@@ -277,7 +277,7 @@ def test_lengths_of_no_rows():
 def none_left(subject):
     """A micro-batch of no rows through both models, as part of a step of 5 tokens."""
     objective = subject.objective()
-    batch = subject.collator()([])
+    batch = subject.batch([])
     assert batch["labels"].shape == (1, 2) and (batch["labels"] == -100).all() and len(batch["valid_rows"]) == 0
     subject.student.train()
     output = subject.student(**objective.compare(batch, num_items=torch.tensor(5)))

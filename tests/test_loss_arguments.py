@@ -16,6 +16,7 @@ from distill_kernels import (
     TeacherHead,
     distillation_loss,
 )
+from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.terms import make_objective
@@ -216,8 +217,12 @@ def test_mistakes_in_labels_of_logits(where, change, message):
 def test_more_than_256_tokens_of_a_teacher(where):
     x, w = torch.randn(2, 8, device=where), torch.randn(300, 8, device=where)
     ids = torch.arange(257, device=where).expand(2, 257)
+    given = x, w, ids, torch.full((2, 257), -6.0, device=where)
+    if not runs_on_triton(x):  # the reference takes any K: a whole vocabulary, in tests and on CPUs
+        assert FusedTopKKLLoss()(*given).isfinite()
+        return
     with pytest.raises(ValueError, match="teacher_ids: expected K of 1 to 256, got 257"):
-        FusedTopKKLLoss()(x, w, ids, torch.full((2, 257), -6.0, device=where))
+        FusedTopKKLLoss()(*given)
 
 
 def test_labels_that_only_say_which_rows_count_may_be_any(where):

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.data.collator import Collator
 from distill.data.load import load_data
 from distill.models import attention_choice
-from distill.recipe import RecipeError, Teacher, dump, parse
 from distill.recipe import load as load_recipe
+from distill.recipe import parse
 from distill.run import run
 from distill.teachers.mixture import MixtureModel, MixtureTeacher
 from distill.teachers.objective import DistillationObjective
@@ -399,25 +399,6 @@ def test_another_vocabulary_is_refused(folders, tmp_path, monkeypatch):
         ValueError, match=r"teachers.1.model: teacher and student|teachers.1.model: .*cannot be compared"
     ):
         run_recipe(folders, tmp_path, monkeypatch, f"teachers.1.model={tmp_path / 'other'}")
-
-
-def test_recipes_with_several_teachers():
-    base = "student: {model: s}\ndata: {source: x.jsonl}\ntrain: {steps: 3}\n"
-    recipe = parse("teachers: [{model: a, weight: 0.7}, {model: b, adapter: c}]\n" + base, ["teachers.1.weight=3"])
-    assert recipe.teacher == Teacher(model="a") and [t.weight for t in recipe.teachers] == [0.7, 3.0]
-    assert parse(dump(recipe)) == recipe and "\nteacher:" not in dump(recipe)
-    for text, told in (
-        ("teachers: [{mode: a}]", "teachers.0.mode: unknown field; did you mean model"),
-        ("teachers: {model: a}", "teachers: expected a list"),
-        ("teachers: []", "teacher: required, and missing"),
-        ("teachers: [{model: a}]\nteacher: {model: b}", "give either teacher or teachers; came both"),
-        ("teachers: [{model: a, weight: 0}]", "every weight is 0"),
-        ("teachers: [{model: a, weight: -1}]", "teachers.0.weight"),
-        ("teachers: [{model: a, dtype: fp8}]", "teachers.0: dtype: fp8 works for one teacher only"),
-    ):
-        with pytest.raises(RecipeError) as error:
-            parse(f"{text}\n{base}")
-        assert len(error.value.faults) == 1 and told in error.value.faults[0]
 
 
 def test_each_teacher_has_its_own_attention(monkeypatch):

@@ -260,7 +260,7 @@ def test_runs_repeat_bitwise(two):
         ("share", r"teachers\[1\].share"),
         ("bias", r"teachers\[1\].*bias.*shape"),
         ("tokens fsdp", "student_weight.*head_loss"),
-        ("tokens k", "teacher_ids: expected K of 1 to 35 columns, got 40"),
+        ("tokens k", "teacher_ids: expected K of 1 to 35, got 40"),
         ("tokens sharded", "teacher_ids.*plain"),
         ("vocab_size", "vocab_size: expected 1 to 61"),
     ],

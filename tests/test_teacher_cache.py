@@ -394,9 +394,6 @@ def test_damage_is_found(bucket, tmp_path):
         TeacherCache(folder)
 
 
-# ------------------------------------------------------------------ what is lost
-
-
 def test_the_error_table(loaded):
     sample = take_sample(loaded, 64)
     assert len(sample.labels) == 64
@@ -414,7 +411,6 @@ def test_the_error_table(loaded):
 
 
 def test_the_benchmark_measures_what_it_says(tmp_path, monkeypatch):
-    """The GPU's benchmark on tiny models: written, read, trained, three candidates."""
     monkeypatch.setattr(bench, "K", 16)
     rows = bench.compare(
         tiny_model(layers=3, seed=1), tiny_model(), batch_size=2, length=24, steps=2, shape="tiny", folder=tmp_path

@@ -175,7 +175,7 @@ def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
     if small is None:
         small = sum(p.numel() for _, model in pair.models() for p in model.parameters()) > LARGE
     # other layers of each: a student cut from the teacher must not become its equal, with nothing left to learn
-    layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]
+    layers = [model.config.get_text_config().num_hidden_layers for model in teacher.models.values()][:1]  # type: ignore[union-attr,operator]
     ends = pair.layer_indices == [0, *(count - 1 for count in layers)]
     small_student, small_teacher = shortened(student, [0, 1]), teacher.small([0, 1 if ends else -1])
     if small:

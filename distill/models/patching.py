@@ -18,7 +18,7 @@ import itertools
 import logging
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 from distill.models.head import bare, decoder_of
 from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forward
 from distill.models.packed import keeps_apart
+from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches
 
 log = logging.getLogger(__name__)
 
@@ -195,9 +196,9 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         elif (rotary := _rotary_function(module)) and judged("rope", module, _rotary_matches):
             _replace(module, _with_our_rotary(rotary), undo)
             report.swapped["rope"] += 1
-    for kind, layer in _fusable_layers(model):
-        forward = _LAYER_FORWARDS[kind]
-        if judged("residual_norm", layer, functools.partial(_layer_matches, model=model, forward=forward)):
+    for kind, layer in fusable_layers(model):
+        forward = LAYER_FORWARDS[kind]
+        if judged("residual_norm", layer, functools.partial(layer_matches, model=model, forward=forward)):
             _replace(layer, forward, undo)
             report.swapped["residual_norm"] += 1
 
@@ -222,14 +223,6 @@ def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None
         return
     undo.append(lambda: stop_fused_attention(model, decoder))
     report.attention = backend
-
-
-def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal up to a few roundings of the dtype."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return False
-    scale = expected.abs().max().float()
-    return bool((actual.float() - expected.float()).abs().max() <= 16 * torch.finfo(expected.dtype).eps * scale)
 
 
 def _random(module: nn.Module, *shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -271,7 +264,7 @@ def _rms_norm_form(module: Any) -> str | None:
     x = _random(module, 3, module.weight.shape[0], scale=3.0)
     expected = module(x)
     for form in ("llama", "gemma"):
-        if _close(rms_norm(x, module.weight, _epsilon(module), form), expected):  # type: ignore[arg-type]
+        if is_close(rms_norm(x, module.weight, _epsilon(module), form), expected):  # type: ignore[arg-type]
             return form
     return None
 
@@ -311,7 +304,7 @@ def _gated_activation(module: nn.Module, names: tuple[str, str | None, str]) -> 
     except (TypeError, ValueError):  # takes more than hidden states
         return None
     for activation in ACTIVATIONS:
-        if _close(_gated_forward(names, activation)(module, x), expected):
+        if is_close(_gated_forward(names, activation)(module, x), expected):
             return activation
     return None
 
@@ -371,68 +364,4 @@ def _rotary_matches(module: nn.Module) -> bool:
         ours = _apply_rotary(q.clone(), k.clone(), angle.cos(), angle.sin())
     except (TypeError, ValueError, RuntimeError):  # a rotary embedding of another signature or layout
         return False
-    return _close(ours[0], expected[0]) and _close(ours[1], expected[1])
-
-
-# ---- residual additions fused with the norm that follows
-
-
-def _fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    pre_norm = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-    sandwich = pre_norm | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-    for module in model.modules():
-        children = {name for name, _ in module.named_children()}
-        if "forward" in module.__dict__:
-            continue
-        if children == pre_norm and _takes_residual(module.post_attention_layernorm):
-            yield "pre_norm", module
-        elif children == sandwich and _takes_residual(module.pre_feedforward_layernorm):
-            yield "sandwich", module
-
-
-def _takes_residual(norm: Any) -> bool:
-    """Whether a norm runs our forward, and that of an RMSNorm: a LayerNorm's takes no residual."""
-    return "forward" in norm.__dict__ and "residual" in inspect.signature(norm.forward).parameters
-
-
-def _attend(layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-    return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
-
-
-def _pre_norm_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    normed, residual = self.post_attention_layernorm(_attend(self, hidden_states, kwargs), hidden_states)
-    return residual + self.mlp(normed)
-
-
-def _sandwich_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    attended = self.post_attention_layernorm(_attend(self, hidden_states, kwargs))
-    normed, residual = self.pre_feedforward_layernorm(attended, hidden_states)
-    return residual + self.post_feedforward_layernorm(self.mlp(normed))
-
-
-_LAYER_FORWARDS: dict[str, Callable[..., Any]] = {"pre_norm": _pre_norm_forward, "sandwich": _sandwich_forward}
-
-
-@torch.no_grad()
-def _layer_matches(layer: nn.Module, *, model: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Run one whole layer both ways, called as the decoder calls it."""
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((args, kwargs))
-
-    hook = layer.register_forward_pre_hook(remember, with_kwargs=True)
-    ids = torch.arange(6, device=next(model.parameters()).device)[None]
-    try:
-        decoder_of(model)(input_ids=ids, use_cache=False)
-    finally:
-        hook.remove()
-    (args, kwargs), *_ = seen
-    expected = type(layer).forward(layer, *args, **kwargs)
-    if len(args) > 1 or not isinstance(expected, torch.Tensor):
-        return False
-    try:
-        ours = forward(layer, *args, **kwargs)
-    except TypeError:  # an MLP that returns more than hidden states (gpt-oss: its router's scores)
-        return False
-    return _close(ours, expected)
+    return is_close(ours[0], expected[0]) and is_close(ours[1], expected[1])

@@ -18,8 +18,10 @@ from distill.core.units import GIB
 from distill.models.sharding import ALONE, Sharing
 from distill.planning.situation import Situation
 from distill.recipe import FromTeacher, Recipe, Student
+from distill.teachers.base import TeacherSource
 from distill.teachers.cache.encode import CHUNK_ELEMENTS
 from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.registry import source_of
 
 BYTES_A_LOGIT = 48
 
@@ -82,17 +84,24 @@ def plan_caching(
     Raises:
         ValueError: a teacher that would have to be sharded and cannot.
     """
-    if world == 1:
-        return ALONE
-    if device.type != "cuda":
-        return Sharing("ddp", recipe.parallel.teacher == "sharded", True, "as asked for")
-    situation = Situation.here(recipe, device, world)
-    (teacher, *_) = situation.source.shapes()
-    kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * situation.precision.teacher.itemsize
-    sharing = share_caching(situation, batch_size, kv_cache)
-    for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded):
+    source, sharing = _share(recipe, device, world, batch_size, cached_tokens)
+    for problem in source.problems(cuda=device.type == "cuda", sharded=sharing.teacher_sharded):
         raise ValueError(f"{problem} ({sharing.why})")
     return sharing
+
+
+def _share(
+    recipe: Recipe, device: torch.device, world: int, batch_size: int | None, cached_tokens: int
+) -> tuple[TeacherSource, Sharing]:
+    source = source_of(recipe)
+    if world == 1:
+        return source, ALONE
+    if device.type != "cuda":
+        return source, Sharing("ddp", recipe.parallel.teacher == "sharded", True, "as asked for")
+    situation = Situation.here(recipe, device, world)
+    (teacher, *_) = source.shapes()
+    kv_cache = cached_tokens * 2 * teacher.layers * teacher.key_value * situation.precision.teacher.itemsize
+    return source, share_caching(situation, batch_size, kv_cache)
 
 
 def asked_in_shards(
@@ -119,7 +128,7 @@ def asked_in_shards(
         section = section.model_copy(update={"dtype": "auto"})
     student = Student(from_teacher=FromTeacher(layers=1)) if alone else recipe.student
     recipe = recipe.model_copy(update={"teacher": section, "student": student})
-    return plan_caching(recipe, device, world, batch_size, cached_tokens).teacher_sharded
+    return _share(recipe, device, world, batch_size, cached_tokens)[1].teacher_sharded
 
 
 def what_caching_takes(situation: Situation) -> str:

@@ -199,10 +199,11 @@ def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
         label = "train.optimizer_states=bfloat16"
         changes.append((label, _with(recipe, "train", optimizer_states="bfloat16")))
     wide = precision.teacher == torch.float32
-    if device.cuda:
-        changes += [
-            (f"{way.override} ({way.note})", way.recipe) for way in source.smaller() if not wide or way.same_targets
-        ]
+    for way in source.smaller() if device.cuda else []:
+        if way.same_targets or not wide:
+            moved = situation_of(way.recipe, device, situation.world).footprint().moved
+            note = f"{moved / GIB:.1f} GiB cross the bus in every micro-batch" if moved else way.note
+            changes.append((f"{way.override} ({note})", way.recipe))
     if wide and source.sections:
         changes.append(("teacher.dtype=bfloat16", _with(recipe, "teacher", dtype="bfloat16")))
     if recipe.student.lora is None:
@@ -263,7 +264,7 @@ def _check_vocabulary(source: TeacherSource, report: Preflight) -> Vocabulary | 
         report.vocabulary_ok = True
     except ValueError as error:
         report.vocabulary, report.vocabulary_ok = str(error), False
-        report.problems.append(f"vocabulary: {error}")
+        report.problems.append(str(error))
     return vocabulary
 
 

@@ -5,8 +5,8 @@
     targets = teacher.targets(batch)           # once a micro-batch, without a graph
     loss = teacher.format.loss(section, pairing)
 
-A new kind of teacher is one file with a source and a teacher, a line in `registry.SOURCES` and one in
-`distill.recipe.compatibility.CAPABILITIES`. Nothing else asks for the kind.
+A new kind is one file with a source and a teacher, a line in `registry.SOURCES` and one in
+`distill.recipe.compatibility.KINDS`. Nothing else asks for the kind.
 """
 
 from __future__ import annotations
@@ -385,10 +385,6 @@ class TeacherSource(Protocol):
     def smaller(self) -> list[SmallerTeacher]:
         """Other ways of holding it on GPUs that take less of their memory."""
         return []
-
-    def identity(self) -> dict[str, object]:
-        """For caches: name, revision, hashes of its files."""
-        ...
 
     def title(self) -> str:
         """What it is called where a person reads of it."""

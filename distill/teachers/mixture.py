@@ -237,10 +237,6 @@ class MixtureSource(TeacherSource):
             work=total_work(part.work for part in parts),
         )
 
-    def identity(self) -> dict[str, object]:
-        """Of each."""
-        return {member.field: member.identity() for member in self.members}
-
     def title(self) -> str:
         """Their names with their weights."""
         return " + ".join(

@@ -49,7 +49,6 @@ from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache, spread
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets
 from distill.teachers.hidden import HiddenFormat, StoredHead
-from distill.teachers.identity import teacher_identity
 from distill.teachers.measure import Measure, over_stored
 from distill.teachers.model import ModelSource
 from distill.teachers.vocabulary import Match, Vocabulary
@@ -246,10 +245,6 @@ class CacheSource(TeacherSource):
             return Footprint(weights=float(shape.head * number), token_bytes=2 * number * shape.hidden)
         # ids in int32; at their positions in fp32
         return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
-
-    def identity(self) -> dict[str, object]:
-        """Of the model that made it."""
-        return teacher_identity(self.maker().section)
 
     def title(self) -> str:
         """What the model that made it is called; the cache's folder where that cannot be read any more."""

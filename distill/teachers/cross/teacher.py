@@ -270,10 +270,6 @@ class CrossSource(TeacherSource):
         """In host memory: fp8 does not work across tokenizers."""
         return self.inner.smaller(fp8=False)
 
-    def identity(self) -> dict[str, object]:
-        """Of the model."""
-        return self.inner.identity()
-
     def title(self) -> str:
         """The model's name."""
         return self.inner.title()
