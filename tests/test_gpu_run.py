@@ -14,6 +14,7 @@ from test_crash import check, finish, start
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
+from distill.core.folders import RUN_LOCK
 from distill.doctor import examine, invariants
 from distill.models import attention, patching
 from distill.recipe import load
@@ -129,7 +130,7 @@ def test_memory_that_runs_out_is_one_line_and_leaves_nothing_half_written(workpl
     assert "train.gradient_checkpointing to true" in line and "`distill check`" in line
     folder = workplace / "runs" / "large"
     written = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    assert written <= {"recipe.yaml", "lock.yaml", "attention.json", "before.json", "metrics.jsonl"}, written
+    assert written <= {RUN_LOCK, "recipe.yaml", "lock.yaml", "attention.json", "before.json", "metrics.jsonl"}, written
     for path in folder.glob("*.json"):
         json.loads(path.read_text())
 
