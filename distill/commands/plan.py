@@ -63,12 +63,13 @@ def check(
 
 
 def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
-    found = console.plain(report)
-    found["memory"]["peak"] = report.memory.peak
+    found = console.plain_fields(report)
+    found["memory"] = console.plain_fields(report.memory) | {"peak": report.memory.peak}
     found["advice"] = [{"change": c, "saves_gib": round(g, 3), "then_fits": f} for c, g, f in report.advice]
     found |= {"seconds": report.seconds, "ok": report.ok}
     if measured is not None:
-        found["measured"] = console.plain(measured) | {"predicted_over_measured": report.memory.peak / measured.peak}
+        over = report.memory.peak / measured.peak
+        found["measured"] = console.plain_fields(measured) | {"predicted_over_measured": over}
     return found
 
 

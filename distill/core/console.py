@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -106,7 +105,7 @@ def complain(message: str) -> None:
         print(prefix + visible(line), file=sys.stderr, flush=True)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """`value` as what JSON knows: dicts, lists, text, finite numbers, null where one is not finite."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -119,3 +118,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def plain_fields(value: object) -> dict[str, object]:
+    """The fields of a dataclass or a named tuple, each as `plain` makes it."""
+    fields = plain(value)
+    assert isinstance(fields, dict), type(value)
+    return fields

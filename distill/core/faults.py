@@ -11,9 +11,10 @@ import os
 import types
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
 SUM_OF_TERMS = (
     "the loss is the plain weighted sum of loss.terms, nothing is traded off behind it: "
@@ -91,7 +92,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, hide_input_in_errors=True)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as an error line quotes it, cut where it is long."""
     if value is None:
         return "null"
@@ -105,12 +106,12 @@ def show(value: Any) -> str:
     return quoted if len(quoted) <= 80 else quoted[:76] + "..."
 
 
-def refuse(expected: str, value: Any) -> str:
+def refuse(expected: str, value: object) -> str:
     """`expected ..., came ...`."""
     return f"expected {expected}, came {show(value)}"
 
 
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
+def did_you_mean(word: object, known: Iterable[str]) -> str:
     """A suffix that offers the nearest of `known`, or lists them all."""
     known = list(known)
     near = get_close_matches(str(word).lower(), known, n=1, cutoff=0.7)
@@ -123,7 +124,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _line(fault: Any, model: type[BaseModel]) -> str:
+def _line(fault: ErrorDetails, model: type[BaseModel]) -> str:
     path, section = _locate(fault["loc"], model)
     where, came, kind, context = ".".join(path), fault["input"], fault["type"], fault.get("ctx", {})
     head = f"{where}: " if where else ""
@@ -164,16 +165,16 @@ def _plain_list(options: Iterable[str]) -> str:
     return ", ".join(options)
 
 
-def _annotation_parts(annotation: Any) -> list[Any]:
+def _annotation_parts(annotation: object) -> list[object]:
     """A field's annotation taken apart: the alternatives of a union, the items of a list, inside Annotated."""
-    if hasattr(annotation, "__metadata__"):
-        return _annotation_parts(annotation.__origin__)
+    if get_origin(annotation) is Annotated:
+        return _annotation_parts(get_args(annotation)[0])
     if isinstance(annotation, types.UnionType) or get_origin(annotation) is list:
         return [part for inner in get_args(annotation) for part in _annotation_parts(inner)]
     return [annotation]
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def _sections(annotation: object) -> list[type[BaseModel]]:
     return [p for p in _annotation_parts(annotation) if isinstance(p, type) and issubclass(p, BaseModel)]
 
 

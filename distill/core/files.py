@@ -19,7 +19,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 try:
     import fcntl
@@ -35,7 +34,7 @@ def write_text(path: Path, text: str) -> None:
         beside.write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write a JSON file."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False))
 
@@ -127,8 +126,8 @@ def _locked(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _empty_file(**place: Any) -> str:
-    handle, name = tempfile.mkstemp(**place)
+def _empty_file(*, prefix: str, suffix: str, dir: Path) -> str:
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=dir)
     os.close(handle)
     return name
 

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
 
 from distill.core import console
 from distill.core.ranks import LAUNCHED, is_first
@@ -162,7 +161,7 @@ class PassesOn:
     def __init__(self) -> None:
         self.interrupts = 0
 
-    def __call__(self, number: int, frame: Any) -> None:
+    def __call__(self, number: int, frame: object) -> None:
         """Send the signal to each process and those that it started; torchrun gives each a group of its own."""
         import psutil  # comes with accelerate
 

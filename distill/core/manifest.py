@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
@@ -30,7 +29,7 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, Any]]:
+def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, object]]:
     """Size and checksum of every file below `folder`, by its path in it; its manifest and names in `skip` left out."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     names = [name for name in names if name != MANIFEST and not name.startswith((".", skip))]
@@ -41,7 +40,7 @@ def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, Any]]:
     }
 
 
-def write_manifest(folder: Path, **more: Any) -> None:
+def write_manifest(folder: Path, **more: object) -> None:
     """Write the manifest of a folder that nobody writes into any more, and see all of it onto the disk.
 
     Args:
@@ -53,7 +52,7 @@ def write_manifest(folder: Path, **more: Any) -> None:
         write_json(folder / MANIFEST, {**more, "files": files.result()})
 
 
-def fault_of_files(folder: Path, files: Any) -> str | None:
+def fault_of_files(folder: Path, files: object) -> str | None:
     """The first file that is not what its entry says, in words; None where all are.
 
     Args:
@@ -78,7 +77,7 @@ def fault_of_files(folder: Path, files: Any) -> str | None:
     return None
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> dict[str, object] | None:
     """What a folder's manifest says; None where there is none.
 
     Raises:

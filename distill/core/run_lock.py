@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from distill.core.faults import RunError
 from distill.core.files import make_folder, try_lock
@@ -139,7 +139,7 @@ class RunLock:
                 self._write(beat)
 
 
-def _read(handle: int) -> dict[str, Any]:
+def _read(handle: int) -> dict[str, object]:
     """Who the file says holds it; empty where nobody does."""
     try:
         value = json.loads(os.pread(handle, SIZE, 0).decode() or "{}")
@@ -148,7 +148,7 @@ def _read(handle: int) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _lives(path: Path, before: dict[str, Any], locked: bool | None) -> bool:
+def _lives(path: Path, before: dict[str, object], locked: bool | None) -> bool:
     """Whether somebody counts on in a file whose lock says nothing of them: on another machine, or without locks."""
     if locked and before.get("host") == socket.gethostname():
         return False
@@ -165,7 +165,7 @@ def _lives(path: Path, before: dict[str, Any], locked: bool | None) -> bool:
     return False
 
 
-def _who(holder: dict[str, Any]) -> str:
+def _who(holder: dict[str, object]) -> str:
     if not holder:
         return ""
     since = holder.get("since")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,7 @@ Text = Annotated[str, Field(min_length=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
-def text_or_list(value: Any) -> Any:
+def text_or_list(value: object) -> object:
     """A text, or a list of texts that is not empty."""
     items = value if isinstance(value, list) else [value]
     if not items or not all(isinstance(item, str) and item for item in items):
@@ -29,7 +29,7 @@ def no_code(value: str) -> str:
     return value
 
 
-def steps_or_ratio(value: Any) -> Any:
+def steps_or_ratio(value: object) -> object:
     """A whole number of steps from 1, or a share of all steps below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(refuse("a number of steps, or a share of them below 1", value))
@@ -38,6 +38,6 @@ def steps_or_ratio(value: Any) -> Any:
     return int(value) if value >= 1 else float(value)
 
 
-def no_reports(value: Any) -> Any:
+def no_reports(value: object) -> object:
     """`none`, one name or a list of names, as a list."""
     return [] if value in (None, "none") else [value] if isinstance(value, str) else value

@@ -13,7 +13,7 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -92,14 +92,16 @@ class Loss(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _other_types_are_the_plugins(cls, loss: Any) -> Any:
+    def _other_types_are_the_plugins(cls, loss: object) -> object:
         """With a plugin, `{type: mine}` is `{type: plugin, function: mine}`."""
         if not isinstance(loss, dict) or not loss.get("plugin") or not isinstance(loss.get("terms"), list):
             return loss
 
-        def named(term: Any) -> Any:
-            kind = term.get("type") if isinstance(term, dict) else None
-            own = isinstance(kind, str) and kind not in BUILT_IN and "function" not in term
+        def named(term: object) -> object:
+            if not isinstance(term, dict) or "function" in term:
+                return term
+            kind = term.get("type")
+            own = isinstance(kind, str) and kind not in BUILT_IN
             return {**term, "type": "plugin", "function": kind} if own else term
 
         return {**loss, "terms": [named(term) for term in loss["terms"]]}

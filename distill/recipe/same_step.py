@@ -8,7 +8,6 @@ resumed with other values of these settings, and runs that differ in nothing els
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from distill.recipe.schema import Recipe
 
@@ -46,7 +45,7 @@ def why_batch_size_stays(recipe: Recipe) -> str | None:
     return None
 
 
-def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, Any]:
+def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, object]:
     """The settings that the optimizer steps of a run depend on, each by its name with dots.
 
     Args:
@@ -62,7 +61,7 @@ def settings_of_steps(recipe: Recipe, processes: int) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not f"{name}.".startswith(free)}
 
 
-def _named(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _named(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Every value of a tree by its name; lists by number."""
     if not (isinstance(tree, dict | list) and tree):
         yield name, tree

@@ -16,7 +16,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -70,10 +70,9 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _teacher_or_teachers(cls, tree: Any) -> Any:
+    def _teacher_or_teachers(cls, tree: object) -> object:
         """`teacher` is the first of `teachers` where those are given."""
-        given = tree.get("teachers") if isinstance(tree, dict) else None
-        if not given:
+        if not isinstance(tree, dict) or not (given := tree.get("teachers")):
             return tree
         first = Teacher(model="unknown")  # where there is a fault, it is told under teachers
         if isinstance(given, list):

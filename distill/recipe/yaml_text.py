@@ -6,8 +6,7 @@ Scalars follow YAML 1.2: `true` and `false` are the only booleans (`no` is text)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import yaml
 
@@ -32,18 +31,19 @@ ALTERNATIVES = [
     ("student.model", "student.from_teacher"),
     ("student.from_teacher.layers", "student.from_teacher.keep"),
 ]
+ListDefaults = Mapping[tuple[str, ...], list[dict[str, object]]]  # what a list holds that the file does not name
 
 
 class _Loader(yaml.SafeLoader):
     """Reads recipes: no aliases (they can blow up a small file), no key twice."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "anchors and aliases (& and *) are not supported", mark)
         return super().compose_node(parent, index)
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen = set()
         for key, _ in node.value:
             name = (key.tag, str(key.value))
@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads, lists indented under their key."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
@@ -69,7 +69,7 @@ for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(_pattern), _first)
 
 
-def _read(text: str, origin: str) -> Any:
+def _read(text: str, origin: str) -> object:
     """One YAML document as plain data; every fault in it is a `RecipeError`."""
     if len(text) > MAX_CHARACTERS:
         raise RecipeError([f"{origin}: {len(text)} characters are too many for a recipe (at most {MAX_CHARACTERS})"])
@@ -89,7 +89,7 @@ def _read(text: str, origin: str) -> Any:
         raise RecipeError([f"{origin}: not valid YAML: {error}"]) from None
 
 
-def _check_plain(value: Any, depth: int = 0) -> None:
+def _check_plain(value: object, depth: int = 0) -> None:
     """Refuse what YAML tags can make and a recipe cannot hold: dates, bytes, sets, keys that are no text."""
     if depth > MAX_DEPTH:
         raise RecursionError
@@ -108,7 +108,7 @@ def _check_plain(value: Any, depth: int = 0) -> None:
         raise ValueError(f"expected text, numbers, true, false, null, lists and sections, came {type(value).__name__}")
 
 
-def parse_yaml(text: str, origin: str) -> dict[str, Any]:
+def parse_yaml(text: str, origin: str) -> dict[str, object]:
     """The recipe's tree.
 
     Raises:
@@ -122,14 +122,12 @@ def parse_yaml(text: str, origin: str) -> dict[str, Any]:
     return tree
 
 
-def to_yaml(tree: Any) -> str:
+def to_yaml(tree: object) -> str:
     """YAML that `parse_yaml` reads back as the same tree, in the given order."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def apply_overrides(
-    tree: dict[str, Any], overrides: Sequence[str], list_defaults: Mapping[tuple[str, ...], list[Any]]
-) -> None:
+def apply_overrides(tree: dict[str, object], overrides: Sequence[str], list_defaults: ListDefaults) -> None:
     """Set `key.sub=value` in the tree, in place and in order.
 
     The value is YAML (`loss.terms=[{type: tvd}]`, `train.warmup=0.1`, nothing for null); a part of the key that is a
@@ -152,28 +150,30 @@ def apply_overrides(
         _set(tree, path, value, list_defaults)
 
 
-def _drop(tree: Any, path: list[str]) -> None:
+def _drop(tree: object, path: list[str]) -> None:
     for part in path[:-1]:
         tree = tree.get(part) if isinstance(tree, dict) else None
     if isinstance(tree, dict):
         tree.pop(path[-1], None)
 
 
-def _set(tree: dict[str, Any], path: tuple[str, ...], value: Any, list_defaults: Mapping[Any, list[Any]]) -> None:
-    node: Any = tree
+def _set(tree: dict[str, object], path: tuple[str, ...], value: object, list_defaults: ListDefaults) -> None:
+    node: object = tree
     for depth, part in enumerate(path):
         here, last = ".".join(path[:depth]), depth == len(path) - 1
         if isinstance(node, list):
             if not part.isdecimal() or int(part) >= len(node):
                 raise RecipeError([f"{'.'.join(path)}: {here} is a list of {len(node)}, numbered from 0; came {part}"])
-            index: Any = int(part)
+            if last:
+                node[int(part)] = value
+            else:
+                node = node[int(part)]
         elif isinstance(node, dict):
-            index = part
-            if not last and node.get(part) is None:
-                node[part] = [dict(item) for item in list_defaults.get(path[: depth + 1], [])] or {}
+            if last:
+                node[part] = value
+            else:
+                if node.get(part) is None:
+                    node[part] = [dict(item) for item in list_defaults.get(path[: depth + 1], [])] or {}
+                node = node[part]
         else:
             raise RecipeError([f"{'.'.join(path)}: {here} is {show(node)}, not a section"])
-        if last:
-            node[index] = value
-        else:
-            node = node[index]
