@@ -15,7 +15,7 @@ from distill.data.load import DataReport
 from distill.models.load import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
-from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.cache.teacher import CachedTeacher, maker_section
 from distill.training.progress import read_metrics
 
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(40))
@@ -213,7 +213,7 @@ def test_another_template_or_tokenizer_is_refused(here):
 
 
 def test_what_needs_weights_takes_the_model_that_made_the_cache(here, capsys):
-    made, teacher = load_teacher(cached("exact").teacher), load_teacher(recipe().teacher)
+    made, teacher = load_teacher(maker_section(cached("exact"))), load_teacher(recipe().teacher)
     for (name, a), b in zip(made.state_dict().items(), teacher.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
     with pytest.raises(ValueError, match=r"teacher\.model: expected the teacher to run"):

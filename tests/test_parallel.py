@@ -197,7 +197,7 @@ def patience():
     """What the first process reads for longer than the processes wait for each other otherwise."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from distill.teachers.sharded import of_the_first
+    from distill.core.ranks import of_the_first
 
     dist.barrier()
     _set_pg_timeout(datetime.timedelta(seconds=2), None)

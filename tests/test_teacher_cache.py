@@ -118,7 +118,7 @@ def test_size_is_as_promised(bucket):
     payload = 0
     for number in range(len(bucket.manifest["shards"])):
         arrays = layout.map_tensors(layout.shard_path(bucket.path, number))
-        payload += sum(a.nbytes for name, a in arrays.items() if name not in ("keys", "offsets"))
+        payload += sum(a.nbytes for name, a in arrays.items() if name not in layout.DOCUMENTS)
     assert payload == bucket.stored * layout.bytes_a_token(bucket.manifest)
     assert len(bucket.manifest["shards"]) > 3
 
@@ -369,8 +369,8 @@ def test_other_mistakes_are_named(loaded, bucket, tmp_path):
     with pytest.raises(ValueError, match=r"teacher\.path: no cache"):
         TeacherCache(tmp_path / "full")
     for terms, message in (
-        ([{"type": "jsd"}], "came 1 jsd; a cache made with --hidden"),
-        ([{"type": "forward_kl"}, {"type": "reverse_kl"}], "came 1 forward_kl"),
+        ([{"type": "jsd"}], "got 1 jsd; a cache made with --hidden"),
+        ([{"type": "forward_kl"}, {"type": "reverse_kl"}], "got 1 forward_kl"),
     ):
         with pytest.raises(ValueError, match=message):
             cached(loaded, bucket, Loss.model_validate({"temperature": 2.0, "terms": terms}))

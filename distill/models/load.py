@@ -41,7 +41,7 @@ from distill.models.quantised import (
     int8_arguments,
     quantised_by_transformers,
 )
-from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source
+from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source, resolve_tokenizer_source
 from distill.recipe import ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
@@ -71,11 +71,7 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     spec = section.model or section.config
     if spec is None:
         raise ValueError(f"{field}.model: no tokenizer, since no model is named; data.source: synthetic needs none")
-    folder = Path(spec).expanduser()
-    if (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
-        source = ModelSource(str(folder))  # of a tokenizer alone, as a teacher's cache holds it
-    else:
-        source = resolve_model_source(spec, f"{field}.model")
+    source = resolve_tokenizer_source(spec, f"{field}.model")
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)

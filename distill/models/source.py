@@ -74,6 +74,14 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
     return ModelSource(spec, local=False)
 
 
+def resolve_tokenizer_source(spec: str, field: str = "model") -> ModelSource:
+    """As `resolve_model_source`; a folder may also hold a tokenizer alone, as a teacher's cache does."""
+    folder = Path(spec).expanduser()
+    if (folder / "tokenizer_config.json").is_file() and not (folder / "config.json").is_file():
+        return ModelSource(str(folder))
+    return resolve_model_source(spec, field)
+
+
 def _in_package(spec: str, field: str) -> ModelSource:
     """A file inside an installed package, found without importing the package (its own dependencies may be absent)."""
     package, _, name = spec.removeprefix(PACKAGE_PREFIX).partition("/")

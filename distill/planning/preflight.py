@@ -24,7 +24,7 @@ from distill.models.meta import meta_config
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import ALONE, Sharing
-from distill.models.source import resolve_model_source
+from distill.models.source import resolve_tokenizer_source
 from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
 from distill.planning.memory import Memory, step_memory
@@ -276,7 +276,7 @@ def why_no_tokenizer(section: ModelSection, name: str) -> str:
     if section.model is None:
         return "random weights"
     try:
-        source = resolve_model_source(section.model, f"{name}.model")
+        source = resolve_tokenizer_source(section.model, f"{name}.model")
         here = source.local or isinstance(
             try_to_load_from_cache(source.location, "tokenizer_config.json", revision=section.revision), str
         )

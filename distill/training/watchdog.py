@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.core import console
-from distill.core.ranks import world_size
+from distill.core.ranks import of_the_first, world_size
 from distill.training.checkpoints import checkpoints
 
 FOLDER = ".ranks"
@@ -45,7 +46,8 @@ def watching(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
         yield
         return
     ends = threading.Event()
-    thread = threading.Thread(target=_watch, args=(folder, progress, ends), daemon=True, name="watchdog")
+    launch = of_the_first(lambda: secrets.token_hex(8))
+    thread = threading.Thread(target=_watch, args=(folder, launch, progress, ends), daemon=True, name="watchdog")
     thread.start()
     try:
         yield
@@ -55,11 +57,12 @@ def watching(folder: Path, progress: Callable[[], int]) -> Iterator[None]:
         shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
-def _watch(folder: Path, progress: Callable[[], int], ends: threading.Event) -> None:
-    rank, others = int(os.environ["RANK"]), Others(int(os.environ["RANK"]))
+def _watch(folder: Path, launch: str, progress: Callable[[], int], ends: threading.Event) -> None:
+    rank = int(os.environ["RANK"])
+    others = Others(rank, launch)
     for count in itertools.count():
         begun = progress()
-        own = {"count": count, "begun": begun, "pid": os.getpid(), "host": socket.gethostname()}
+        own = {"launch": launch, "count": count, "begun": begun, "pid": os.getpid(), "host": socket.gethostname()}
         with contextlib.suppress(OSError):  # a full disk, a folder that is gone: others say so
             (folder / FOLDER).mkdir(exist_ok=True)
             (folder / FOLDER / str(rank)).write_text(json.dumps(own).ljust(SIZE))
@@ -79,9 +82,9 @@ def _watch(folder: Path, progress: Callable[[], int], ends: threading.Event) -> 
 class Others:
     """What the files of the other ranks say, and since when by this rank's clock."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self._seen: dict[int, tuple[dict[str, Any], float, float, bool]] = {}  # file, its counts' last changes, lives
+    def __init__(self, rank: int, launch: str) -> None:
+        self.rank, self.launch = rank, launch
+        self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}  # file, its counts' last changes
         self._begun = (-1, 0.0)
 
     def fault(self, folder: Path, begun: int) -> str | None:
@@ -92,13 +95,12 @@ class Others:
         for rank in range(world_size()):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 there = json.loads((folder / str(rank)).read_text())
-                before, heard, moved, lives = self._seen.get(rank, (there, now, now, False))
-                lives = lives or there["count"] != before["count"]
+                if rank == self.rank or there["launch"] != self.launch:  # an earlier run left it
+                    continue
+                before, heard, moved = self._seen.get(rank, (there, now, now))
                 heard = now if there["count"] != before["count"] else heard
                 moved = now if there["begun"] != before["begun"] else moved
-                self._seen[rank] = (there, heard, moved, lives)
-                if rank == self.rank or not lives:  # what an earlier run left says nothing
-                    continue
+                self._seen[rank] = (there, heard, moved)
                 who = f"rank {rank} (process {there['pid']} on {there['host']})"
                 if now - heard > SILENT_S:
                     return f"{who} has given no sign of life for {now - heard:.0f} s: stopped, or its machine is gone"

@@ -204,7 +204,7 @@ class CacheSource(TeacherSource):
         """The configuration that the recipe names, else the one that lies in the cache."""
         if self.is_to_be_made or self.section.config is not None:
             return self.section.model_copy(update={"type": "model", "path": None})
-        return ModelSection(model=stored_folder(str(self.folder), TEACHER))
+        return ModelSection(init="random", config=stored_folder(str(self.folder), TEACHER))
 
     @property
     def tokenizer_section(self) -> ModelSection:
