@@ -1,5 +1,6 @@
 """One run, one writer: two at once, processes whose launcher is killed, a rank that hangs, a folder that is deleted."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from distill.cli import run_command
 from distill.core import ranks, run_lock
 from distill.core.faults import RunError
 from distill.core.run_lock import RunLock
+from distill.training import watchdog
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
 
@@ -230,3 +232,16 @@ def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     assert f"distill: rank 1 (process {hung.pid} on " in said and "has given no sign of life" in said, said
     assert "it has no checkpoint" in said
     assert not psutil.wait_procs(workers, timeout=60)[1]
+
+
+@pytest.mark.parametrize("launch, named", [("this", True), ("earlier", False)])
+def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(watchdog, "SILENT_S", 0.0)
+    (tmp_path / "1").write_text(json.dumps({"launch": launch, "count": 0, "begun": 2, "pid": 7, "host": "there"}))
+    others = watchdog.Others(0, "this")
+    assert others.fault(tmp_path, 2) is None
+    time.sleep(0.01)
+    fault = others.fault(tmp_path, 2)
+    assert (fault is not None) is named
+    assert not named or fault.startswith("rank 1 (process 7 on there) has given no sign of life")

@@ -54,6 +54,8 @@ def end_with_launcher() -> None:
         if is_first():
             with contextlib.suppress(OSError):
                 console.complain(f"the launcher (process {launcher}) is gone, so this run ends too")
+        else:
+            time.sleep(2 * LOOKS_EVERY_S)  # the first says why before all agree to stop
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True, name="launcher").start()
