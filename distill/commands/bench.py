@@ -109,6 +109,16 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8, wa
     return StepTime(name, ms, tokens / ms * 1e3, mfu, memory, split, float(loss))
 
 
+def _learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
+    """Gradients and the optimizer's step, each a phase; returns the loss, a scalar without its graph."""
+    loss.backward()
+    clock.mark("backward")
+    optimizer.step()
+    optimizer.zero_grad()
+    clock.mark("optimizer")
+    return loss.detach()
+
+
 def plain_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiled: bool):
     """Logits of both models in full, forward KL over fp32 log-probabilities."""
 
@@ -128,12 +138,7 @@ def plain_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: 
         loss = divergence_of(student_logits, teacher_logits)
         del student_logits, teacher_logits
         clock.mark("loss")
-        loss.backward()
-        clock.mark("backward")
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.mark("optimizer")
-        return loss.detach()
+        return _learn(loss, optimizer, clock)
 
     return step
 
@@ -156,12 +161,7 @@ def liger_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: 
             teacher_hidden.flatten(0, 1), find_head(teacher).linear.weight, shifted,
         )  # fmt: skip
         clock.mark("loss")
-        loss.backward()
-        clock.mark("backward")
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.mark("optimizer")
-        return loss.detach()
+        return _learn(loss, optimizer, clock)
 
     return step
 
@@ -175,12 +175,7 @@ def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch,
         clock.mark("teacher")
         loss = student(**inputs)["loss"]
         clock.mark("student")
-        loss.backward()
-        clock.mark("backward")
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.mark("optimizer")
-        return loss.detach()
+        return _learn(loss, optimizer, clock)
 
     return step
 

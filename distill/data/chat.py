@@ -209,7 +209,7 @@ class ChatTemplate:
         ends = [match.end() for match in self._special.finditer(whole, start) if match[0] in closings[-1:]]
         count = closings.count(closings[-1]) if closings else 0
         run = self._closing_run(upto, start)
-        # the same words, and something else behind them: no telling what closes the turn
+        # the same words, and something else after them: no telling what closes the turn
         same = not run or whole.startswith(upto[: run[0].start()].rstrip())
         if same or count > len(ends):
             raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
@@ -218,13 +218,13 @@ class ChatTemplate:
     def _end_of_turn(self, upto: str, start: int) -> int:
         """Where the assistant stops: after the turn's closing special token, else at the end of the turn's text.
 
-        A template may end a whole chat with a token more (Phi-3): what closes a turn stands directly behind the words.
+        A template may end a whole chat with a token more (Phi-3): what closes a turn stands directly after the words.
         """
         run = self._closing_run(upto, start)
         return ([match for match in run if match[0] == self._closing] or run)[-1].end() if run else len(upto)
 
     def _closing_run(self, text: str, start: int) -> list[re.Match[str]]:
-        """The special tokens that end a text, with only white space between and behind them."""
+        """The special tokens that end a text, with only white space between and after them."""
         run: list[re.Match[str]] = []
         end = len(text)
         for match in reversed(list(self._special.finditer(text, start))):
@@ -254,7 +254,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def _closing(self) -> str | None:
-        """The special token that stands directly behind an assistant's plain words."""
+        """The special token that stands directly after an assistant's plain words."""
         try:
             text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).text
         except RowFault:

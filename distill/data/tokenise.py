@@ -282,7 +282,7 @@ class Encoder(RowEncoder):
                 starts, ends = offsets[:, 0], offsets[:, 1]
                 for start, end in spans:
                     learned |= (starts >= start) & (ends <= end) & (ends > starts)
-                    # a closing token that takes the white space behind it along (rstrip, as all of Phi-3's do)
+                    # a closing token that takes the white space after it along (rstrip, as all of Phi-3's do)
                     for at in np.flatnonzero((starts >= start) & (starts < end) & (ends > end)):
                         learned[at] = int(ids[at]) in self.special and not text[end : ends[at]].strip()
                     merged = merged or bool(((starts < start) & (ends > start)).any())

@@ -25,7 +25,7 @@ class Stream(BaseStreamer):
         self.ids: list[int] = []
         self.written = ""
         self._prompt = True
-        self._context = self._read = 0  # tokens are decoded behind those written last: all of them would take n^2
+        self._context = self._read = 0  # tokens are decoded after those written last: all of them would take n^2
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompt, which is not shown, or new tokens."""

@@ -22,7 +22,7 @@ class Document:
     """One document of a batch.
 
     Attributes:
-        ids: its tokens, up to the last one that is learned: nothing depends on what stands behind.
+        ids: its tokens, up to the last one that is learned: nothing depends on what follows.
         labels: as in the batch, not shifted.
         row: of the batch.
     """
@@ -72,7 +72,7 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
 
 
 def as_row(documents: Sequence[Document]) -> Row:
-    """Documents behind each other as one row, as `distill.data` makes them."""
+    """Documents after each other as one row, as `distill.data` makes them."""
     return {
         "input_ids": [token for document in documents for token in document.ids],
         "labels": [label for document in documents for label in document.labels],

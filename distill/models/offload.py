@@ -4,7 +4,7 @@
 
 Embedding, final norm and head stay on the device, whole: the fused loss reads the head's weight. Each decoder layer's
 weights lie in one pinned block of host memory, and two blocks of the largest layer's size lie on the device: while a
-layer computes in one, the next is copied into the other, and so round and round, the first layer again behind the
+layer computes in one, the next is copied into the other, and so round and round, the first layer again after the
 last. A forward pass thus takes as long as the slower of two things, its arithmetic or its weights over the bus:
 
     seconds >= max(2 P tokens / FLOP/s, bytes of the layers / bytes/s of the bus)
@@ -135,7 +135,7 @@ class Conveyor:
         raise ValueError("teacher.offload: an offloaded model cannot be copied; load it a second time")
 
     def bring(self, number: int) -> None:
-        """Put layer `number` on the device and set the next one off; behind the last comes the first."""
+        """Put layer `number` on the device and set the next one off; after the last comes the first."""
         if self.at is not None:  # a forward pass that an exception ended
             self.take_back(self.at)
         if number not in self.holds:

@@ -16,7 +16,7 @@ class Token(NamedTuple):
     """One position of a row.
 
     Attributes:
-        text: what the tokenizer makes of it behind the token before; of a character in several tokens, at its last.
+        text: what the tokenizer makes of it after the token before; of a character in several tokens, at its last.
         id: its id.
         state: `learned`, `read` (masked) or `padding`.
         starts: a document begins here.

@@ -3,7 +3,7 @@
     flagship    Llama-3.1-8B to 3.2-1B shapes, everything copied (DDP), on 1, 2, 4, 8 GPUs: tokens a second beside one
     large       Llama-3.1-70B to 8B shapes, teacher and student in shards (FSDP2), on the most GPUs there are
 
-Figures are those of `metrics.jsonl`: medians over the logging steps behind the first two, in which everything compiles.
+Figures are those of `metrics.jsonl`: medians over the logging steps after the first two, in which everything compiles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def command(shape: str, processes: int, name: str) -> list[str]:
 
 
 def summary(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the logging steps behind the first two, peak memory over all."""
+    """Medians over the logging steps after the first two, peak memory over all."""
     steady = [row for row in metrics if "tokens_per_second" in row][2:]
     if not steady:
         raise ValueError("metrics.jsonl: expected at least three logging steps")

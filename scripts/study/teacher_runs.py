@@ -192,9 +192,9 @@ def _text(bench: TeacherBench, ids: Sequence[int]) -> str:
 
 
 def final_number(text: str) -> float | None:
-    """The number behind the last `####`, which closes an answer of GSM8K, else the last number of all."""
-    _, mark, behind = text.rpartition("####")
-    numbers = NUMBER.findall(behind)
+    """The number after the last `####`, which closes an answer of GSM8K, else the last number of all."""
+    _, mark, rest = text.rpartition("####")
+    numbers = NUMBER.findall(rest)
     if not numbers:
         return None
     return float(numbers[0 if mark else -1].replace(",", ""))

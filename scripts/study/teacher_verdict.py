@@ -79,7 +79,7 @@ def own_table(groups: Groups, layers: int) -> str:
     everyone = [row for group in groups.values() for row in group]
     first = everyone[0]
     title = (
-        f"**The student's own words, {layers} layers** (second stage of {first['tokens'] / 1e6:.2g} M tokens behind "
+        f"**The student's own words, {layers} layers** (second stage of {first['tokens'] / 1e6:.2g} M tokens after "
         f"the same first one, where held-out KL was {_mean([row['before']['forward_kl'] for row in everyone], '.3f')})"
     )
     base = _base(groups, OWN)

@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
     Attributes:
         student: int32 [n], token ids; likewise `teacher` [m].
-        spans: int32 [k, 4], first token and the one behind the last of the student's, then of the teacher's.
+        spans: int32 [k, 4], first token and the one after the last of the student's, then of the teacher's.
         origin: hash of the text.
     """
 
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What is compared of a text, as characters from `start` to `stop`, and the special token right behind it."""
+    """What is compared of a text, as characters from `start` to `stop`, and the special token right after it."""
 
     start: int
     stop: int

@@ -32,7 +32,7 @@ class Spans(NamedTuple):
     """Aligned spans of a batch, in flat positions `b * S + i`.
 
     Attributes:
-        student: int64 [M, 2], the first token of each span and the one behind its last; the tokens before the first
+        student: int64 [M, 2], the first token of each span and the one after its last; the tokens before the first
             are the same document's.
         teacher: int64 [M, 2], likewise in the teacher's batch.
     """
