@@ -61,6 +61,7 @@ from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoints import half_written
 from distill.training.failures import explained
+from distill.training.graphs import GraphedSteps
 from distill.training.lock import LOCK_FILE, differences, lock_of, lock_text, locked_attention, read_lock, require_same
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import resume_plan, without_known_warnings
@@ -200,6 +201,8 @@ def _run(
         recipe, pair.student, pair.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
     )  # fmt: skip
+    if recipe.train.cuda_graph and device.type == "cuda":
+        trainer.add_callback(GraphedSteps(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean))
     plan = Plan(
         arguments.max_steps,
         recipe.train.batch_size * recipe.data.max_length * accumulation * world_size(),

@@ -70,6 +70,8 @@ class Train(Section):
         gradient_checkpointing: keep fewer activations and compute them again.
         compile: each decoder layer of both models through torch.compile, beside our kernels; the first step takes
             longer.
+        cuda_graph: replay both models' decoders from CUDA graphs, so that small models do not wait for Python; `auto`
+            times a few steps of the run both ways and keeps the faster.
         seed: of new adapters, data order, split and dropout; the random weights of `init: random` are always the same.
         save_every: steps between checkpoints; null for none but the final model.
         eval_every: steps between held-out evaluations; null for before and after only.
@@ -95,6 +97,7 @@ class Train(Section):
     precision: DType = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
+    cuda_graph: Literal["auto"] | bool = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     save_every: Count | None = None
     eval_every: Count | None = None

@@ -218,6 +218,10 @@ class DistillationTrainer(Trainer):
 
     # --------------------------------------------------------------- figures
 
+    def mean(self, value: float) -> float:
+        """Of a number over the ranks."""
+        return self.accelerator.reduce(torch.tensor(value, device=self.args.device), "mean").item()
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the interval's figures to a training step's log; runs on every rank."""
         if "loss" in logs and self.is_in_train:

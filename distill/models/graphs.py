@@ -1,0 +1,318 @@
+"""A decoder's forward and backward as CUDA graphs: below about a billion parameters a step waits for Python otherwise.
+
+    graphs = DecoderGraphs()
+    graphs.add("teacher", decoder_of(teacher), trains=False)
+    graphs.add("student", decoder_of(student), trains=True)
+    graphs.enabled = True               # from the second call of a shape on, calls are replays
+
+What is captured is a call of the decoder's own forward, with whatever was put into it: our kernels, compiled layers,
+LoRA, gradient checkpointing, autocast. The loss and the optimizer stay launched: how many rows are learned is a shape,
+and their launches hide behind the replay. Gradients go through autograd, so that hooks of DDP and of parameters fire.
+
+Memory: all graphs share one pool, since a replay begins where the one before has ended. Between a student's forward and
+its backward its activations lie in the pool; a call that comes in between is launched. Hidden states are handed out as
+copies and gradients as views, which are copied before a replay would overwrite a gradient that is still in use.
+
+A graph repeats what the host decided when it was captured. Hence a decoder is refused, with the reason in `refused`, if
+it waits for the device, draws random numbers on the host, has hooks of other libraries, parameters that are sharded or
+not on the GPU, or returns more than hidden states. Random numbers on the device are those of a launched step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
+KNOWN_HOOKS = ("torch.", "transformers.", "peft.", "accelerate.", "distill.")
+
+
+class DecoderGraphs:
+    """The graphs of one training step's decoders.
+
+    Attributes:
+        enabled: whether calls may be captured and replayed; off at first, so that a few launched calls warm up.
+        refused: why a decoder is not captured, by the name it was added with.
+        replays: calls that were replays.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.refused: dict[str, str] = {}
+        self.replays = 0
+        self.stream = torch.cuda.Stream()  # with a cuBLAS workspace that nobody else uses
+        self.pool = torch.cuda.graph_pool_handle()
+        self._decoders: list[_GraphedDecoder] = []
+        self._unfinished: weakref.ref[_Forward] | None = None
+
+    def add(self, name: str, decoder: nn.Module, *, trains: bool) -> None:
+        """Put the graphs before `decoder.forward`; calls of another mode (train, eval, gradients) stay launched."""
+        self._decoders.append(_GraphedDecoder(self, name, decoder, trains))
+
+    def release(self) -> None:
+        """Give every decoder its forward back, and the graphs' memory to the allocator."""
+        for decoder in self._decoders:
+            decoder.restore()
+        self._decoders, self.enabled = [], False
+        torch.cuda.empty_cache()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a student's activations lie in the pool."""
+        return self._unfinished is not None and self._unfinished() is not None
+
+
+class _Forward:
+    """One replayed forward; lives as long as its backward may come."""
+
+
+class _GraphedDecoder:
+    def __init__(self, graphs: DecoderGraphs, name: str, decoder: nn.Module, trains: bool) -> None:
+        self.graphs, self.name, self.decoder, self.trains = graphs, name, decoder, trains
+        self._own = decoder.__dict__.get("forward")
+        self.launched: Callable[..., Any] = self._own or types.MethodType(type(decoder).forward, decoder)
+        self._captured: dict[Any, _Captured | None] = {}  # None: seen once
+        if why := _unsuited(decoder):
+            graphs.refused[name] = why
+            return
+        graphed = self
+
+        @functools.wraps(self.launched)
+        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return graphed(*args, **kwargs)
+
+        decoder.forward = types.MethodType(forward, decoder)
+
+    def restore(self) -> None:
+        self._captured.clear()
+        self.decoder.__dict__.pop("forward", None)
+        if self._own is not None:
+            self.decoder.forward = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graphs = self.graphs
+        right_mode = self.trains == torch.is_grad_enabled() and self.trains == self.decoder.training
+        if args or not right_mode or not graphs.enabled or graphs.awaits_backward or self.name in graphs.refused:
+            return self.launched(*args, **kwargs)
+        tensors = {key: value for key, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        others = {key: value for key, value in kwargs.items() if value is not None and key not in tensors}
+        if others != {"use_cache": False} or any(tensor.requires_grad for tensor in tensors.values()):
+            return self.launched(**kwargs)
+        key = (
+            tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(tensors.items())),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        )
+        if key not in self._captured:
+            if len(self._captured) < SHAPES:
+                self._captured[key] = None
+            return self.launched(**kwargs)
+        captured = self._captured[key]
+        if captured is None or not captured.is_current():
+            captured = self._captured[key] = self._capture(tensors)
+        if captured is None:
+            return self.launched(**kwargs)
+        graphs.replays += 1
+        return BaseModelOutputWithPast(last_hidden_state=captured(tensors))  # type: ignore[arg-type]
+
+    def _capture(self, tensors: dict[str, torch.Tensor]) -> _Captured | None:
+        try:
+            return _Captured(self.graphs, self.launched, self.decoder, tensors, self.trains)
+        except torch.OutOfMemoryError:
+            why = "its graph does not fit into the GPU's memory beside the launched step"
+        except (RuntimeError, TypeError, ValueError) as error:
+            why = str(error).splitlines()[0]
+        self.graphs.refused[self.name] = why
+        self._captured.clear()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return None
+
+
+class _Captured:
+    """The graphs of one decoder for batches of one shape.
+
+    Raises:
+        RuntimeError: the forward cannot be captured.
+    """
+
+    def __init__(
+        self, graphs: DecoderGraphs, launched: Callable[..., Any], decoder: nn.Module,
+        tensors: dict[str, torch.Tensor], trains: bool,
+    ) -> None:  # fmt: skip
+        self.graphs = graphs
+        self.parameters = [p for p in decoder.parameters() if p.requires_grad] if trains else []
+        self._addresses = [p.data_ptr() for p in self.parameters]
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        # a cast weight in autocast's cache would be one of the graph's, read outside of it
+        autocast = torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False)
+        with torch.inference_mode(False), torch.set_grad_enabled(trains), autocast:
+            self.inputs = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+            def call() -> Any:
+                return launched(**self.inputs, use_cache=False)
+
+            with _random_numbers_kept(), _without_random_state_of_checkpoints(decoder):
+                self._warm_up(call)
+                self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+                with self._capturing(self.forward):
+                    output = call().last_hidden_state
+                if trains:
+                    self.upstream = torch.empty_like(output)
+                    with self._capturing(self.backward):
+                        gradients = torch.autograd.grad(output, self.parameters, self.upstream, allow_unused=True)
+                    self.gradients: Sequence[torch.Tensor | None] = gradients
+            self.output = output.detach()
+
+    def is_current(self) -> bool:
+        """Whether the parameters still lie where the graph reads them."""
+        return self._addresses == [p.data_ptr() for p in self.parameters]
+
+    def __call__(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self.inputs[name].copy_(tensor)
+        if self.parameters:
+            hidden: torch.Tensor = _Replay.apply(self, *self.parameters)
+            return hidden
+        self.forward.replay()
+        return self.output.clone()
+
+    def keep_gradients_in_use(self) -> None:
+        """Copy gradients that an earlier micro-batch left in the graph's own memory."""
+        pairs = zip(self.parameters, self.gradients, strict=True)
+        used = [p for p, own in pairs if own is not None and p.grad is not None and _same_memory(p.grad, own)]
+        if used:
+            for p, copy in zip(used, torch._foreach_mul([p.grad for p in used], 1), strict=True):  # type: ignore[misc]
+                p.grad = copy
+
+    def _warm_up(self, call: Callable[[], Any]) -> None:
+        """Two calls on the graphs' stream: what is compiled, tuned or allocated once is not captured.
+
+        Raises:
+            RuntimeError: the second one waits for the device, or returns more than hidden states.
+        """
+        current = torch.cuda.current_stream()
+        self.graphs.stream.wait_stream(current)
+        before = torch.cuda.get_sync_debug_mode()
+        with torch.cuda.stream(self.graphs.stream):
+            try:
+                for number in range(2):
+                    if number:
+                        torch.cuda.set_sync_debug_mode("error")
+                    output = call()
+                    if more := {name for name, value in output.items() if value is not None} - {"last_hidden_state"}:
+                        raise RuntimeError(f"its decoder returns more than hidden states: {', '.join(sorted(more))}")
+                    if self.parameters:
+                        hidden = output.last_hidden_state
+                        torch.autograd.grad(hidden, self.parameters, torch.zeros_like(hidden), allow_unused=True)
+                        del hidden
+                    del output
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        current.wait_stream(self.graphs.stream)
+
+    @contextlib.contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Other threads, such as the one that pins batches, may go on."""
+        with torch.cuda.graph(
+            graph, pool=self.graphs.pool, stream=self.graphs.stream, capture_error_mode="thread_local"
+        ):
+            yield
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.captured, ctx.alive = captured, _Forward()
+        captured.graphs._unfinished = weakref.ref(ctx.alive)
+        captured.forward.replay()
+        return captured.output.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        captured = ctx.captured
+        if ctx.alive is None:
+            raise RuntimeError(
+                "backward: expected one backward a forward, got a second; a graph's activations are gone"
+            )
+        ctx.alive = None
+        captured.keep_gradients_in_use()
+        captured.upstream.copy_(upstream)
+        captured.backward.replay()
+        # fresh views, which autograd makes the parameters' gradients without a copy
+        return None, *(None if gradient is None else gradient.detach() for gradient in captured.gradients)
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.numel() > 0
+
+
+def _unsuited(decoder: nn.Module) -> str | None:
+    """Why a decoder cannot be captured, where that can be told without a call."""
+    for parameter in decoder.parameters():
+        if isinstance(parameter, DTensor):
+            return "its weights are sharded"
+        if not parameter.is_cuda:
+            return f"its weights lie on {parameter.device}"
+    for name, module in decoder.named_modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+            for hook in hooks.values():
+                place = getattr(hook, "__module__", None) or type(hook).__module__
+                if not f"{place}.".startswith(KNOWN_HOOKS):
+                    return f"a hook of {place} on {name or 'the decoder'} would run while capturing alone"
+    return None
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Warming up draws no random numbers from the run's.
+
+    Raises:
+        RuntimeError: some were drawn on the host, as for layers that are dropped at random: a graph would repeat them.
+    """
+
+    def of_the_host() -> tuple[bytes, Any, bytes]:
+        state: Any = np.random.get_state()
+        return torch.get_rng_state().numpy().tobytes(), random.getstate(), state[1].tobytes() + bytes([state[2] % 256])
+
+    host, device = of_the_host(), torch.cuda.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(device)
+    if of_the_host() != host:
+        raise RuntimeError("its forward draws random numbers on the host")
+
+
+@contextlib.contextmanager
+def _without_random_state_of_checkpoints(decoder: nn.Module) -> Iterator[None]:
+    """Layers that are computed again ask for the generator's state, which a capture refuses; without dropout it is
+    not needed. With dropout the capture fails, and the decoder stays launched."""
+    changed = []
+    if not any(isinstance(module, nn.Dropout) and module.p > 0 for module in decoder.modules()):
+        for module in decoder.modules():
+            checkpoint = module.__dict__.get("_gradient_checkpointing_func")
+            if isinstance(checkpoint, functools.partial):
+                changed.append((module, checkpoint))
+                keywords = {**checkpoint.keywords, "preserve_rng_state": False}
+                module._gradient_checkpointing_func = functools.partial(  # type: ignore[assignment]
+                    checkpoint.func, *checkpoint.args, **keywords
+                )
+    try:
+        yield
+    finally:
+        for module, checkpoint in changed:
+            module._gradient_checkpointing_func = checkpoint  # type: ignore[assignment]

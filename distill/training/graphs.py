@@ -1,0 +1,124 @@
+"""Whether a run's steps are replayed from CUDA graphs: what `train.cuda_graph` means.
+
+    trainer.add_callback(GraphedSteps(models, "auto"))
+
+A few steps run launched, so that kernels are compiled and tuned and the optimizer has its states. With `auto` some more
+are timed launched and as many replayed, and the faster way is kept: a graph must win by `WINS`, since it holds memory.
+Timed steps are steps of the run: a graph gives the bits of launched kernels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from distill.core import console
+from distill.core.ranks import is_first
+from distill.models.graphs import DecoderGraphs
+from distill.models.head import decoder_of
+
+WARM_UP = 3  # launched steps
+TIMED = 4  # steps of each way
+CAPTURE = 3  # steps between: a shape is captured when it comes a second time
+WORTH = 40  # steps that must be left for a trial
+WINS = 0.97  # of the launched step's time
+
+
+class GraphedSteps(TrainerCallback):
+    """Captures the decoders of a trainer's models, and keeps the graphs where they win.
+
+    Args:
+        models: teacher's and student's, by the recipe's field; the one named `student` is trained.
+        always: captured without a trial, which `train.cuda_graph: true` asks for.
+        mean: of a number over the ranks, so that all decide alike.
+        say: takes the line for the person.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[tuple[str, nn.Module]],
+        *,
+        always: bool = False,
+        mean: Callable[[float], float] = lambda seconds: seconds,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.models, self.always, self.mean = models, always, mean
+        self.say = say or (lambda text: console.say(f"{'graphs':<12}{text}") if is_first() else None)
+        self.graphs: DecoderGraphs | None = None
+        self._steps = 0  # of this process
+        self._launched: list[float] = []
+        self._replayed: list[float] = []
+        self._decided = False
+        self._timed: list[float] | None = None
+        self._start = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin what the step's number is for."""
+        if self._decided:
+            return
+        if self._steps == 0 and not self.always and state.max_steps - state.global_step < WORTH:
+            self._decided = True
+            return
+        if self._steps == WARM_UP + (0 if self.always else TIMED):
+            self._capture()
+        self._timed = self._samples()
+        if self._timed is not None:
+            torch.cuda.synchronize()
+            self._start = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the step's time; decide where all are there."""
+        if self._decided:
+            return
+        if self._timed is not None:
+            torch.cuda.synchronize()
+            self._timed.append(time.perf_counter() - self._start)
+        self._steps += 1
+        if self._steps == WARM_UP + CAPTURE + (TIMED if self.always else 2 * TIMED):
+            self._decide()
+
+    def _samples(self) -> list[float] | None:
+        """Where the time of the present step goes, if it is timed."""
+        if self.always:
+            return None
+        if WARM_UP <= self._steps < WARM_UP + TIMED:
+            return self._launched
+        return self._replayed if self._steps >= WARM_UP + TIMED + CAPTURE else None
+
+    def _capture(self) -> None:
+        self.graphs = DecoderGraphs()
+        for name, model in self.models:
+            self.graphs.add(name, decoder_of(model), trains=name == "student")
+        self.graphs.enabled = True
+
+    def _decide(self) -> None:
+        assert self.graphs is not None
+        self._decided = True
+        launched, replayed = (
+            self.mean(statistics.median(times or [0.0])) * 1e3 for times in (self._launched, self._replayed)
+        )  # on every rank, whatever follows
+        refused = "; ".join(f"the {name} is launched: {why}" for name, why in self.graphs.refused.items())
+        if len(self.graphs.refused) == len(self.models):
+            self._end(refused)
+        elif not self.graphs.replays:
+            self._end("off: no shape of batch came twice")
+        elif self.always:
+            self.say("the step runs from CUDA graphs" + (f"; {refused}" if refused else ""))
+        else:
+            times = f"{replayed:.1f} ms a step, launched {launched:.1f}" + (f"; {refused}" if refused else "")
+            if replayed < WINS * launched:
+                self.say(f"the step runs from CUDA graphs: {times}")
+            else:
+                self._end(f"off, since they win too little: {times}")
+
+    def _end(self, why: str) -> None:
+        assert self.graphs is not None
+        self.graphs.release()
+        self.graphs = None
+        self.say(why)

@@ -1,0 +1,259 @@
+"""Steps that are replayed from CUDA graphs: the bits of launched ones, whatever else a run does meanwhile."""
+
+import copy
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
+
+from distill.models.graphs import DecoderGraphs
+from distill.models.head import decoder_of
+from distill.models.patching import patch
+from distill.teachers.mixture import MixtureTeacher
+from distill.training.graphs import CAPTURE, TIMED, WARM_UP, GraphedSteps
+from distill.training.trainer import DistillationTrainer
+
+VOCABULARY, LENGTH = 259, 64
+
+
+def rows(count=48, *, packed=False, labelled=0.6):
+    draw = torch.Generator().manual_seed(3)
+    made = []
+    for number in range(count):
+        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=draw)
+        learned = torch.rand(LENGTH, generator=draw) < labelled
+        row = {"input_ids": ids.tolist(), "labels": torch.where(learned, ids, -100).tolist()}
+        if packed:
+            cut = 10 + number % 40
+            row["position_ids"] = [*range(cut), *range(LENGTH - cut)]
+        made.append(row)
+    return made
+
+
+def models(*, dtype=torch.bfloat16, dropout=0.0, lora=False, layers=3):
+    torch.manual_seed(0)
+    teacher = tiny_model(hidden=128, layers=layers, dtype=torch.bfloat16).cuda()
+    student = tiny_model(hidden=128, layers=2, dtype=dtype, seed=4, attention_dropout=dropout).cuda()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        student = get_peft_model(student, LoraConfig(r=4, target_modules="all-linear", exclude_modules=["lm_head"]))
+    return teacher, student
+
+
+class Steps(TrainerCallback):
+    """Losses of every step, and calls of `then` at the end of step 12."""
+
+    def __init__(self, then=None):
+        self.then, self.losses = then, []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.then is not None and state.global_step == 12:
+            self.then()
+
+
+def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, change=None, mixture=False, **more):
+    accumulation = more.pop("accumulation", 1)
+    checkpointing = more.pop("checkpointing", False)
+    teacher, student = models(dtype=torch.float32 if autocast else torch.bfloat16, **more)
+    if checkpointing:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    args = TrainingArguments(
+        str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=accumulation,
+        learning_rate=1e-3, logging_steps=1, report_to="none", disable_tqdm=True, save_strategy="no", bf16=autocast,
+        max_grad_norm=1.0, seed=5,
+    )  # fmt: skip
+    for model, role in ((teacher, "teacher"), (student, "student")):
+        patch(model, role, attention="triton")
+    taught = teacher
+    if mixture:
+        from distill.teachers.model import LoadedTeacher
+
+        other = tiny_model(hidden=128, layers=2, dtype=torch.bfloat16, seed=9).cuda()
+        patch(other, "teacher", attention="triton")
+        taught = MixtureTeacher(
+            [LoadedTeacher(teacher, field="teachers.0"), LoadedTeacher(other, field="teachers.1")], [1.0, 2.0]
+        )
+    watch, said = Steps(then), []
+    trainer = DistillationTrainer(student, taught, args, train_dataset=data or rows(), callbacks=[watch])
+    if change is not None:
+        change(trainer)
+    steps_of = None
+    if graphed:
+        named = [*trainer.objective.teacher.models.items(), ("student", student)]
+        steps_of = GraphedSteps(named, always=True, say=said.append)
+        trainer.add_callback(steps_of)
+    trainer.train()
+    weights = {name: p.detach().clone() for name, p in student.named_parameters() if p.requires_grad}
+    return watch.losses, weights, steps_of, said, trainer
+
+
+def same(folder, **more):
+    losses, weights, *_ = train(folder / "launched", False, **copy.copy(more))
+    others, replayed, steps, said, trainer = train(folder / "graphed", True, **more)
+    assert said and "runs from CUDA graphs" in said[0], said
+    assert steps.graphs.replays > 0
+    assert losses == others
+    for name, weight in weights.items():
+        assert torch.equal(weight, replayed[name]), name
+    return steps, said, trainer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"autocast": True}, {"accumulation": 3}, {"lora": True}, {"checkpointing": True}, {"mixture": True},
+        {"data": rows(packed=True)}, {"autocast": True, "accumulation": 2, "data": rows(packed=True)},
+    ],
+    ids=["plain", "autocast", "accumulation", "lora", "checkpointing", "mixture", "packed", "autocast-packed"],
+)  # fmt: skip
+def test_the_bits_of_launched_steps(tmp_path, more):
+    _, said, _ = same(tmp_path, **more)
+    assert "launched:" not in said[0]
+
+
+@pytest.mark.gpu
+def test_a_smaller_last_batch_and_an_evaluation_in_between(tmp_path):
+    def hold_out(trainer):
+        trainer.add_callback(Steps(then=lambda: trainer.evaluate(rows(6))))
+
+    same(tmp_path, data=rows(17), steps=24, change=hold_out)
+
+
+@pytest.mark.gpu
+def test_a_step_that_is_not_finite_is_skipped_alike(tmp_path):
+    """Step 13's gradient overflows: weights stay, and what follows is as without graphs."""
+
+    def break_a_step(trainer):
+        weight = trainer.model.get_input_embeddings().weight
+        weight.register_hook(lambda grad: grad * float("inf") if trainer.state.global_step == 12 else grad)
+
+    _, _, trainer = same(tmp_path, change=break_a_step)
+    assert trainer.health.skipped == 1
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_launched_and_says_why(tmp_path):
+    class Hooked(TrainerCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 1:
+                model.model.layers[0].register_forward_hook(lambda *_: None)
+
+    def hook(trainer):
+        trainer.add_callback(Hooked())
+
+    _, _, steps, said, _ = train(tmp_path, True, change=hook)
+    assert "the student is launched: a hook of" in said[0]
+    assert steps.graphs.replays > 0  # the teacher's
+
+
+@pytest.mark.gpu
+def test_a_forward_that_waits_for_the_device_is_found_before_capturing():
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8).cuda()
+
+        def forward(self, input_ids, use_cache=False):
+            from transformers.modeling_outputs import BaseModelOutputWithPast
+
+            hidden = self.linear(input_ids.float())
+            assert hidden.sum().item() < 1e9
+            return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+    graphs, decoder = DecoderGraphs(), Waits()
+    graphs.add("student", decoder, trains=True)
+    graphs.enabled = True
+    ids = torch.ones(2, 8, dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        decoder(input_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+    assert "synchroniz" in graphs.refused["student"] and graphs.replays == 0
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_gradient_in_use_is_copied_and_a_second_backward_refused():
+    _, student = models()
+    decoder = decoder_of(student.train())
+    patch(student, "student", attention="triton")
+    graphs = DecoderGraphs()
+    graphs.add("student", decoder, trains=True)
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), device="cuda")
+    weight = decoder.layers[0].mlp.down_proj.weight
+
+    def gradient(scale):
+        (decoder(input_ids=ids, use_cache=False).last_hidden_state.float() * scale).sum().backward()
+        return weight.grad
+
+    gradient(1.0)
+    launched = gradient(2.0).clone()  # of both calls
+    weight.grad = None
+    graphs.enabled = True
+    for _ in range(3):
+        student.zero_grad()
+        gradient(1.0)
+        torch.testing.assert_close(gradient(2.0), launched, rtol=0, atol=0)
+    assert graphs.replays >= 4
+    hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
+    assert graphs.awaits_backward
+    between = decoder(input_ids=ids, use_cache=False).last_hidden_state  # launched
+    assert torch.equal(hidden, between)
+    hidden.float().sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward a forward"):
+        hidden.float().sum().backward()
+    graphs.release()
+    assert "forward" not in vars(decoder) or decoder.forward.__name__ != "graphed"
+
+
+class Clock:
+    """The state of a training, for a callback that is tried without a GPU."""
+
+    def __init__(self, steps):
+        self.global_step, self.max_steps = 0, steps
+
+
+@pytest.mark.parametrize(("replayed", "kept"), [(0.02, True), (0.05, False)])
+def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
+    """A clock of our own: launched steps take 50 ms."""
+    now = [0.0]
+
+    class Stand:
+        def __init__(self):
+            self.refused, self.replays, self.enabled, self.released = {}, 1, False, False
+
+        def add(self, *args, **kwargs):
+            pass
+
+        def release(self):
+            self.released = True
+
+    monkeypatch.setattr("distill.training.graphs.DecoderGraphs", Stand)
+    monkeypatch.setattr("distill.training.graphs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    said = []
+    steps, state = GraphedSteps([("student", tiny_model())], say=said.append), Clock(100)
+    for _ in range(WARM_UP + CAPTURE + 2 * TIMED):
+        steps.on_step_begin(None, state, None)
+        now[0] += replayed if steps.graphs is not None else 0.05
+        steps.on_step_end(None, state, None)
+        state.global_step += 1
+    assert (steps.graphs is not None) == kept
+    expected = "the step runs from CUDA graphs: 20.0 ms" if kept else "off, since they win too little: 50.0 ms"
+    assert said[0].startswith(expected)
+
+
+def test_a_short_run_tries_nothing():
+    said = []
+    steps, state = GraphedSteps([("student", tiny_model())], say=said.append), Clock(20)
+    for _ in range(20):
+        steps.on_step_begin(None, state, None)
+        steps.on_step_end(None, state, None)
+    assert steps.graphs is None and not said
