@@ -143,14 +143,14 @@ def plain_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: 
     return step
 
 
-def liger_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Step:
+def liger_loss(teacher: nn.Module, student: nn.Module, batch: Batch) -> Callable[[Clock], torch.Tensor]:
     """Liger's fused linear JSD at beta = 0 on the hidden states; the models must carry Liger's patches."""
     from liger_kernel.transformers import LigerFusedLinearJSD
 
     loss_fn = LigerFusedLinearJSD(jsd_beta=0.0)
     shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
 
-    def step(clock: Clock) -> torch.Tensor:
+    def loss_of(clock: Clock) -> torch.Tensor:
         with torch.no_grad():
             teacher_hidden = decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
         clock.mark("teacher")
@@ -161,9 +161,9 @@ def liger_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: 
             teacher_hidden.flatten(0, 1), find_head(teacher).linear.weight, shifted,
         )  # fmt: skip
         clock.mark("loss")
-        return _learn(loss, optimizer, clock)
+        return loss  # type: ignore[no-any-return]
 
-    return step
+    return loss_of
 
 
 def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer):
@@ -256,9 +256,10 @@ def _bench_variant(
     else:
         optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
         if variant == "liger":
-            _apply_liger(teacher)
-            _apply_liger(student)
-            step = liger_step(teacher, student, batch, optimizer)
+            apply_liger(teacher)
+            apply_liger(student)
+            loss_of = liger_loss(teacher, student, batch)
+            step = lambda clock: _learn(loss_of(clock), optimizer, clock)  # noqa: E731
         else:
             if variant == "compile":
                 for model in (teacher, student):
@@ -272,7 +273,7 @@ def _bench_variant(
     return result
 
 
-def _apply_liger(model: Any) -> None:
+def apply_liger(model: Any) -> None:
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     _apply_liger_kernel_to_instance(model=bare(model), fused_linear_cross_entropy=False, cross_entropy=False)

@@ -11,7 +11,8 @@ and their launches hide behind the replay. Gradients go through autograd, so tha
 
 Memory: all graphs share one pool, since a replay begins where the one before has ended. Between a student's forward and
 its backward its activations lie in the pool; a call that comes in between is launched. Hidden states are handed out as
-copies and gradients as views, which are copied before a replay would overwrite a gradient that is still in use.
+copies. Gradients are handed out as views of the pool, where any later replay may write: those that are still in use
+then (accumulation; a teacher that is asked before the optimizer's step) are copied first.
 
 A graph repeats what the host decided when it was captured. Hence a decoder is refused, with the reason in `refused`, if
 it waits for the device, draws random numbers on the host, has hooks of other libraries, parameters that are sharded or
@@ -56,6 +57,7 @@ class DecoderGraphs:
         self.pool = torch.cuda.graph_pool_handle()
         self._decoders: list[_GraphedDecoder] = []
         self._unfinished: weakref.ref[_Forward] | None = None
+        self._handed_out: _Captured | None = None  # whose gradients may be in use
 
     def add(self, name: str, decoder: nn.Module, *, trains: bool) -> None:
         """Put the graphs before `decoder.forward`; calls of another mode (train, eval, gradients) stay launched."""
@@ -72,6 +74,13 @@ class DecoderGraphs:
     def awaits_backward(self) -> bool:
         """Whether a student's activations lie in the pool."""
         return self._unfinished is not None and self._unfinished() is not None
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay `graph`, whose kernels may write wherever the pool's memory was free when it was captured."""
+        if self._handed_out is not None:
+            self._handed_out.keep_gradients_in_use()
+            self._handed_out = None
+        graph.replay()
 
 
 class _Forward:
@@ -186,11 +195,11 @@ class _Captured:
         if self.parameters:
             hidden: torch.Tensor = _Replay.apply(self, *self.parameters)
             return hidden
-        self.forward.replay()
+        self.graphs.replay(self.forward)
         return self.output.clone()
 
     def keep_gradients_in_use(self) -> None:
-        """Copy gradients that an earlier micro-batch left in the graph's own memory."""
+        """Copy the parameters' gradients that lie in the graph's memory."""
         pairs = zip(self.parameters, self.gradients, strict=True)
         used = [p for p, own in pairs if own is not None and p.grad is not None and _same_memory(p.grad, own)]
         if used:
@@ -237,7 +246,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, captured: _Captured, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.captured, ctx.alive = captured, _Forward()
         captured.graphs._unfinished = weakref.ref(ctx.alive)
-        captured.forward.replay()
+        captured.graphs.replay(captured.forward)
         return captured.output.clone()
 
     @staticmethod
@@ -249,9 +258,9 @@ class _Replay(torch.autograd.Function):
                 "backward: expected one backward a forward, got a second; a graph's activations are gone"
             )
         ctx.alive = None
-        captured.keep_gradients_in_use()
         captured.upstream.copy_(upstream)
-        captured.backward.replay()
+        captured.graphs.replay(captured.backward)
+        captured.graphs._handed_out = captured
         # fresh views, which autograd makes the parameters' gradients without a copy
         return None, *(None if gradient is None else gradient.detach() for gradient in captured.gradients)
 
