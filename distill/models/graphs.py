@@ -202,7 +202,9 @@ class _Captured:
         """Copy the parameters' gradients that lie in the graph's memory."""
         pairs = zip(self.parameters, self.gradients, strict=True)
         used = [p for p, own in pairs if own is not None and p.grad is not None and _same_memory(p.grad, own)]
-        if used:
+        if not used:
+            return
+        with torch.inference_mode(False), torch.no_grad():  # a teacher is asked in inference mode
             for p, copy in zip(used, torch._foreach_mul([p.grad for p in used], 1), strict=True):  # type: ignore[misc]
                 p.grad = copy
 
