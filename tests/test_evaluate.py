@@ -28,7 +28,9 @@ def rows():
             labels[0] = -100
         if length > 10:
             cut = length // 2
-            labels[cut : cut + 3] = [-100] * 3
+            labels[cut + 1 : cut + 3] = [-100] * 2
+            if length % 2:  # nor has a later document's, which the one before must not predict
+                labels[cut] = -100
             positions[cut:] = range(length - cut)
         made.append({"input_ids": ids, "labels": labels, "position_ids": positions})
     return made
@@ -43,7 +45,7 @@ def exact(student, teacher, rows):
             s = student(**inputs, use_cache=False).logits[0, :-1].double().log_softmax(-1)
             t = teacher(**inputs, use_cache=False).logits[0, :-1].double().log_softmax(-1)
         labels = torch.tensor(row["labels"][1:])
-        keep = labels != -100
+        keep = (labels != -100) & (inputs["position_ids"][0, 1:] != 0)
         s, t, labels = s[keep], t[keep], labels[keep]
         tokens += len(labels)
         per_token = [

@@ -83,6 +83,22 @@ def test_loss_and_gradients_equal_full_logits(kind, tie):
     assert_same_as_reference(student, teacher, DistillationObjective(teacher, student, MIXED), batch())
 
 
+def test_a_document_does_not_predict_the_next_ones_first_token():
+    """Of a batch that no collator of ours made: the first labels of documents count for nothing."""
+    student, teacher = double(), double(seed=1)
+    inputs = {name: tensor for name, tensor in batch().items() if name != "valid_rows"}
+    learned = {**inputs, "labels": inputs["labels"].clone()}
+    learned["labels"][:, 0], learned["labels"][0, 4] = 5, 9
+    objective = DistillationObjective(teacher, student, MIXED)
+    expected, _ = reference(student, teacher, inputs)
+    torch.testing.assert_close(student(**objective.compare(learned))["loss"], expected, rtol=EXACT, atol=EXACT)
+    collated = Collator(2, padding_side="left")([{**row, "labels": row["input_ids"]} for row in ROWS])
+    starts = collated["position_ids"] == 0
+    assert starts[1].tolist() == [True, False, False, True, False, False, False]
+    assert (collated["labels"][starts] == -100).all() and (collated["labels"][0][~starts[0]] != -100).all()
+    assert collated["valid_rows"].tolist() == [0, 1, 2, 4, 5, 10, 11, 12]
+
+
 def test_head_with_a_bias():
     student, teacher = double(tie=False), double(seed=1, tie=False)
     for model in (student, teacher):

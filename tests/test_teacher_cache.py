@@ -241,7 +241,9 @@ def test_what_is_not_learned_needs_no_teacher(loaded, bucket):
     assert not list(layout.documents_of(unknown))
     whole, _ = differentiate(cached(loaded, bucket, MIXED), rows)
     packed = {name: [*rows[0][name], *unknown[name]] for name in unknown}
-    for arranged in ([*rows, unknown], [packed, rows[1]]):
+    begun = {**packed, "labels": list(packed["labels"])}
+    begun["labels"][0] = begun["labels"][len(rows[0]["labels"])] = 5  # documents' first tokens
+    for arranged in ([*rows, unknown], [packed, rows[1]], [begun, rows[1]]):
         again, _ = differentiate(cached(loaded, bucket, MIXED), arranged)
         for a, b in zip(again, whole, strict=True):
             assert (a - b).norm() <= 1e-5 * b.norm() + 1e-6

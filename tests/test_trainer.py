@@ -93,6 +93,36 @@ def test_one_batch_of_eight_equals_eight_of_one(tmp_path, loss):
         assert agreement == pytest.approx(runs[0][2], rel=1e-9)
 
 
+def _as_tensors(batch):
+    """A collator of somebody else's: rows of one length as they are."""
+    return {name: torch.tensor([row[name] for row in batch]) for name in batch[0]}
+
+
+@pytest.mark.parametrize("given", ["no labels", "labels", "own collator"])
+def test_documents_in_a_row_do_not_predict_each_other(tmp_path, given):
+    """A row whose positions restart learns what its documents alone do, however its labels came about."""
+    packed = rows(4, ragged=False).remove_columns([] if given == "own collator" else ["labels"])
+    if given != "no labels":
+        packed = packed.map(lambda row: {"labels": row["input_ids"]})
+    apart = [{"input_ids": row["input_ids"][half]} for row in packed for half in (slice(5), slice(5, None))]
+    runs = []
+    for data, size, collator in ((apart, 8, None), (packed, 4, _as_tensors if given == "own collator" else None)):
+        made = DistillationTrainer(
+            tiny_model(dtype=torch.float64), tiny_model(seed=1, hidden=64, dtype=torch.float64),
+            arguments(tmp_path, max_steps=1, per_device_train_batch_size=size, optim="sgd", learning_rate=1.0),
+            train_dataset=Dataset.from_list(list(data)), eval_dataset=Dataset.from_list(list(data)),
+            data_collator=collator,
+        )  # fmt: skip
+        before = made.evaluate()
+        made.train()
+        runs.append((weights(made.model), {name: before[name] for name in ("eval_loss", "eval_cross_entropy")}, made))
+    (one, held, first), (other, again, second) = runs
+    assert again == pytest.approx(held, rel=1e-9)
+    assert history(second, "trained_tokens") == history(first, "trained_tokens") == [8 * 4]
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-9, atol=1e-9)
+
+
 def test_the_loss_is_the_mean_over_trained_tokens(tmp_path):
     data = rows(4)
     made = trainer(

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from distill.data.labels import IGNORE_INDEX, shift_labels
+from distill.data.labels import IGNORE_INDEX, shift_labels, within_documents
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,9 @@ class Collator:
 
     Padding is a document of its own: its positions start again at 0, so that attention which follows `position_ids`
     never mixes it with the text, and its labels are -100. The tokenizer's padding side plays no part, and a padding
-    token that is also the end-of-text token masks nothing: what is learned was decided when the data was made. No
-    random numbers are drawn, so that a resumed run sees the same batches.
+    token that is also the end-of-text token masks nothing: what is learned was decided when the data was made, but for
+    each document's first token, which nothing before it predicts. No random numbers are drawn, so that a resumed run
+    sees the same batches.
 
     Attributes:
         pad_token_id: the id put into padding.
@@ -59,6 +60,7 @@ class Collator:
             for name, tensor in batch.items():
                 tensor[number, text] = torch.as_tensor(row[name], dtype=torch.int64)
             batch["position_ids"][number, gap] = torch.arange(padding)
+        batch["labels"] = within_documents(batch["labels"], batch["position_ids"])
         if self.omit_plain_positions and self.padding_side == "right" and all(map(_is_one_document, rows)):
             del batch["position_ids"]
         batch["valid_rows"] = valid_rows(batch["labels"])

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from distill.data.collator import Collator
-from distill.data.labels import IGNORE_INDEX
+from distill.data.labels import count_learned
 from distill.teachers.base import Teacher
 from distill.teachers.objective import DistillationObjective
 
@@ -155,8 +155,7 @@ def _sums(
         batch = collator([rows[number] for number in range(start, min(start + batch_size, len(rows)))])
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         output = student(**objective.compare(inputs, num_items=1))
-        trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double()[None]
-        sums += torch.cat([output["statistics"].double(), trained]) * mine
+        sums += torch.cat([output["statistics"].double(), count_learned(inputs).double()[None]]) * mine
     if distributed:
         torch.distributed.all_reduce(sums)
     return sums

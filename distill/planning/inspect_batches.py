@@ -36,7 +36,7 @@ def tokens_of(row: dict[str, Any], tokenizer: Any, shades: Sequence[float | None
     texts = [f"{token} " for token in ids] if tokenizer is None else _texts(ids, tokenizer)
     found = []
     for place, (token, label, position) in enumerate(zip(ids, row["labels"], row["position_ids"], strict=True)):
-        state = "read" if label == IGNORE_INDEX else "learned"
+        state = "read" if label == IGNORE_INDEX or position == 0 else "learned"
         found.append(Token(texts[place], token, state, position == 0, shades[place] if shades else None))
     return found
 

@@ -23,7 +23,7 @@ import torch
 from distill_kernels import LossTerm
 from torch import nn
 
-from distill.data.labels import shift_labels
+from distill.data.labels import shift_labels, within_documents
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.teachers.base import Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
 from distill.teachers.losses import KL, LossSpec, TargetLoss, soft_terms
@@ -116,12 +116,14 @@ class DistillationObjective:
 
         Args:
             inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where nothing is
-                learned; `position_ids` and `valid_rows` if the collator gives them.
+                learned; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
+                label of a document's first token counts for nothing.
             num_items: What the summed loss is divided by; None for the valid tokens of this batch.
             statistics: Also return sums of the token statistics.
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
+        inputs = {**inputs, "labels": within_documents(inputs["labels"], inputs.get("position_ids"))}
         own = self.teacher.student_batch(inputs, self.teacher.format.needs_targets(self.loss))
         return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics)}
 

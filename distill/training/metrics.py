@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from distill.core.units import GIB
-from distill.data.labels import IGNORE_INDEX
+from distill.data.labels import count_learned
 from distill.models.work import Work, peak_flops
 from distill.teachers.losses import STATISTICS
 from distill.training.phases import PAUSED, Phases
@@ -83,7 +83,7 @@ class Meter:
         """Count one micro-batch; `statistics` are the objective's sums. Launches a few small kernels, never waits."""
         self._sums += statistics.detach()
         rows = inputs.get("valid_rows")
-        trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum() if rows is None else rows.numel()
+        trained = count_learned(inputs) if rows is None else rows.numel()
         positions = inputs.get("position_ids")
         batch, length = inputs["input_ids"].shape
         self._counts[0] += trained

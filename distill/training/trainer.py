@@ -27,7 +27,7 @@ from distill.core.faults import RunError
 from distill.core.files import sync
 from distill.core.manifest import write_manifest
 from distill.data.collator import Collator
-from distill.data.labels import IGNORE_INDEX
+from distill.data.labels import count_learned
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
@@ -203,7 +203,7 @@ class DistillationTrainer(Trainer):
         """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
         if not batch_samples:
             return None
-        count = sum((batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batch_samples)
+        count = sum(map(count_learned, batch_samples))
         count = torch.as_tensor(count, dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
@@ -305,8 +305,8 @@ class DistillationTrainer(Trainer):
             for batch in batches:
                 inputs = self._prepare_inputs(batch)
                 output = model(**self.objective.compare(inputs, num_items=1))
-                trained = (inputs["labels"][:, 1:] != IGNORE_INDEX).sum().double()[None]
-                sums += torch.cat([output["statistics"].double(), output["loss"].double()[None], trained])
+                more = torch.stack([output["loss"].double(), count_learned(inputs).double()])
+                sums += torch.cat([output["statistics"].double(), more])
         model.train(training)
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()
         if trained == 0:

@@ -77,9 +77,6 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
 
     Args:
         row: `input_ids`; `labels` (every token is learned without them) and `position_ids` (one document without).
-
-    Raises:
-        ValueError: a document's first token is learned, which only the document before it could predict.
     """
     ids = np.asarray(row["input_ids"], dtype=np.int32)
     labels = np.asarray(row.get("labels", ids), dtype=np.int32)
@@ -87,8 +84,6 @@ def documents_of(row: Mapping[str, Any]) -> Iterator[Document]:
     starts = np.zeros(1, np.int64) if positions is None else np.flatnonzero(np.asarray(positions) == 0)
     if len(starts) == 0 or starts[0] != 0:
         starts = np.concatenate([[0], starts])
-    if (labels[starts[1:]] != IGNORE_INDEX).any():
-        raise ValueError("labels: expected -100 at each document's first token, which nothing before it predicts")
     for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(ids)], strict=True):
         learned = labels[start + 1 : stop] != IGNORE_INDEX
         if learned.any():

@@ -19,6 +19,7 @@ import torch
 
 from distill.core.manifest import fault_of_files
 from distill.data.collator import valid_rows
+from distill.data.labels import within_documents
 from distill.recipe import Generate, Recipe
 from distill.teachers.cache.format import (
     ANSWERS,
@@ -248,7 +249,7 @@ class CachedRows:
         """Collate rows and look their documents up."""
         batch = self.collate(rows)
         if "valid_rows" not in batch:
-            batch["valid_rows"] = valid_rows(batch["labels"])
+            batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
         return {**batch, **self.cache.said(rows)}
 
 
