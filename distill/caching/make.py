@@ -47,7 +47,7 @@ from distill.teachers.cache.format import (
 )
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.read import data_settings
-from distill.teachers.cache.settings import MOST_ON_GPUS, Settings
+from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
 from distill.teachers.model import LoadedTeacher, ModelSource
 from distill.teachers.opening import Pair, open_pair, patch_models
@@ -144,8 +144,6 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
     recipe, head, held = loaded.recipe, loaded.teacher.head, loaded.recipe.teacher.dtype
     if not settings.hidden and settings.k > loaded.columns:
         raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, came {settings.k}")
-    if not settings.hidden and settings.k > MOST_ON_GPUS and loaded.teacher.device.type == "cuda":
-        raise ValueError(f"--top-k: expected at most {MOST_ON_GPUS}, what the loss takes on a GPU, came {settings.k}")
     kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
     return {
         "version": VERSION,

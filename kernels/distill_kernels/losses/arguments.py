@@ -20,7 +20,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
 )  # fmt: skip
-MOST_TOP_K = 256
+MOST_TOP_K = 511  # and the tail: 512 lanes of a program, as for 256; refused where no kernel runs as well
 WHOLE = (
     "a whole tensor (a head sharded by FSDP2 is gathered by its own module: call distill_kernels.head_loss; a head cut "
     "over the vocabulary for tensor parallelism needs tp_group)"

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill_kernels.launch import runs_on_triton
 from distill_kernels.losses.arguments import MOST_TOP_K, check_arguments, expect, lora_of
 from distill_kernels.losses.linear import find_rows, linear_divergence, row_scales
 from distill_kernels.losses.mixture import Mixture, TeacherHead, shares_of, teacher_of
@@ -271,9 +270,7 @@ def fused_loss(
             raise ValueError(f"teachers[{number}]: {error}") from None
     shape = inputs.student_hidden.shape[:-1]
     if top is not None:
-        most = vocab if shard is None else shard.vocab
-        if runs_on_triton(inputs.student_hidden):
-            most = min(most, MOST_TOP_K)
+        most = min(vocab if shard is None else shard.vocab, MOST_TOP_K)
         expect(0 < top.ids.shape[-1] <= most, "teacher_ids", f"K of 1 to {most}", top.ids.shape[-1])
         top = TopK(top.ids.flatten(0, -2), top.logprobs.flatten(0, -2), top.tail)
     teacher_heads: list[Head] = []

@@ -117,7 +117,7 @@ class FusedTopKKLLoss(FusedDistillationLoss):
 
         Args:
             student_hidden: [N, H] or [..., H].
-            teacher_ids: integers [..., K], distinct within a row, below the number of columns that count; K to 256.
+            teacher_ids: integers [..., K], distinct within a row, below the number of columns that count; K to 511.
             teacher_logprobs: floating [..., K], natural logarithms of probabilities over the whole vocabulary, or of
                 the target weights for `tail="sampled"`; -inf for places that are not used, whatever their ids: their
                 tokens are none of the K.
