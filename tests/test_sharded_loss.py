@@ -3,25 +3,23 @@
 The file is also the program of the two processes: it runs every case in one start and saves what it got.
 """
 
-import functools
 import os
 import re
 import sys
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from cut_heads import given_to_rank, whole_gradients
+from cut_heads import ROWS, WIDTHS, Case, H, V, check_ranks, draw, outcome_of, refusals
 from dense_loss import ALL_TERMS
 from distill_kernels import (
     FusedCrossEntropyLoss,
     FusedDistillationLoss,
     FusedKLLoss,
+    FusedTopKKLLoss,
     LossTerm,
-    TokenStats,
+    TeacherHead,
     head_loss,
 )
 from distill_kernels.losses import sharded_heads
@@ -31,88 +29,70 @@ from two_ranks import run_as_two
 
 from distill.core.ranks import leave
 
+KL = [LossTerm("forward_kl", 1.0)]
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
+SEVERAL = [LossTerm("jsd", 0.5, beta=0.3), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
 HARD = {"label_smoothing": 0.1, "z_loss": 1e-3}
-V, H, HT = 61, 16, 24  # 61: the ranks hold 31 and 30 columns
-
-
-class Case(NamedTuple):
-    """One loss and how its heads reach the ranks."""
-
-    terms: list
-    settings: MappingProxyType = MappingProxyType({})
-    student: str = "rows"  # own rows as plain tensors; "dtensor": cut DTensors on a mesh named tp; "whole": plain
-    teacher: str = "rows"
-    columns: int | None = None
-    bias: bool = False
-    lora: bool = False
-    weights: bool = False
-    frozen: bool = False
-    compiled: bool = False
-    nothing: bool = False  # every label is ignored
-    dtype: torch.dtype = torch.float64
-
-
+TWISTED = {"temperature": 2.0, "student_logit_scale": 0.6, "student_softcap": 8.0}
+HT = WIDTHS[0]
+CUT, TWO = ("dtensor",), ("rows", "rows")
+READINGS = [("forward", "bucket"), ("reverse", "bucket"), ("forward", "renormalize"), ("reverse", "renormalize"),
+            ("forward", "sampled")]  # fmt: skip
 CASES = {term.type: Case([term]) for term in ALL_TERMS} | {
     "float32": Case(MIXED, dtype=torch.float32),
     "bfloat16": Case(MIXED, dtype=torch.bfloat16),
-    "dtensors": Case(MIXED, student="dtensor", teacher="dtensor", bias=True),
-    "cut inside the last shard": Case(MIXED, student="dtensor", teacher="dtensor", columns=50, bias=True),
+    "dtensors": Case(MIXED, student="dtensor", teachers=CUT, bias=True),
+    "cut inside the last shard": Case(MIXED, student="dtensor", teachers=CUT, columns=50, bias=True),
     "second rank without columns": Case(MIXED, HARD, columns=20, bias=True, lora=True),
-    "whole teacher": Case(MIXED, student="dtensor", teacher="whole", bias=True),
-    "whole student": Case(MIXED, student="whole", teacher="dtensor", bias=True, lora=True),
-    "everything": Case(
-        MIXED,
-        HARD | {"temperature": 2.0, "student_logit_scale": 0.6, "student_softcap": 8.0, "teacher_softcap": 20.0},
-        bias=True,
-        lora=True,
-        weights=True,
-    ),
+    "whole teacher": Case(MIXED, student="dtensor", teachers=("whole",), bias=True),
+    "whole student": Case(MIXED, student="whole", teachers=CUT, bias=True, lora=True),
+    "everything": Case(MIXED, HARD | TWISTED | {"teacher_softcap": 20.0}, bias=True, lora=True, weights=True),
     "frozen head": Case(MIXED, frozen=True, lora=True),
     "nothing counts": Case(MIXED, nothing=True),
     "rows apart": Case(MIXED, {"reduction": "none"}),
-    "compiled": Case(MIXED, student="dtensor", teacher="dtensor", bias=True, compiled=True),
+    "compiled": Case(MIXED, student="dtensor", teachers=CUT, bias=True, compiled=True),
     "compiled, own rows": Case(MIXED, bias=True, lora=True, compiled=True),
+}
+CASES |= {f"{direction} {tail}": Case(None, {"direction": direction, "tail": tail}) for direction, tail in READINGS}
+CASES |= {
+    f"top-k {name}": case
+    for name, case in {
+        "float32": Case(None, {"ce_weight": 0.3}, dtype=torch.float32),
+        "bfloat16": Case(None, {"ce_weight": 0.3, "tail": "sampled"}, dtype=torch.bfloat16),
+        "dtensor": Case(None, {"ce_weight": 0.3}, student="dtensor", bias=True),
+        "cut inside the last shard": Case(None, {"ce_weight": 0.3}, student="dtensor", columns=50, bias=True),
+        "second rank without columns": Case(None, HARD | {"ce_weight": 0.3}, columns=20, bias=True, lora=True),
+        "everything": Case(None, HARD | TWISTED | {"ce_weight": 0.3}, bias=True, lora=True, weights=True),
+        "frozen": Case(None, {"tail": "renormalize"}, frozen=True, lora=True),
+        "rows apart": Case(None, {"reduction": "none", "tail": "sampled"}),
+        "compiled": Case(None, {"ce_weight": 0.3}, student="dtensor", bias=True, compiled=True),
+        "compiled, own rows": Case(None, {"ce_weight": 0.3}, bias=True, compiled=True),
+        "head module": Case(None, {"ce_weight": 0.3}, student="dtensor", bias=True, module=True),
+    }.items()
+}
+CASES |= {
+    f"mixture {name}": case._replace(mixture=True)
+    for name, case in {
+        "rows": Case(SEVERAL, teachers=TWO),
+        "float32": Case(SEVERAL, dtype=torch.float32, teachers=TWO),
+        "bfloat16": Case(SEVERAL, {"temperature": 2.0}, dtype=torch.bfloat16, teachers=TWO),
+        "dtensors": Case(SEVERAL, {"temperature": 2.0}, "dtensor", ("dtensor", "dtensor", "dtensor"), bias=True),
+        "cut inside the last shard": Case(SEVERAL, {}, "dtensor", ("dtensor", "dtensor"), columns=50, bias=True),
+        "second rank without columns": Case(
+            SEVERAL, HARD | {"temperature": 1.5}, teachers=TWO, columns=20, bias=True, lora=True
+        ),
+        "whole teachers": Case(SEVERAL, {}, "dtensor", ("whole", "dtensor", "whole"), bias=True),
+        "whole student": Case(SEVERAL, {}, "whole", ("whole", "dtensor"), bias=True, lora=True),
+        "everything": Case(SEVERAL, HARD | TWISTED, teachers=("rows",) * 3, bias=True, lora=True, weights=True),
+        "frozen": Case(KL, frozen=True, lora=True, teachers=TWO),
+        "rows apart": Case(KL, {"reduction": "none"}, teachers=TWO),
+        "one that counts": Case(KL, teachers=("rows",)),
+        "compiled": Case(SEVERAL, {}, "dtensor", ("whole", "dtensor", "whole"), bias=True, compiled=True),
+        "compiled, own rows": Case(SEVERAL, {"temperature": 2.0}, bias=True, lora=True, compiled=True, teachers=TWO),
+    }.items()
 }
 FSDP_KINDS = ("tied", "untied", "teacher", "over tensor parallel")
 FSDP_CASES = [(kind, accumulation) for kind in FSDP_KINDS for accumulation in (1, 4)]
-
-
-def draw(case, device):
-    x, w, xt, wt = realistic_heads(14, V, H, HT, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    labels = torch.randint(0, case.columns or V, (14,), generator=generator)
-    labels[slice(None) if case.nothing else [2, 9]] = -100
-    extra = {"bias": (V,), "teacher_bias": (V,), "a": (3, H), "b": (V, 3)}
-    named = {name: torch.randn(shape, generator=generator) for name, shape in extra.items()}
-    named |= {"x": x, "w": w, "xt": xt, "wt": wt}
-    made = {name: tensor.to(device, case.dtype) for name, tensor in named.items()}
-    return made, labels.to(device), torch.rand(14, generator=generator).to(device)
-
-
-def outcome_of(case, device, mesh=None):
-    """Loss, statistics and all gradients of the whole tensors; with `mesh` from this rank's part of them."""
-    t, labels, weights = draw(case, device)
-    group = None if mesh is None or "dtensor" in (case.student, case.teacher) else mesh.get_group()
-
-    give = functools.partial(given_to_rank, t, mesh)
-    leaves = {"x": t["x"].clone().requires_grad_(), "w": give("w", case.student).requires_grad_(not case.frozen)}
-    named = {"token_weights": weights if case.weights else None, "vocab_size": case.columns}
-    if case.bias:
-        leaves["bias"] = give("bias", case.student).requires_grad_()
-        named |= {"student_bias": leaves["bias"], "teacher_bias": give("teacher_bias", case.teacher)}
-    if case.lora:
-        leaves |= {"a": t["a"].clone().requires_grad_(), "b": give("b", case.student).requires_grad_()}
-        named["student_lora"] = (leaves["a"], leaves["b"], 0.5)
-    if group is not None:
-        named["tp_group"] = group
-    module = FusedDistillationLoss(case.terms, **case.settings)
-    if case.compiled:
-        module = torch.compile(module, fullgraph=True, backend="aot_eager")
-    teacher = (t["xt"], give("wt", case.teacher))
-    loss, stats = module(leaves["x"], leaves["w"], *teacher, labels, return_stats=True, **named)
-    (loss * torch.linspace(1, 2, loss.numel(), device=device).view(loss.shape)).sum().backward()
-    return {"loss": loss.detach(), **whole_gradients(leaves, case.student, mesh), **stats._asdict()}
 
 
 class Small(nn.Module):
@@ -185,30 +165,58 @@ def tied_tensor_parallel(accumulation, device, mesh=None):
 
 
 def mistakes(device, mesh):
-    """What is said of heads that cannot be taken."""
+    """What is said of heads that cannot be taken, and of tokens that can."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    t, labels, _ = draw(CASES["float32"], device)
+    t, (ids, logprobs), labels, _ = draw(Case(dtype=torch.float32), device)
     unnamed = init_device_mesh(device.type, (2,))
-    cut = {name: distribute_tensor(t[name], mesh, [Shard(0)]) for name in ("w", "wt")}
-    tries = {
-        "fsdp": (t["x"], distribute_tensor(t["w"], unnamed, [Shard(0)]), t["xt"], t["wt"]),
-        "fsdp teacher": (t["x"], t["w"], t["xt"], distribute_tensor(t["wt"], unnamed, [Shard(0)])),
-        "by columns": (t["x"], distribute_tensor(t["w"], mesh, [Shard(1)]), t["xt"], t["wt"]),
-        "hidden": (distribute_tensor(t["x"], mesh, [Shard(0)]), cut["w"], t["xt"], t["wt"]),
-        "cut elsewhere": (t["x"], cut["w"], t["xt"], distribute_tensor(t["wt"][:52], mesh, [Shard(0)])),
-        "widths": (t["x"], cut["w"], t["xt"], t["wt"][:50]),
+
+    def cut(tensor, dim=0, over=mesh):
+        return distribute_tensor(tensor, over, [Shard(dim)])
+
+    w, w0, x0 = cut(t["w"]), cut(t["w0"]), t["x0"]
+    plain, mixture, tokens = FusedKLLoss(), FusedDistillationLoss(SEVERAL), FusedTopKKLLoss()
+    good, other = TeacherHead(x0, w0), TeacherHead(t["x1"], cut(t["w1"]))
+    many = torch.arange(40, device=device).expand(ROWS, 40)
+    one_teacher = {
+        "fsdp": (t["x"], cut(t["w"], over=unnamed), x0, t["w0"]),
+        "fsdp teacher": (t["x"], t["w"], x0, cut(t["w0"], over=unnamed)),
+        "fsdp beside tp": (t["x"], w, x0, cut(t["w0"], over=unnamed)),
+        "by columns": (t["x"], cut(t["w"], 1), x0, t["w0"]),
+        "hidden": (cut(t["x"]), w, x0, t["w0"]),
+        "cut elsewhere": (t["x"], w, x0, cut(t["w0"][:52])),
+        "widths": (t["x"], w, x0, t["w0"][:50]),
     }
-    tries["fsdp beside tp"] = (t["x"], cut["w"], *tries["fsdp teacher"][2:])
-    named = {"cut elsewhere": {"vocab_size": 50}}
-    said = {}
-    for name, tensors in tries.items():
-        try:
-            FusedKLLoss()(*tensors, labels=labels, **named.get(name, {}))
-        except ValueError as error:
-            said[name] = str(error)
-    return said
+    two_teachers = {
+        "mixture fsdp": (w, {"weight": cut(t["w1"], over=unnamed)}),
+        "mixture hidden": (w, {"hidden": cut(t["x1"])}),
+        "mixture cut elsewhere": (w, {"weight": cut(t["w1"][:52])}),
+        "mixture teachers apart": (t["w"], {"weight": cut(t["w1"][:52])}),
+        "mixture widths": (w, {"weight": t["w1"][:50]}),
+        "mixture share": (w, {"share": -1.0}),
+        "mixture bias": (w, {"bias": t["bias"][:7]}),
+    }
+    tries = {
+        name: lambda given=given, columns=50 if name == "cut elsewhere" else None: plain(
+            *given, labels=labels, vocab_size=columns
+        )
+        for name, given in one_teacher.items()
+    }
+    tries |= {
+        name: lambda weight=weight, wrong=wrong, columns=50 if "elsewhere" in name or "apart" in name else None: (
+            mixture(t["x"], weight, labels=labels, teachers=[good, other._replace(**wrong)], vocab_size=columns)
+        )
+        for name, (weight, wrong) in two_teachers.items()
+    }
+    tries |= {
+        "tokens fsdp": lambda: tokens(t["x"], cut(t["w"], over=unnamed), ids, logprobs),
+        "tokens k": lambda: tokens(t["x"], w, many, -many.float(), vocab_size=35),
+        "tokens of all ranks": lambda: tokens(t["x"], w, many, -many.float() - 2),
+        "tokens sharded": lambda: tokens(t["x"], w, cut(ids), logprobs),
+        "tokens vocab_size": lambda: tokens(t["x"], w, ids, logprobs, vocab_size=62),
+    }
+    return refusals(tries)
 
 
 def run_all(folder, device):
@@ -219,6 +227,10 @@ def run_all(folder, device):
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
     data = init_device_mesh(device.type, (2,), mesh_dim_names=("data",))
     results = {name: outcome_of(case, device, mesh) for name, case in CASES.items()}
+    again = {name: outcome_of(CASES[name], device, mesh) for name in ("top-k bfloat16", "mixture bfloat16")}
+    results["repeated"] = all(
+        torch.equal(again[name][field], results[name][field]) for name in again for field in again[name]
+    )
     results |= {f"fsdp {kind} {n}": fsdp_gradients(kind, n, device, data) for kind, n in FSDP_CASES}
     results |= {f"tied {n}": tied_tensor_parallel(n, device, mesh) for n in (1, 4)}
     results["mistakes"] = mistakes(device, mesh)
@@ -228,15 +240,13 @@ def run_all(folder, device):
     leave(0)
 
 
-def start(folder, device):
-    run_as_two(__file__, folder, device, device=device)
-    return [torch.load(folder / f"results{rank}.pt", weights_only=True, map_location="cpu") for rank in range(2)]
-
-
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def two(request, tmp_path_factory):
     """The device, and what the two processes got on it."""
-    return torch.device(request.param), start(tmp_path_factory.mktemp("two"), request.param)
+    folder = tmp_path_factory.mktemp("two")
+    run_as_two(__file__, folder, request.param, device=request.param)
+    results = [torch.load(folder / f"results{rank}.pt", weights_only=True, map_location="cpu") for rank in range(2)]
+    return torch.device(request.param), results
 
 
 def test_a_later_group_of_the_same_name_is_asked_for_its_rows(monkeypatch):
@@ -262,18 +272,11 @@ def test_a_later_group_of_the_same_name_is_asked_for_its_rows(monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one(two, name):
     device, ranks = two
-    case = CASES[name]
-    alone, exact = (outcome_of(case._replace(dtype=dtype), device) for dtype in (case.dtype, torch.float64))
-    assert ranks[0][name].keys() == alone.keys()
-    for field, right in exact.items():
-        dtype = torch.float32 if field in TokenStats._fields and case.dtype == torch.float64 else case.dtype
-        for rank in ranks:
-            if right is None:
-                assert rank[name][field] is None, field
-            else:
-                assert_as_good_as_torch(rank[name][field], alone[field], right, dtype, field)
-        if field in ("loss", "dx", "da", *TokenStats._fields) and right is not None:
-            assert torch.equal(ranks[0][name][field], ranks[1][name][field]), f"{field} differs between the ranks"
+    check_ranks(CASES[name], device, [rank[name] for rank in ranks])
+
+
+def test_runs_repeat_bitwise(two):
+    assert all(rank["repeated"] for rank in two[1])
 
 
 @pytest.mark.parametrize("kind, accumulation", FSDP_CASES)
@@ -301,11 +304,26 @@ def test_a_tied_head_cut_over_the_vocabulary(two, accumulation):
         ("cut elsewhere", "teacher_weight.*same columns"),
         ("widths", "teacher_weight.*61 rows"),
         ("fsdp beside tp", "teacher_weight.*head_loss"),
+        ("mixture fsdp", r"teachers\[1\].weight.*head_loss"),
+        ("mixture hidden", r"teachers\[1\].hidden.*Replicate"),
+        ("mixture cut elsewhere", r"teachers\[1\].weight.*same columns as student_weight"),
+        ("mixture teachers apart", r"teachers\[1\].weight.*same columns as teachers\[0\].weight"),
+        ("mixture widths", r"teachers\[1\].weight.*61 rows"),
+        ("mixture share", r"teachers\[1\].share"),
+        ("mixture bias", r"teachers\[1\].*bias.*shape"),
+        ("tokens fsdp", "student_weight.*head_loss"),
+        ("tokens k", "teacher_ids: expected K of 1 to 35, got 40"),
+        ("tokens sharded", "teacher_ids.*plain"),
+        ("tokens vocab_size", "vocab_size: expected 1 to 61"),
     ],
 )
 def test_mistakes_are_named(two, name, said):
     for rank in two[1]:
         assert re.search(said, rank["mistakes"][name])
+
+
+def test_more_tokens_than_a_rank_has_columns_are_taken(two):
+    assert all("tokens of all ranks" not in rank["mistakes"] for rank in two[1])
 
 
 def test_head_loss_of_whole_heads_equals_the_loss():
