@@ -6,6 +6,7 @@ core (one process with a GPU, and for a single file), with one thread each; a fi
 
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import os
 import sys
@@ -40,8 +41,7 @@ def _mend_interpreter() -> None:
     """Make interpreted bf16 arithmetic equal torch's.
 
     Triton's interpreter keeps bf16 as uint16. It multiplies those raw bits in `tl.dot`, and truncates fp32 to bf16
-    where the GPU rounds to nearest even; both are replaced here by what the GPU does. Loop bounds that are one-element
-    arrays are made acceptable to newer numpy.
+    where the GPU rounds to nearest even; both are replaced here by what the GPU does.
     """
     import numpy as np
     import triton.language as tl
@@ -81,6 +81,45 @@ def _mend_interpreter() -> None:
 
     interpreter._get_np_dtype = known_np_dtype
 
+    # it replaces the language's functions at each call of a device function, where once a launch does, ...
+    patch_lang, launch = interpreter._patch_lang, {}
+
+    def patch_once(fn):
+        languages = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+        if languages in launch:
+            return interpreter._LangPatchScope()
+        scope = launch[languages] = patch_lang(fn)
+        if len(launch) == 1:  # of the kernel itself: with it ends what its device functions had replaced
+            restore = scope.restore
+
+            def restore_all():
+                for other in reversed(list(launch.values())[1:]):
+                    other.restore()
+                launch.clear()
+                restore()
+
+            scope.restore = restore_all
+        return scope
+
+    # ... and reduces one number at a time; a GPU, too, combines halves
+    reduce_each = interpreter.ReduceOps.generic_reduce
+
+    def reduce_by_halves(self, given):
+        if self.axis is None:
+            return reduce_each(self, given)
+        dtypes = [each.dtype for each in given]
+        parts = [np.moveaxis(each.handle.data, self.axis, 0) for each in given]
+        while (half := len(parts[0]) // 2) > 0:
+            halves = [part[at] for at in (slice(half), slice(half, None)) for part in parts]
+            made = self.combine_fn.fn(*map(self.to_tensor, halves, dtypes * 2))
+            parts = [each.handle.data for each in (made if isinstance(made, tuple) else (made,))]
+        parts = [np.expand_dims(part[0], self.axis) if self.keep_dims else part[0] for part in parts]
+        return list(map(self.to_tensor, parts, dtypes))
+
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = patch_once
+        interpreter.ReduceOps.generic_reduce = reduce_by_halves
+
 
 if not HAS_GPU:
     with contextlib.suppress(ImportError):  # triton is optional off Linux; tests that need it skip
@@ -104,12 +143,34 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(memory / 5)))
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(items):
+    _leave_few(items)
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
     for item in items:
         if "gpu" in item.keywords and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _leave_few(items):
+    """Of the cases of a test marked `few(n)`, leave n, evenly spread, in a plain `pytest`; mark the others `full`."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("few") and not {"full", "slow", "gpu"} & {mark.name for mark in item.iter_markers()}:
+            cases.setdefault((item.path, item.originalname), []).append(item)
+    for of_one in cases.values():
+        left = of_one[0].get_closest_marker("few").args[0]
+        chosen = {round(turn * (len(of_one) - 1) / max(left - 1, 1)) for turn in range(left)}
+        for number, item in enumerate(of_one):
+            if number not in chosen:
+                item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish():
+    """What is loaded stays: no collection of garbage, which `accelerate` asks for in every run, looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure():
@@ -126,6 +187,23 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_curves():
+    """A run draws its curves, half of its time, only where a test asks for `curves`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "distill.run" in sys.modules:
+            patch.setattr("distill.run.draw_curves", lambda *args, **kwargs: None)
+        yield
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """Runs draw their curves."""
+    from distill.reports.curves import draw_curves
+
+    monkeypatch.setattr("distill.run.draw_curves", draw_curves)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import json
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill import run as run_module
 from distill.cli import run_command
 
 RECIPE = """
@@ -37,7 +36,6 @@ def models(tmp_path_factory):
 @pytest.fixture
 def workplace(models, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)  # a second a run, and not looked at
     (tmp_path / "r.yaml").write_text(RECIPE.replace("model: teacher", f"model: {models / 'teacher'}"))
     return tmp_path
 

@@ -47,11 +47,6 @@ def given(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _no_plot(monkeypatch):
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
-
-
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """Mounts a file system of so many KiB as the working directory; resizes it when called again."""
@@ -92,7 +87,6 @@ def whole(given, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
         assert run_command(["run", str(given / "r.yaml"), "--name", "x"]) == 0
     return folder / "runs/x"
 

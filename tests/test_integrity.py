@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_resume import RECIPE, figures, finished_run
 
-from distill import run as run_module
 from distill.cli import run_command
 from distill.core import files
 from distill.core.files import replacing, replacing_folder, write_text
@@ -43,7 +42,6 @@ def finished(tmp_path_factory):
 def workplace(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "copy")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
     return folder
 
 

@@ -34,7 +34,6 @@ def finished(tmp_path_factory):
 def workplace(finished, tmp_path, monkeypatch):
     folder = shutil.copytree(finished, tmp_path / "copy")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
     return folder
 
 

@@ -34,7 +34,6 @@ def finished_run(folder, recipe):
     (folder / "r.yaml").write_text(recipe)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
         assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
     return folder
 
@@ -50,7 +49,6 @@ def workplace(finished, tmp_path, monkeypatch):
     """A copy of it, to be spoiled."""
     folder = shutil.copytree(finished, tmp_path / "copy")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
     return folder
 
 

@@ -23,7 +23,6 @@ from torch.utils.data import BatchSampler
 from transformers import TrainerState
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
-from distill import run as run_module
 from distill.cli import run_command
 from distill.recipe import dump, load, parse
 from distill.training.progress import read_metrics
@@ -172,7 +171,6 @@ def stopped(finished, tmp_path, monkeypatch):
     shutil.rmtree(run / "student")
     (run / "result.json").unlink()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
     return folder
 
 
@@ -214,7 +212,6 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
     folder = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(folder / "runs")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
     step = DistillationTrainer.training_step
 
     def full(self, model, inputs, *args, **kwargs):

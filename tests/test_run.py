@@ -43,7 +43,7 @@ def recipe(*overrides):
     )
 
 
-def test_a_run_writes_everything_and_the_student_loads(workplace, capsys):
+def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys):
     result = run(recipe("train.save_every=4", "train.eval_every=3"))
     assert result.folder.as_posix() == "runs/tiny" and result.steps == 6
     written = (

@@ -17,7 +17,6 @@ import pytest
 import torch
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
 
-from distill import run as run_module
 from distill.cli import run_command
 from distill.models.load import load_tokenizer
 from distill.recipe import RecipeError, Teacher, load, parse
@@ -63,7 +62,6 @@ def workplace(tmp_path, monkeypatch):
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
     tokenizer = tiny_tokenizer()
     save_tiny(folder / "teacher", tiny_model(tokenizer, layers=2, seed=1), tokenizer)
     (folder / "text.txt").write_text(TEXT)
@@ -172,7 +170,6 @@ def ended(tmp_path_factory):
     (folder / "r.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
         assert run_command(["run", "r.yaml", "--name", "x"]) == 0
     return folder
 
@@ -181,7 +178,6 @@ def ended(tmp_path_factory):
 def stopped(ended, tmp_path, monkeypatch):
     """A copy of that run's folder, to be spoiled."""
     monkeypatch.chdir(shutil.copytree(ended, tmp_path / "work"))
-    monkeypatch.setattr(run_module, "draw_curves", lambda *args, **kwargs: None)
     for manifest in Path("runs/x").glob("checkpoint-*/manifest.json"):
         manifest.unlink()  # as of a checkpoint from before there were any: its sums would tell the fault first
     return Path("runs/x").absolute()

@@ -76,7 +76,6 @@ def models(tmp_path_factory):
 @pytest.fixture
 def here(models, monkeypatch):
     monkeypatch.chdir(models)
-    monkeypatch.setattr("distill.run.draw_curves", lambda *args, **kwargs: None)
 
 
 def small(*more):
