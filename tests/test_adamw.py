@@ -50,6 +50,7 @@ def any_device(request):
     return request.getfixturevalue("kernel_device") if request.param == "kernel" else torch.device("cpu")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("maximize", [False, True])
 def test_updates_as_torch(any_device, dtype, maximize):
@@ -73,6 +74,7 @@ def test_updates_as_torch(any_device, dtype, maximize):
         assert_as_good_as_torch(*values, dtype, name)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("parameter", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
 def test_states_of_another_dtype(any_device, parameter, state):
@@ -196,6 +198,7 @@ def test_clips_over_all_groups_as_torch(any_device, max_norm, clips):
     assert_as_good_as_torch(flat(ours), flat(eager), flat(eager), torch.float32)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_skips_a_step_that_is_not_finite(any_device, bad):
     params = make(device=any_device)
@@ -240,6 +243,7 @@ def test_scaled_gradients_of_a_grad_scaler(any_device):
     assert torch.equal(flat(params), before)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 def test_state_dicts_load_either_way(any_device, kind):
     def torch_optimizer(params):
@@ -271,6 +275,7 @@ def test_a_state_is_loaded_as_hooks_leave_it_and_is_not_shared():
         assert torch.equal(loaded, saved) and loaded.data_ptr() != saved.data_ptr()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("copying", ["state_dict", "deepcopy"])
 def test_resumes_bit_for_bit(any_device, copying):
     settings = {**SETTINGS, "state_dtype": torch.float32, "stochastic_rounding": True, "seed": 9}

@@ -254,6 +254,7 @@ for dtype, settings in (
 """
 
 
+@pytest.mark.full
 def test_compiles_for_a_gpu_without_spilling(tmp_path):
     kernels = [each for each in compiled("sm_90", SNIPPET, TRITON_CACHE_DIR=str(tmp_path)) if "adamw" in each.kernel]
     assert len(kernels) == 6, kernels

@@ -69,6 +69,7 @@ def shards(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}
 
 
+@pytest.mark.full
 def test_two_processes_cache_and_train_as_one(workplace):
     out = program(workplace, TWO, "cache", "tiny.yaml", "--top-k", "16", "--out", "two", "--json")
     assert json.loads(out[out.index("{") :])["cache"]["positions"] > 500

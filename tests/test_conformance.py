@@ -49,6 +49,7 @@ def test_every_invariant_holds(name, subject_of):
         assert "forward" not in subject.student.__dict__, check.__name__
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", EVERY)
 def test_resume_is_exact(name, subject_of):
     finding = invariants_runs.resume_is_exact(subject_of(name))

@@ -110,6 +110,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint(disk, given, whole, capsys):
     same_end(place / "runs/x", whole)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kib", [4, 8, 12, 16, 24, 40])
 def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
     """What the line says to do works: start again, or --resume where the run has begun and --name would refuse."""

@@ -82,6 +82,7 @@ def test_kernel_sizes(kernel_device, vocab):
     assert relative_error(grad, exact_grad) < 5e-6
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("term", ALL_TERMS, ids=names)
 def test_kernel_is_as_good_as_eager(kernel_device, term, temperature):
@@ -119,6 +120,7 @@ def test_kernel_statistics_equal_the_specification(kernel_device, temperature):
     assert expected.agreement[1] == 1 and expected.divergence[1] == 0 and expected.divergence[2] == 0
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("path", ["specification", "kernel"])
 @pytest.mark.parametrize("term", ALL_TERMS[:-1], ids=names)
 def test_equal_distributions_give_zero_and_nothing_is_negative(kernel_device, term, path):
@@ -135,6 +137,7 @@ def test_equal_distributions_give_zero_and_nothing_is_negative(kernel_device, te
     assert (loss >= 0).all()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("path", ["specification", "kernel"])
 @pytest.mark.parametrize("term", ALL_TERMS[:-1], ids=names)
 def test_extreme_logits_give_no_nan(kernel_device, term, path):

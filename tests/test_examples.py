@@ -66,6 +66,7 @@ def test_inside_trl_learns_the_same_for_any_accumulation():
     assert example.main(steps=3, accumulate=1) == pytest.approx(example.main(steps=3, accumulate=4), rel=1e-3)
 
 
+@pytest.mark.full
 def test_kernels_are_a_package_of_their_own(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "kernels"  # a copy, so that building leaves nothing in the repository

@@ -82,11 +82,13 @@ MASKS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(*pairwise({"mask": MASKS, "dtype": HALVES}))
 def test_masks(kernel_device, mask, dtype):
     check((2, 2, 1, 70, 70, 16), dtype, kernel_device, **MASKS[mask])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "shape",
     [

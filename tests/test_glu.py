@@ -24,6 +24,7 @@ def make(device, rows, columns, dtype):
     return gate, draw(rows, columns, dtype=dtype, device=device, seed=1)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (4, 256), (5, 1025)]})
 )
@@ -31,6 +32,7 @@ def test_separate(kernel_device, rows, columns, activation, dtype):
     check_layer(FUNCTIONS[activation], reference(activation), make(kernel_device, rows, columns, dtype), dtype)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     *pairwise({"dtype": DTYPES, "activation": FUNCTIONS, "rows, columns": [(1, 1), (3, 7), (2, 1030)]})
 )

@@ -147,6 +147,7 @@ def refused_everywhere(run_folder, expected):
         assert "\n" not in str(raised.value) and not Path("out").exists()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", ["nobody/kernels", {"": "nobody/kernels"}, "flash|nobody/kernels@main:attend", 7])
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
 def test_a_configuration_fetches_no_code(run_folder, name, key):
@@ -156,6 +157,7 @@ def test_a_configuration_fetches_no_code(run_folder, name, key):
     refused_everywhere(run_folder, "fetched as code")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change, expected", [
     ({"num_hidden_layers": 10**9}, "expected at most 4,096 for num_hidden_layers"),
     ({"vision_config": {"num_layers": 10**9}}, "expected at most 4,096 for num_layers"),
@@ -189,6 +191,7 @@ def test_configurations_that_are_none(run_folder, content, expected):
         load_teacher(Teacher(model=str(run_folder / "student")))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["weights.bin", "../outside.safetensors", "/etc/passwd", "a/b.safetensors", "..", 7])
 def test_an_index_names_safetensors_of_its_own_folder(run_folder, saved, name):
     """Pickles behind the index of a folder with a safetensors file for show."""
@@ -219,6 +222,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 DOUBLING = "{% set n = namespace(s='x' * 1000) %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("template, expected", [
     (LOOPS, "takes longer than"),
     ("{{ 10 ** (10 ** 9) }}", "takes longer than|more than"),
@@ -292,6 +296,7 @@ def test_no_control_character_reaches_a_stream(capsys, monkeypatch):
 # ------------------------------------------------------------------ traces that were one line too few
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "txt"])
 def test_damaged_gzip_is_counted_or_refused(kind):
     content = {"json": json.dumps(ROWS), "csv": "text\n" + "".join(r["text"] + "\n" for r in ROWS * 500)}
@@ -321,6 +326,7 @@ LAYERS = ("llama.block_count", 4, struct.pack("<I", 2))
 HUGE = struct.pack("<Q", 1 << 60)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("entries, more, expected", [
     ([NAMED, LAYERS], {"magic": b"GGML"}, "does not begin with GGUF"),
     ([NAMED, LAYERS], {"version": 99}, "expected version 2 or 3"),

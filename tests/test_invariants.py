@@ -59,6 +59,7 @@ SUBJECTS = {
 }
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("kind", SUBJECTS)
 def test_holds(kind, check):

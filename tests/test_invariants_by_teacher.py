@@ -259,6 +259,7 @@ REMADE = {
 }
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize(
     "kind, check, fault",
     [

@@ -107,6 +107,7 @@ def test_two_processes_make_one_run(workplace):
     assert results[1]["before"] == pytest.approx(results[0]["before"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_a_users_mistake_keeps_its_exit_code_and_shows_no_traceback(workplace):
     done = program(workplace, START, "run", "tiny.yaml", "data.source=absent.txt")
     assert done.returncode == 2

@@ -60,6 +60,7 @@ def loss_and_gradient(function, student, *rest, **settings):
     return loss.detach(), student.grad
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(*pairwise({"name": OURS, "dtype": DTYPES, "vocab": [515, 8192 + 8]}))
 def test_divergences_and_gradients(kernel_device, monkeypatch, name, dtype, vocab):
     if vocab > 8192:  # also rows in several blocks, on a vocabulary that the interpreter can manage
@@ -193,6 +194,7 @@ def test_in_place_is_refused_or_noticed_where_it_would_be_silently_wrong(kernel_
         assert torch.equal(kept, student), "logits were overwritten although no gradient was asked for"
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OURS)
 def test_extreme_logits(kernel_device, name, dtype):

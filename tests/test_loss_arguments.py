@@ -117,6 +117,7 @@ def results_without_views(call, device):
     return results_of(call, draw(device))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("call, form, name", CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_every_argument_may_be_a_view(kernel_device, call, form, name):
     t = draw(kernel_device)
@@ -271,6 +272,7 @@ print(may_look_at(torch.ones(1, device="meta")))
 CALLS = [fused, mixture, chunked, top_k, of_logits]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("call", CALLS)
 def test_a_second_order_gradient_is_refused(where, call):
     t = draw(where)
@@ -279,6 +281,7 @@ def test_a_second_order_gradient_is_refused(where, call):
         torch.autograd.grad(call(t), x, create_graph=True)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("call", CALLS)
 def test_transforms_of_functions_are_refused(where, call):
     t = draw(where)
@@ -288,6 +291,7 @@ def test_transforms_of_functions_are_refused(where, call):
             transform(lambda x: call(t | {"x": x}))(t["x"])
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["xt", "wt", "labels", "ids", "top"])
 def test_what_backward_reads_again_may_not_change_before(where, name, compiled):
@@ -327,6 +331,7 @@ def test_rows_that_do_not_count_may_hold_anything(where, call, named, monkeypatc
         assert one.isfinite().all() and relative_error(other, one) < 1e-6
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_scale_as_eager_ones(where, dtype, reduction):

@@ -44,6 +44,7 @@ def exact(tensors, terms, weights=None, **settings):
     return rows, x, w
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     "module, terms",
     [
@@ -82,6 +83,7 @@ def test_cross_entropy_needs_no_teacher(where):
     assert relative_error(stats.cross_entropy.sum() / (N - 2), expected) < 1e-5
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_reductions_weights_and_counts(where, reduction):
     tensors = draw(where)
@@ -222,6 +224,7 @@ def test_autocast_takes_fp32_weights(where):
     assert relative_error(tensors[1].grad, w.grad) < 2e-2  # operands were rounded to bf16
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_equal_eager_ones(where, reduction):
     tensors = draw(where)

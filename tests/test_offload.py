@@ -39,6 +39,7 @@ def logits(model, ids=IDS):
 # ---------------------------------------------------------------- the same numbers
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_an_offloaded_model_says_what_a_resident_one_says(kind, tie):

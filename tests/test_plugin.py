@@ -64,6 +64,7 @@ def outcome(make, kind="llama"):
     return {"loss": output["loss"].detach(), **gradients}, output["statistics"], objective
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite"])  # the last two cap and scale their logits
 @pytest.mark.parametrize(
     "own, ours",

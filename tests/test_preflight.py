@@ -124,6 +124,7 @@ def test_weights_gradients_and_states_are_exact():
     assert memory.peak == max(memory.moments.values())
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "override, part, factor",
     [
@@ -210,6 +211,7 @@ def test_time_and_disk_follow_the_sizes():
     assert of(gpu="24GB").seconds_per_step is None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
 def test_every_shipped_recipe_fits_its_hardware(shipped):
     gpu, gpus = HARDWARE.get(shipped.name, ("H100", 1))

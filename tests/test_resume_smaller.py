@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory):
     return folder, made, seen.steps
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "step, batch_size, checkpointing",
     [
@@ -231,6 +232,7 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
     assert resumed == pytest.approx(losses(finished), rel=1e-5)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "overrides, expected",
     [
@@ -315,6 +317,7 @@ def test_rows_that_an_epoch_would_lose_are_told(rows):
         notes((4, 1), tiny_model(), rows=rows, processes=2, drop=True)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "batch_size, tokens, processes, expected",
     [(4, 256, 1, (2, 256)), (6, None, 1, (3, 192)), (5, None, 1, (1, 160)), (5, 320, 1, (2, 320)),

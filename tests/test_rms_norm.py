@@ -21,6 +21,7 @@ def make(device, rows, hidden, dtype, form, *, seed=0):
     return x, weight
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -37,6 +38,7 @@ def test_rms_norm(kernel_device, rows, hidden, form, dtype):
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", ["llama", "gemma"])
 def test_add_rms_norm(kernel_device, form, dtype):

@@ -79,6 +79,7 @@ def test_the_output_is_a_data_source(workplace):
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kept, cut", [(0, 0), (3, 0), (4, 0), (4, 25), (7, 0)])
 def test_it_goes_on_where_it_broke_off(workplace, kept, cut):
     settings = {"temperature": 1.0, "seed": 5}

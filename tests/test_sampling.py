@@ -20,6 +20,7 @@ def test_philox_gives_the_published_words():
     assert [int(word) for word in _philox(zero, zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("columns", [1, 3, 259, 4097, 5000])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 3.0])
 def test_the_kernel_equals_its_reference(kernel_device, columns, temperature):

@@ -79,6 +79,7 @@ def check(device, dtype, terms, temperature, *, exact_dtype=torch.float64):
             assert_as_promised(name, mine, right)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_equals_the_dense_mixture(dtype, temperature):
@@ -90,6 +91,7 @@ def test_kernel_equals_the_dense_mixture(kernel_device, dtype):
     check(kernel_device, dtype, SOME, 2.0)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
 def test_every_divergence(term, kernel_device):
     check(kernel_device, torch.float32, [term], 1.5)

@@ -31,6 +31,7 @@ def whole_and_cut(device, dtype, terms, spans, *, path="kernel", rows=11, wanted
     return outcomes_of(student, teacher, batch, o, wanted, spans, dtype, path)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("path", ["kernel", "reference"])
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
 def test_parts_of_every_divergence(kernel_device, term, path):
@@ -38,6 +39,7 @@ def test_parts_of_every_divergence(kernel_device, term, path):
     check_parts(*outcomes, torch.float32)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", ["kernel", "reference"])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 def test_parts_with_everything(kernel_device, spans, path):

@@ -58,6 +58,7 @@ def cut_top_k(
     return outcomes_of(student, None, batch, o, wanted, spans, dtype, path, *more)
 
 
+@pytest.mark.few(5)
 @PATHS
 @pytest.mark.parametrize("direction, tail", READINGS)
 def test_parts_of_every_reading(kernel_device, direction, tail, path):
@@ -66,6 +67,7 @@ def test_parts_of_every_reading(kernel_device, direction, tail, path):
     assert outcomes[2][0].loss.sum() > 0.01 and outcomes[2][0].stats.agreement.unique().numel() == 2
 
 
+@pytest.mark.few(4)
 @PATHS
 @pytest.mark.parametrize(
     "direction, tail, spans",
@@ -166,6 +168,7 @@ def test_a_tail_on_both_ranks_keeps_its_digits(kernel_device, path):
     assert outcomes[1].bias[:130].abs().min() > 0
 
 
+@pytest.mark.few(3)
 @PATHS
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_figures_without_gradient_and_ids_outside(kernel_device, tail, path):
@@ -204,6 +207,7 @@ def cut_mixture(device, dtype, terms, spans, *, path, count=2, wanted=None, chan
     return outcomes_of(student, mixture, Batch(labels, scale, chosen), o, wanted, spans, dtype, path)
 
 
+@pytest.mark.few(4)
 @PATHS
 @pytest.mark.parametrize("term", ALL_TERMS[::2], ids=lambda term: term.type)
 def test_parts_of_a_mixture(kernel_device, term, path):
@@ -211,6 +215,7 @@ def test_parts_of_a_mixture(kernel_device, term, path):
     check_parts(*outcomes, torch.float32)
 
 
+@pytest.mark.few(3)
 @PATHS
 @pytest.mark.parametrize("name", SPANS)
 def test_parts_of_a_mixture_with_everything(kernel_device, name, path):

@@ -29,6 +29,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, columns", [(1, 1), (3, 7), (5, 64), (4, 65), (2, 1000)])
 def test_softmax(kernel_device, way, rows, columns, dtype):

@@ -25,6 +25,7 @@ def check(y, x, weight, bias):
     assert_as_good_as_torch(y, eager, exact, x.dtype)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 15, 16, 17, 33, 64])
 def test_rows(kernel_device, dtype, rows):
@@ -32,6 +33,7 @@ def test_rows(kernel_device, dtype, rows):
     check(split_k_linear(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("outputs, inputs", [(1, 8), (64, 128), (65, 129), (63, 127), (200, 1000), (130, 2048 + 8)])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_odd_sizes(kernel_device, outputs, inputs, with_bias):

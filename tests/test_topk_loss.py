@@ -68,6 +68,7 @@ def differentiate(function, tensors, dtype=None):
 READINGS = [(d, t) for t in ("bucket", "renormalize") for d in ("forward", "reverse")] + [("forward", "sampled")]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -229,6 +230,7 @@ def test_sampled_gradients_are_right_on_average(device, flat):
     assert relative_error(biased, full) > 5 * most
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_extremes(where, tail):
     (x, w, _), top, ids, _ = setup(torch.float32, where)
