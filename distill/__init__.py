@@ -2,8 +2,8 @@
 
     from distill import DistillationTrainer, FusedKLLoss
 
-These, the other names of `distill_kernels`, `AutoFusedModelForCausalLM` and `Recipe` are imported when they are first
-used, since most bring in torch.
+These, the other names of `distill_kernels`, `AutoFusedModelForCausalLM`, `patch`, `unpatch` and `Recipe` are imported
+when they are first used, since most bring in torch.
 """
 
 from importlib import import_module
@@ -13,9 +13,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HERE = {
-    "AutoFusedModelForCausalLM": "distill.models.patching",
+    "AutoFusedModelForCausalLM": "distill.models.adoption",
     "DistillationTrainer": "distill.training.trainer",
     "Recipe": "distill.recipe",
+    "patch": "distill.models.adoption",
+    "unpatch": "distill.models.patching",
 }
 
 

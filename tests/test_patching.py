@@ -29,7 +29,7 @@ FAMILIES = {
     "olmo2": ({"rms_norm": 9, "glu": 2, "rope": 2}, {}),
     "smollm3": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
     "mixtral": ({"rms_norm": 5, "rope": 2, "residual_norm": 2}, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt2": ({"layer_norm": 5}, {}),
+    "gpt2": ({"layer_norm": 5, "bias_gelu": 2}, {}),
 }
 
 

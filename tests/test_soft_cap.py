@@ -12,10 +12,10 @@ from transformers import Gemma2PreTrainedModel, TrainingArguments, VaultGemmaPre
 from distill.generation import decode_loop
 from distill.generation.decode_loop import DecodeLoop, why_not
 from distill.models import ragged_cache
+from distill.models.adoption import AutoFusedModelForCausalLM
 from distill.models.attention import keep_soft_cap, soft_cap_kept, stop_fused_attention, use_fused_attention
 from distill.models.head import decoder_of
 from distill.models.load import load_student, load_teacher
-from distill.models.patching import AutoFusedModelForCausalLM
 from distill.recipe import Student, Teacher
 from distill.recipe.models import FromTeacher
 from distill.teachers import sharded

@@ -1,10 +1,10 @@
 """Our FlashAttention inside transformers models, and the choice between it and PyTorch's back ends.
 
-`use_fused_attention(model)` gives the model the attention implementation `distill`. Packed batches need no mask: the
-decoder's forward turns `position_ids` that restart into cumulative lengths on the device (transformers asks the
-device whether a batch is packed, which stalls the host, and then builds a dense mask). `generate` with a
-`PreallocatedCache` decodes on our kernel, prompts padded on the left included; other calls with a padding mask or a
-key-value cache run on the attention that the model had before.
+`use_fused_attention(model)` gives the model the attention implementation `distill`. Neither packed nor padded batches
+need a mask: the decoder's forward turns `position_ids` that restart, or a mask of padding (see `padding.py`), into
+cumulative lengths on the device (transformers asks the device whether a batch is packed or padded, which stalls the
+host, and then builds a dense mask). `generate` with a `PreallocatedCache` decodes on our kernel, prompts padded on the
+left included; calls with another mask or key-value cache run on the attention that the model had before.
 
 `keep_soft_cap(model)` sees to it that a model's own attention applies its soft cap.
 
@@ -33,6 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from distill.models.head import bare
 from distill.models.kv_cache import PreallocatedCache
+from distill.models.padding import PaddingMasks, add_to_hidden
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +197,8 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
     """Switch `model` to our attention; `stop_fused_attention` undoes it.
 
     transformers builds no mask for an attention it has no mask function for, which is what we want when documents
-    are told apart by cumulative lengths, and wrong when there is padding or a cache: the decoder's forward is
-    therefore wrapped to choose by its inputs.
+    are told apart by cumulative lengths, and wrong when there is a cache or a mask of another kind: the decoder's
+    forward is therefore wrapped to choose by its inputs.
 
     Args:
         model: A causal language model of transformers.
@@ -210,16 +211,18 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
     original = decoder.__dict__.get("forward")
     before = [config._attn_implementation for config in configs]
     decoder.__dict__["_distill_attention_undo"] = (original, before)
-    unfused = [_capping(config) for config in configs]
+    # in the module, so that a deep copy of the model has its own
+    decoder.__dict__["_distill_attention"] = (configs, [_capping(config) for config in configs], PaddingMasks())
     for config in configs:
         config._attn_implementation = NAME
     for module in model.modules():
         if hasattr(module, "config"):
             module.distill_attention = backend  # type: ignore[assignment]
-    inner = original or types.MethodType(type(decoder).forward, decoder)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        masked = kwargs.get("attention_mask") is not None or len(args) > 1
+        inner = original or types.MethodType(type(self).forward, self)
+        configs, unfused, padding = self.__dict__["_distill_attention"]
+        mask = kwargs.get("attention_mask")
         use_cache = kwargs.get("use_cache")
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -230,21 +233,37 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         if newest is not None and self.config._attn_implementation == NAME:
             with _implementations(configs, [DECODE] * len(configs)):
                 return inner(*args, **kwargs, **newest)
+        ids = next(x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]) if x is not None)
+        masked, documents, poison = mask is not None or len(args) > 1, None, None
+        if masked and not cached and self.config._attn_implementation == NAME:
+            documents = padding.documents(mask, ids, _why_not_ours(self))
+            masked = documents is None
         if masked or cached or self.config._attn_implementation != NAME:
             with _implementations(configs, unfused):
                 return inner(*args, **kwargs)
-        positions = kwargs.get("position_ids")
-        if kwargs.get("cu_seq_lens_q") is None and positions is not None and positions.dim() == 2:
-            ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds", *args)
+        positions, longest = kwargs.get("position_ids"), ids.shape[1]
+        queries = keys = None
+        if documents is not None:
+            queries, keys, poison = documents
+        elif kwargs.get("cu_seq_lens_q") is None and positions is not None and positions.dim() == 2:
             if positions.shape[0] != ids.shape[0]:
                 positions = positions.expand(ids.shape[0], -1)
-            lengths = cu_seqlens_from_position_ids(positions)
-            longest = positions.shape[-1]
-            kwargs.update(cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, max_length_q=longest, max_length_k=longest)
+            queries = keys = cu_seqlens_from_position_ids(positions)
+        if queries is not None:
+            kwargs.update(cu_seq_lens_q=queries, cu_seq_lens_k=keys, max_length_q=longest, max_length_k=longest)
         kwargs["use_cache"] = False
-        return inner(*args, **kwargs)
+        return inner(*args, **kwargs) if poison is None else add_to_hidden(inner(*args, **kwargs), poison)
 
     decoder.forward = types.MethodType(forward, decoder)
+
+
+def _why_not_ours(decoder: Any) -> str | None:
+    """What of a model's configuration keeps our attention from a call with a mask."""
+    names = ("attention_dropout", "attn_pdrop", "attention_dropout_prob", "attn_dropout")
+    if decoder.training and any((getattr(decoder.config, name, 0.0) or 0.0) > 0 for name in names):
+        return "it drops probabilities out; attention dropout of 0 would let ours take it"
+    wide = (getattr(decoder.config, "head_dim", None) or 0) > MAX_HEAD_DIM
+    return f"its heads are wider than {MAX_HEAD_DIM}" if wide else None
 
 
 def _newest_token(kwargs: dict[str, Any]) -> dict[str, Any] | None:
@@ -255,9 +274,15 @@ def _newest_token(kwargs: dict[str, Any]) -> dict[str, Any] | None:
     return cache.newest_token(kwargs.get("attention_mask"))
 
 
+def leave_padded_batches(decoder: nn.Module) -> None:
+    """Leave batches with a mask to the attention that the model had before."""
+    decoder.__dict__["_distill_attention"][2].refused = "its layers do not hand on where a row begins and ends"
+
+
 def stop_fused_attention(model: nn.Module, decoder: nn.Module) -> None:
     """Give `model` back the attention it had before `use_fused_attention`."""
     original, implementations = decoder.__dict__.pop("_distill_attention_undo")
+    del decoder.__dict__["_distill_attention"]
     if original is None:
         del decoder.forward
     else:

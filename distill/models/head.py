@@ -94,12 +94,9 @@ def read_head(head: Head) -> HeadWeights:
         ValueError: for a head that a fused loss would read wrongly: quantised, not linear, with DoRA, with dropout
             on its LoRA, with several adapters, or a bare sharded weight.
     """
-    linear, weight = head.linear, getattr(head.linear, "weight", None)
-    if weight is None or not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        raise ValueError(
-            f"lm_head: expected a plain torch.nn.Linear, got {_name(linear)}; a quantised or custom head would be read "
-            "wrongly by the fused loss. Load the model with the head left out of quantisation"
-        )
+    linear: Any = head.linear
+    _expect_linear(linear)
+    weight = linear.weight
     if isinstance(weight, DTensor):
         raise ValueError(
             "lm_head.weight is sharded (a DTensor) where the loss needs it whole; compute the loss through "
@@ -111,6 +108,26 @@ def read_head(head: Head) -> HeadWeights:
             "a quantised head is not supported: leave the head out of quantisation"
         )
     return HeadWeights(weight, linear.bias, _read_lora(head.owner) if hasattr(head.owner, "lora_A") else None)
+
+
+def why_not_fusable(head: Head) -> str | None:
+    """Why `read_head` refuses this head, wherever its weight lies; None where it does not."""
+    try:
+        _expect_linear(head.linear)
+        if hasattr(head.owner, "lora_A"):
+            _read_lora(head.owner)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _expect_linear(linear: nn.Module) -> None:
+    plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
+    if not plain or getattr(linear, "weight", None) is None:
+        raise ValueError(
+            f"lm_head: expected a plain torch.nn.Linear, got {_name(linear)}; a quantised or custom head would be read "
+            "wrongly by the fused loss. Load the model with the head left out of quantisation"
+        )
 
 
 @contextlib.contextmanager

@@ -28,11 +28,13 @@ from distill_kernels.layers.layer_norm import layer_norm
 from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm
 from distill_kernels.layers.rope import rope
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
+from distill.models.bias_gelu_mlp import APPROXIMATIONS, bias_gelu_forward, two_products
 from distill.models.head import bare, decoder_of
 from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forward
 from distill.models.packed import keeps_apart
+from distill.models.padding import hidden_of_padded
 from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class PatchReport:
         swapped: How many modules of each kind run our kernels now.
         left: Class names that looked alike but compute something else, with the reason.
         attention: Back end in use, or None where the model kept its own attention.
+        loss: Whether a call with labels computes the fused loss and no logits.
+        generate: Whether `generate` has our cache and decode kernel.
         verdicts: What was found about each kind of module, for a model of the same parts without weights.
     """
 
@@ -64,12 +68,15 @@ class PatchReport:
     swapped: Counter[str] = field(default_factory=Counter)
     left: dict[str, str] = field(default_factory=dict)
     attention: str | None = None
+    loss: bool = False
+    generate: bool = False
     verdicts: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         parts = [f"{count} {kind}" for kind, count in self.swapped.items()]
         if self.attention:
             parts.append(f"attention {self.attention}")
+        parts += [name for name, ours in (("loss", self.loss), ("generate", self.generate)) if ours]
         text = f"{self.model_type}: {', '.join(parts) or 'nothing swapped'}"
         if self.left:
             text += "; left as they are: " + ", ".join(f"{name} ({reason})" for name, reason in self.left.items())
@@ -83,6 +90,7 @@ def patch(
     attention: str | None = "triton",
     layers: bool = True,
     judged: Mapping[Any, Any] | None = None,
+    log_it: bool = True,
 ) -> PatchReport:
     """Swap the parts of `model` that our kernels compute.
 
@@ -95,9 +103,10 @@ def patch(
         layers: Swap norms, gated MLPs, rotary embeddings and residual additions.
         judged: `verdicts` of a model of the same configuration with fewer layers; modules they cover are not tried
             out, so that `model` may be on the meta device (modules they do not cover are then left).
+        log_it: Log the report, in one line.
 
     Returns:
-        The report; it is also logged, once.
+        The report.
 
     Raises:
         ValueError: The model is patched already, or an argument has an unknown value.
@@ -120,7 +129,8 @@ def patch(
     finally:
         for module, training in modes:
             module.training = training
-    log.info("patched %s (%s)", report, role)
+    if log_it:
+        log.info("patched %s (%s)", report, role)
     return report
 
 
@@ -128,22 +138,6 @@ def unpatch(model: nn.Module) -> None:
     """Give every module of `model` its own forward back; a model that is not patched is left alone."""
     for restore in reversed(bare(model).__dict__.pop(UNDO, [])):
         restore()
-
-
-class AutoFusedModelForCausalLM:
-    """`transformers.AutoModelForCausalLM` with our kernels in place: a one-line change for any training script."""
-
-    @classmethod
-    def from_pretrained(
-        cls, *args: Any, role: Role = "student", attention: str | None = "triton", **kwargs: Any
-    ) -> Any:
-        """As `AutoModelForCausalLM.from_pretrained`, then `patch(model, role, attention=attention)`."""
-        from distill.models.attention import keep_soft_cap
-
-        model = AutoModelForCausalLM.from_pretrained(*args, **kwargs)
-        keep_soft_cap(model, kwargs.get("attn_implementation") or "auto")
-        patch(model, role, attention=attention)
-        return model
 
 
 def _replace(module: nn.Module, forward: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
@@ -193,6 +187,11 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
             if activation is not None:
                 _replace(module, _gated_forward(names, activation), undo)
                 report.swapped["glu"] += 1
+        elif products := two_products(module):
+            approximate = judged("bias_gelu", module, functools.partial(_gelu_of, names=products))
+            if approximate is not None:
+                _replace(module, bias_gelu_forward(products, approximate), undo)
+                report.swapped["bias_gelu"] += 1
         elif (rotary := _rotary_function(module)) and judged("rope", module, _rotary_matches):
             _replace(module, _with_our_rotary(rotary), undo)
             report.swapped["rope"] += 1
@@ -204,7 +203,7 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
 
 
 def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None]], report: PatchReport) -> None:
-    from distill.models.attention import stop_fused_attention, use_fused_attention
+    from distill.models.attention import leave_padded_batches, stop_fused_attention, use_fused_attention
 
     if not getattr(model, "_supports_attention_backend", False):
         report.left["attention"] = "the model does not take other attention implementations"
@@ -221,6 +220,14 @@ def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None
         stop_fused_attention(model, decoder)
         report.left["attention"] = "the model makes masks of its own, or its layers do not hand on where documents end"
         return
+    if "padding" not in report.verdicts and not any(parameter.is_meta for parameter in model.parameters()):
+        ours = hidden_of_padded(decoder)
+        stop_fused_attention(model, decoder)
+        report.verdicts["padding"] = (ours - (own := hidden_of_padded(decoder))).norm() <= 0.1 * own.norm()
+        use_fused_attention(model, decoder, backend)
+    if not report.verdicts.get("padding", True):
+        leave_padded_batches(decoder)
+        report.left["attention of padded batches"] = "it comes out different"
     undo.append(lambda: stop_fused_attention(model, decoder))
     report.attention = backend
 
@@ -318,6 +325,22 @@ def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Calla
         return down_of_gated(getattr(self, down_name), gated, *parts)
 
     return forward
+
+
+@torch.no_grad()
+def _gelu_of(module: Any, names: tuple[str, str]) -> str | None:
+    """Which GELU an MLP with two products has."""
+    weight = getattr(module, names[0]).weight
+    width = weight.shape[0] if isinstance(getattr(module, names[0]), Conv1D) else weight.shape[1]
+    x = _random(module, 3, width, scale=8.0)
+    try:
+        expected = module(x)
+    except (TypeError, ValueError):  # takes more than hidden states
+        return None
+    for approximate in APPROXIMATIONS:
+        if is_close(bias_gelu_forward(names, approximate)(module, x), expected):
+            return approximate
+    return None
 
 
 # ---- rotary embeddings

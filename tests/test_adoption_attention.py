@@ -1,0 +1,177 @@
+"""A patched model's attention: padding without a mask and without a look at it, and `generate` on our cache."""
+
+import copy
+
+import pytest
+import torch
+from test_adoption import assert_same_step, batch, loss_and_gradients
+from test_patching import assert_same, make
+from tiny import tiny_tokenizer
+
+import distill
+from distill.models import adoption, attention, padding
+from distill.models.kv_cache import PreallocatedCache
+
+MASKS = {
+    "right": [[1] * 9 + [0] * 5, [1] * 14, [1] * 3 + [0] * 11],
+    "left": [[0] * 5 + [1] * 9, [1] * 14, [0] * 11 + [1] * 3],
+    "both": [[0] * 2 + [1] * 9 + [0] * 3, [1] * 14, [0] * 14],
+    "ones": [[1] * 14] * 3,
+    "gap": [[1] * 5 + [0] * 2 + [1] * 7, [1] * 14, [1] * 3 + [0] * 11],
+    "none": None,
+}
+
+
+def spy(monkeypatch):
+    """The attention that each call took: True where ours."""
+    ours = []
+    flash, other = attention.flash_attention, attention.sdpa_attention_forward
+    monkeypatch.setattr(attention, "flash_attention", lambda *a, **k: ours.append(True) or flash(*a, **k))
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *a, **k: ours.append(False) or other(*a, **k))
+    return ours
+
+
+@pytest.mark.parametrize("form", MASKS)
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3", "gemma3_text", "gpt2"])
+def test_padding_takes_our_attention_with_the_same_numbers(kind, form, monkeypatch, caplog):
+    model = make(kind)
+    original = copy.deepcopy(model)
+    distill.patch(model)
+    ours = spy(monkeypatch)
+    mask = None if MASKS[form] is None else torch.tensor(MASKS[form])
+    ids = batch(3, 14)["input_ids"]
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    assert_same_step(model, original, input_ids=ids, attention_mask=mask, labels=labels)
+    assert bool(ours) == (form != "gap") and all(ours)
+    assert ("zeros between a row's ones" in caplog.text) == (form == "gap")
+
+
+@pytest.mark.parametrize("form", ["right", "left", "both"])
+def test_padding_on_the_kernels_themselves(form, kernel_device):
+    model = make("mistral", hidden=64).to(kernel_device)
+    mask = torch.tensor(MASKS[form], device=kernel_device)
+    ids = batch(3, 14)["input_ids"].to(kernel_device)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected, wanted = loss_and_gradients(model, **inputs)
+    distill.patch(model)
+    loss, gradients = loss_and_gradients(model, **inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+    for name, gradient in gradients.items():
+        assert_same(gradient, wanted[name], 1e-3)
+
+
+def test_masks_that_are_not_ours_say_so(caplog):
+    model = make("llama")
+    original = copy.deepcopy(model)
+    distill.patch(model)
+    ids = batch()["input_ids"]
+    pairs = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
+    pairs[:, :, 6:, 2] = False
+    assert_same(model(input_ids=ids, attention_mask=pairs).logits, original(input_ids=ids, attention_mask=pairs).logits)
+    ones = torch.ones_like(ids)
+    caplog.clear()
+    model.config.attention_dropout = 0.5
+    model.train()(input_ids=ids, attention_mask=ones, use_cache=False)
+    assert "it drops probabilities out" in caplog.text
+
+
+def test_documents_of_a_mask():
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]])
+    queries, keys, poison = padding.PaddingMasks().documents(mask, mask)
+    assert poison is None and len(queries) == len(keys) == 2 * mask.numel() + 1
+    # a document each: of the zeros' queries and of their keys, of the ones
+    assert queries[:7].tolist() == [0, 1, 1, 3, 4, 4, 8] and keys[:7].tolist() == [0, 0, 1, 3, 3, 4, 8]
+    assert set(queries[7:].tolist()) == set(keys[7:].tolist()) == {8}
+
+
+def test_a_copy_attends_by_itself():
+    model = make("llama")
+    distill.patch(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.embed_tokens.weight.mul_(2)
+    expected = make("llama")
+    with torch.no_grad():
+        expected.model.embed_tokens.weight.mul_(2)
+    assert_same_step(copied, expected, **batch(), attention_mask=torch.ones(2, 13, dtype=torch.long))
+    gap = torch.tensor([[1] * 5 + [0] * 2 + [1] * 6] * 2)
+    assert_same_step(copied, expected, **batch(), attention_mask=gap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["right", "left", "ones", "gap"])
+def test_on_a_gpu_masks_are_not_waited_for(form):
+    model = make("llama", hidden=64).cuda()
+    mask = torch.tensor(MASKS[form], device="cuda")
+    ids = batch(3, 14)["input_ids"].cuda()
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    expected, _ = loss_and_gradients(model, **inputs)
+    distill.patch(model, keep_logits=True)
+    model(**inputs)
+    torch.cuda.synchronize()
+    if form == "gap":
+        with pytest.raises(ValueError, match="attention_mask: expected padding"):
+            model(**inputs)
+        assert model(**inputs).loss.isnan()
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        hidden = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert hidden.isfinite().all()
+    assert model(**inputs).loss.item() == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_gaps_that_nobody_looked_at_are_nan_and_raise_later(monkeypatch):
+    """A GPU's way, walked through on a CPU: only the device's type is another one."""
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda", 0)
+
+    class Event:
+        query = staticmethod(lambda: True)
+
+    masks = padding.PaddingMasks()
+    monkeypatch.setattr(masks, "_remember", lambda poison: setattr(masks, "_last", (poison, Event())))
+    monkeypatch.setattr(padding, "cumulative_lengths", lambda ones, starts: (ones, starts))
+    for form, bad in (("right", False), ("left", False), ("gap", True)):
+        mask = torch.tensor(MASKS[form]).as_subclass(Elsewhere)
+        *_, poison = masks.documents(mask, mask)
+        assert bool(poison.isnan()) == bad
+        output = padding.add_to_hidden((torch.ones(3, 14, 2), None), poison)
+        assert bool(output[0].isnan().all()) == bad
+    with pytest.raises(ValueError, match="attention_mask: expected padding"):
+        masks.documents(mask, mask)
+
+
+def test_generate_takes_our_cache_where_kernels_run(kernel_device, monkeypatch):
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    model = make("llama", hidden=64).to(kernel_device)
+    inputs = tokenizer(["The teacher", "A longer prompt"], return_tensors="pt", padding=True).to(kernel_device)
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    before = model.generate(**inputs, **settings)
+    report = distill.patch(model)
+    caches = []
+    made = PreallocatedCache.__init__
+    monkeypatch.setattr(PreallocatedCache, "__init__", lambda self, *a, **k: caches.append(self) or made(self, *a, **k))
+    assert report.generate and torch.equal(model.generate(**inputs, **settings), before)
+    assert len(caches) == 1
+    model.generate(**inputs, **settings, num_beams=2)
+    model.generate(**inputs, **settings, use_cache=False)
+    assert len(caches) == 1
+    distill.unpatch(model)
+    model.generate(**inputs, **settings)
+    assert len(caches) == 1
+
+
+def test_generate_with_a_large_cache_keeps_the_models_own(kernel_device, monkeypatch, caplog):
+    model = make("llama", hidden=64).to(kernel_device)
+    distill.patch(model)
+    monkeypatch.setattr(adoption, "_cache_bytes", lambda *a: float("inf"))
+    monkeypatch.setattr(adoption, "PreallocatedCache", None)
+    monkeypatch.setattr(adoption.math, "inf", 1.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (1.0, 1.0))
+    model.generate(torch.tensor([[5, 6, 7]], device=kernel_device), max_new_tokens=2, do_sample=False)
+    assert "generate keeps transformers' cache" in caplog.text
