@@ -7,9 +7,11 @@ from distill_kernels import FusedDistillationLoss, LossTerm
 from grids import pairwise
 from helpers import assert_as_good_as_torch, realistic_heads
 
-from distill.doctor.reference_spans import dense_spans
+from distill.doctor.reference_spans import Reading, dense_spans
+from distill.models.head import HeadWeights
+from distill.recipe.loss import Loss
 from distill.teachers.cross import loss as cross_loss
-from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
+from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
 
 VS, VT = 40, 50
 TERMS = [LossTerm("forward_kl", 0.6), LossTerm("jsd", 0.4, beta=0.3), LossTerm("cross_entropy", 0.2)]
@@ -40,9 +42,16 @@ def case(dtype=torch.float64, *, shared=30, scale=4.0, device="cpu"):
     return x.requires_grad_(), w.requires_grad_(), y, v, spans, ids_s.to(device), ids_t.to(device), pairs
 
 
+def recipe_loss(terms, temperature=1.0):
+    spelled = [{name: value for name, value in term._asdict().items() if value is not None} for term in terms]
+    return Loss.model_validate({"terms": spelled, "temperature": temperature})
+
+
 def cross(x, w, y, v, spans, ids_s, ids_t, pairs, *, terms=TERMS, temperature=1.0, **more):
-    loss = CrossTokenizerLoss(terms, pairs, temperature)(
-        x[None], w, y[None], v, spans, ids_s[None], ids_t[None], **more
+    plain = FusedDistillationLoss(terms, temperature)
+    targets = SpanTargets(y[None], spans, ids_s[None], ids_t[None])
+    loss = CrossTokenizerLoss(plain, pairs)(
+        x[None], HeadWeights(w, None, None), HeadWeights(v, None, None), targets, **more
     )
     return loss, *torch.autograd.grad(loss[0] if isinstance(loss, tuple) else loss, (x, w))
 
@@ -59,9 +68,8 @@ def test_loss_and_gradient_follow_the_definition(shared, temperature, dtype, dev
     def dense(dtype):
         x, w, y, v = (t.detach().to(dtype).requires_grad_() for t in inputs[:4])
         spans, ids_s, ids_t, pairs = inputs[4:]
-        losses = dense_spans(
-            x @ w.T, (y @ v.T).detach(), ids_s.tolist(), ids_t.tolist(), spans, pairs, TERMS, temperature
-        )
+        readings = Reading(x @ w.T, ids_s.tolist()), Reading((y @ v.T).detach(), ids_t.tolist())
+        losses = dense_spans(*readings, spans, pairs, recipe_loss(TERMS, temperature))
         return losses.mean(), *torch.autograd.grad(losses.mean(), (x, w))
 
     for name, mine, eager, exact in zip(("loss", "dx", "dW"), ours, dense(dtype), dense(torch.float64), strict=True):
@@ -105,13 +113,17 @@ def test_scale_cap_bias_and_lora():
     bias, teacher_bias = torch.randn(VS).double().requires_grad_(), torch.randn(VT).double()
     a, b = torch.randn(3, 16).double().requires_grad_(), torch.randn(VS, 3).double().requires_grad_()
     leaves = (x, w, bias, a, b)
-    loss = CrossTokenizerLoss(
-        TERMS, pairs, 2.0, student_logit_scale=0.7, student_softcap=5.0, teacher_logit_scale=1.3, teacher_softcap=9.0
-    )(x[None], w, y[None], v, spans, ids_s[None], ids_t[None], bias, teacher_bias, (a, b, 0.5))
+    plain = FusedDistillationLoss(
+        TERMS, 2.0, student_logit_scale=0.7, student_softcap=5.0, teacher_logit_scale=1.3, teacher_softcap=9.0
+    )
+    heads = HeadWeights(w, bias, (a, b, 0.5)), HeadWeights(v, teacher_bias, None)
+    targets = SpanTargets(y[None], spans, ids_s[None], ids_t[None])
+    loss = CrossTokenizerLoss(plain, pairs)(x[None], *heads, targets)
     ours = loss, *torch.autograd.grad(loss * 3, leaves)
     z_s = 5 * torch.tanh(0.7 * (x @ (w + 0.5 * b @ a).T + bias) / 5)
     z_t = 9 * torch.tanh(1.3 * (y @ v.T + teacher_bias) / 9)
-    dense = dense_spans(z_s, z_t, ids_s.tolist(), ids_t.tolist(), spans, pairs, TERMS, 2.0).mean()
+    readings = Reading(z_s, ids_s.tolist()), Reading(z_t, ids_t.tolist())
+    dense = dense_spans(*readings, spans, pairs, recipe_loss(TERMS, 2.0)).mean()
     for mine, right in zip(ours, (dense, *torch.autograd.grad(dense * 3, leaves)), strict=True):
         assert_as_good_as_torch(mine, right, right, torch.float64)
 
@@ -133,12 +145,13 @@ def test_statistics_are_at_temperature_1():
     x, w, y, v, spans, ids_s, ids_t, pairs = inputs
     (_, stats), *_ = cross(*inputs, temperature=2.5, return_stats=True)
     soft = TERMS[:2]
-    args = (x @ w.T, y @ v.T, ids_s.tolist(), ids_t.tolist(), spans, pairs)
-    divergence = dense_spans(*args, soft, 1.0)
-    text = dense_spans(*args, [*soft, LossTerm("cross_entropy", 1.0)], 1.0) - divergence
+    readings = Reading(x @ w.T, ids_s.tolist()), Reading(y @ v.T, ids_t.tolist())
+    divergence = dense_spans(*readings, spans, pairs, recipe_loss(soft))
+    with_text = recipe_loss([*soft, LossTerm("cross_entropy", 1.0)])
+    text = dense_spans(*readings, spans, pairs, with_text) - divergence
     for name, right in (("divergence", divergence), ("cross_entropy", text), ("student_label_logprob", -text)):
         assert_as_good_as_torch(getattr(stats, name), right, right, torch.float32, name)
-    tops = [z.argmax(-1)[part[:, 0] - 1] for z, part in zip(args[:2], spans, strict=True)]
+    tops = [z.argmax(-1)[part[:, 0] - 1] for (z, _), part in zip(readings, spans, strict=True)]
     known = dict(zip(*(ids.tolist() for ids in pairs), strict=True))
     assert stats.agreement.tolist() == [
         known.get(one) == other for one, other in zip(*map(torch.Tensor.tolist, tops), strict=True)
@@ -146,11 +159,10 @@ def test_statistics_are_at_temperature_1():
 
 
 def test_a_second_backward_raises():
-    x, w, *rest = case()
-    loss, *_ = (
-        CrossTokenizerLoss(TERMS, rest[-1])(x[None], w, rest[0][None], rest[1], rest[2], rest[3][None], rest[4][None]),
-        0,
-    )
+    x, w, y, v, spans, ids_s, ids_t, pairs = case()
+    targets = SpanTargets(y[None], spans, ids_s[None], ids_t[None])
+    module = CrossTokenizerLoss(FusedDistillationLoss(TERMS), pairs)
+    loss = module(x[None], HeadWeights(w, None, None), HeadWeights(v, None, None), targets)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already differentiated"):
         loss.backward()

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from distill_kernels import LossTerm
 from helpers import assert_as_good_as_torch
 from tiny import CHAT_TEMPLATE, save_tiny, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,11 +15,12 @@ from two_tokenizers import MERGED, PIECES, WORDS, readers
 from distill.cli import run_command
 from distill.data.collator import Collator
 from distill.data.formats import Format
-from distill.doctor.reference_spans import dense_spans
+from distill.doctor.reference_spans import Reading, dense_spans
 from distill.evaluation.evaluate import evaluate
 from distill.planning.devices import find_device
 from distill.planning.preflight import check
 from distill.recipe import Data, parse
+from distill.recipe.loss import Loss, PlainTerm
 from distill.run import run
 from distill.teachers.cross.data import NAMES, CrossCollator, load_cross_data
 from distill.teachers.cross.encode import PairEncoder, end_pairs
@@ -263,8 +263,9 @@ def test_objective_follows_the_definition(folders):
             )
         )  # fmt: skip
         losses.append(dense_spans(
-            z_s, z_t, row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]),
-            objective.teacher.format.shared, [LossTerm("forward_kl", 1.0)], 1.5,
+            Reading(z_s, row["input_ids"]), Reading(z_t, row["teacher_input_ids"]),
+            Spans(spans[:, :2], spans[:, 2:]), objective.teacher.shared,
+            Loss(terms=[PlainTerm(type="forward_kl")], temperature=1.5),
         ))  # fmt: skip
     exact = torch.cat(losses).mean()
     assert_as_good_as_torch(output["loss"], exact, exact, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from distill.core.files import write_json
 from distill.core.ranks import is_first, of_the_first, world_size
 from distill.data.load import DataReport, Splits
 from distill.models.attention_choice import AttentionChoices
-from distill.models.head import HeadWeights, LogitTransform, probe_logits
+from distill.models.head import HeadWeights, LogitTransform, last_hidden, probe_logits
 from distill.models.load import save_student
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import ALONE, Sharing
@@ -49,6 +50,7 @@ from distill.teachers.cache.identity import text_hashes
 from distill.teachers.cache.read import data_settings
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.identity import teacher_identity
 from distill.teachers.model import LoadedTeacher, ModelSource
 from distill.teachers.opening import Pair, open_pair, patch_models
 
@@ -128,11 +130,13 @@ def encodable(loaded: Teacher, device: torch.device) -> EncodableTeacher:
     The head of a sharded one is kept whole beside its shards.
     """
     assert isinstance(loaded, LoadedTeacher)
-    with loaded.format.head.open() as weights:
+    with loaded.hidden.head.open() as weights:
         if loaded.is_collective:
             bias = weights.bias
             weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
-    return EncodableTeacher(loaded.targets, weights, loaded.format.transform, device, loaded.is_collective)
+    return EncodableTeacher(
+        functools.partial(last_hidden, loaded.model), weights, loaded.hidden.transform, device, loaded.is_collective
+    )
 
 
 def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
         "softcap": loaded.teacher.transform.softcap,
         "seed": recipe.train.seed,
         "ids_below": loaded.ids_below,
-        "teacher": ModelSource(recipe).identity() | {"dtype": held if held in EIGHT_BITS else _name(head.weight)},
+        "teacher": teacher_identity(recipe.teacher) | {"dtype": held if held in EIGHT_BITS else _name(head.weight)},
         "text": text_hashes(recipe, loaded.tokenizer),
         "data": data_settings(recipe, loaded.splits.report.digest),
         "student_layers": loaded.pair.layer_indices,

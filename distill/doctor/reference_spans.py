@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.encode import Reader, end_pairs
-from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
+from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
 from distill.teachers.cross.teacher import CrossTeacher
 from distill.teachers.cross.vocabularies import compare_by_bytes
-from distill.teachers.losses import LogitTransforms, loss_terms
+from distill.teachers.losses import LogitTransforms, build_loss, loss_terms
 
 
 class SpansReference(Reference):
@@ -42,7 +42,7 @@ class SpansReference(Reference):
 
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
         """Row by row without padding, from both models' full logits and the spans of the rows themselves."""
-        terms, losses, device = loss_terms(loss), [], batch["input_ids"].device
+        losses, device = [], batch["input_ids"].device
         for row in rows:
             tensors = {name: torch.tensor(row[name], device=device) for name in row}
             z_t, z_s = (
@@ -51,8 +51,8 @@ class SpansReference(Reference):
             )
             spans = torch.tensor(row["spans"]).view(-1, 4)
             losses.append(dense_spans(
-                z_s, z_t.detach(), row["input_ids"], row["teacher_input_ids"], Spans(spans[:, :2], spans[:, 2:]),
-                self.shared, terms, loss.temperature, scaled=loss.scale_by_temperature_squared,
+                Reading(z_s, row["input_ids"]), Reading(z_t.detach(), row["teacher_input_ids"]),
+                Spans(spans[:, :2], spans[:, 2:]), self.shared, loss,
             ))  # fmt: skip
         return torch.cat(losses).mean()
 
@@ -66,16 +66,15 @@ class SpansReference(Reference):
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """The teacher against itself over its own reading's spans, with all and with a part of its tokens shared."""
-        targets, inner = self.teacher.targets(batch), self.teacher.format.inner
-        spans, ids = Spans(targets.spans.teacher, targets.spans.teacher), targets.teacher_ids
-        transforms, values = LogitTransforms(inner.transform, inner.transform), []
-        with inner.head.open() as head:
-            both = (targets.hidden, head.weight) * 2
+        targets, own, values = self.teacher.targets(batch), self.teacher.hidden, []
+        ids = targets.teacher_ids
+        itself = SpanTargets(targets.hidden, Spans(targets.spans.teacher, targets.spans.teacher), ids, ids)
+        with own.head.open() as head:
             for share in (1.0, 0.5):
                 shared = torch.arange(int(share * len(head.weight)), device=ids.device)
                 for term in terms:
-                    loss = CrossTokenizerLoss([term], (shared, shared), **transforms)
-                    values.append(loss(*both, spans, ids, ids, student_bias=head.bias, teacher_bias=head.bias))
+                    plain = build_loss([term], LogitTransforms(own.transform, own.transform))
+                    values.append(CrossTokenizerLoss(plain, (shared, shared))(targets.hidden, head, head, itself))
         return "the teacher over its own spans", worst_of(values)
 
     def reads(self, student: Any, batch: Batch) -> Reads:
@@ -136,25 +135,28 @@ def puts_a_space(reader: Reader) -> bool:
     return bool(ids) and (reader.spelled[ids[0]] or b"").startswith(b" ")
 
 
-def dense_spans(
-    z_s: torch.Tensor, z_t: torch.Tensor, ids_s: Sequence[int], ids_t: Sequence[int], spans: Any, shared: Any,
-    terms: Sequence[Any], temperature: float, *, scaled: bool = True,
-) -> torch.Tensor:  # fmt: skip
+class Reading(NamedTuple):
+    """One model's reading of a text: logits [S, V] and its S tokens."""
+
+    logits: torch.Tensor
+    ids: Sequence[int]
+
+
+def dense_spans(student: Reading, teacher: Reading, spans: Spans, shared: Sequence[Any], loss: Loss) -> torch.Tensor:
     """Losses of aligned spans, [M], in the logits' dtype.
 
     Args:
-        z_s: the student's logits [S, V_s] over one text; likewise `z_t` [S', V_t].
-        ids_s: the student's tokens, S of them; likewise `ids_t`.
-        spans: `student` and `teacher`, int64 [M, 2] each: first token and the one after the last.
+        student, teacher: both readings of one text.
+        spans: int64 [M, 2] each: first token and the one after the last.
         shared: ids of the same tokens, [C] of the student's and [C] of the teacher's.
-        terms: each with `type`, `weight`, and `beta` or `alpha`.
-        temperature: of the divergences; `scaled`, whether they are multiplied by its square.
+        loss: the recipe's.
     """
-    log_s, log_t = ((z / temperature).log_softmax(-1).unbind() for z in (z_s, z_t))
+    (z_s, ids_s), (z_t, ids_t), terms = student, teacher, loss_terms(loss)
+    log_s, log_t = ((z / loss.temperature).log_softmax(-1).unbind() for z in (z_s, z_t))
     hard = z_s.log_softmax(-1).unbind()
     soft = [term for term in terms if term.type != "cross_entropy"]
     ce = sum(term.weight for term in terms if term.type == "cross_entropy")
-    scale = temperature**2 if scaled else 1.0
+    scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
     mine, theirs = (torch.as_tensor(ids, device=z_s.device) for ids in shared)
     known = (mine < z_s.shape[-1]) & (theirs < z_t.shape[-1])
     mine, theirs = mine[known], theirs[known]

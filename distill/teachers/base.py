@@ -21,8 +21,9 @@ from torch import nn
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import HeadWeights, LogitTransform, find_head
 from distill.models.precision import Precision, resolve_device, resolve_precision
-from distill.models.sharding import ALONE, Sharing
-from distill.models.work import NO_WORK, Work
+from distill.models.sharding import ALONE, Sharing, is_sharded
+from distill.models.work import NO_WORK, Work, count_text, parameters_of, total_work, work_of
+from distill.teachers.losses import DIVERGENCES
 from distill.teachers.measure import KL, Measure
 
 if TYPE_CHECKING:
@@ -105,15 +106,12 @@ class TargetFormat(Protocol):
     Attributes:
         measure: what the divergences reported are called, and what they are means over.
         caveat: what must be known of them; None where they are those of two whole distributions.
+        terms: the divergences that these targets can be compared by, as `loss.terms` names them.
     """
 
     measure: Measure = KL
     caveat: str | None = None
-
-    @property
-    def terms(self) -> frozenset[str]:
-        """The divergences that these targets can be compared by, as `loss.terms` names them."""
-        ...
+    terms: frozenset[str] = DIVERGENCES
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
         """How a student meets these targets.
@@ -202,15 +200,17 @@ class Teacher(Protocol):
 
     def work(self) -> Work | None:
         """FLOPs of one forward pass by token; None where they are not known."""
-        return NO_WORK
+        return total_work(work_of(model, trains=False) for model in self.models.values())
 
     def parameters_text(self) -> str:
         """Its size, for people."""
-        ...
+        return f"{count_text(sum(parameters_of(model)[0] for model in self.models.values()))} parameters"
 
     def to(self, device: torch.device) -> None:
-        """Move what can be moved."""
-        return
+        """Move what can be moved: not what lies in shards."""
+        for model in self.models.values():
+            if not is_sharded(model):
+                model.to(device)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
         """A student of this teacher's layers, in train mode, without adapters.
@@ -235,8 +235,8 @@ class Teacher(Protocol):
 
     @property
     def is_collective(self) -> bool:
-        """Whether `respond` and `fingerprint` must be called by all processes."""
-        return False
+        """Whether `respond` and `fingerprint` must be called by all processes: its models lie in shards."""
+        return any(map(is_sharded, self.models.values()))
 
     def small(self, layers: Sequence[int]) -> Teacher:
         """A copy with only these layers (negative indices count from the end), for doctor's training runs."""
@@ -347,12 +347,12 @@ class TeacherSource(Protocol):
     @property
     def config_section(self) -> ModelSection:
         """The model whose configuration the (first) teacher has."""
-        ...
+        return next(iter(self.sections.values()))
 
     @property
     def tokenizer_section(self) -> ModelSection:
         """The model whose tokenizer the (first) teacher has."""
-        ...
+        return next(iter(self.sections.values()))
 
     def shapes(self) -> list[Shape]:
         """Sizes of the teachers, the first one first."""
@@ -392,7 +392,7 @@ class TeacherSource(Protocol):
 
     def size_text(self) -> str:
         """What there is of it, for people, before it is loaded."""
-        ...
+        return f"{sum(shape.parameters for shape in self.shapes()) / 1e6:,.2f} M parameters"
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> Teacher:
         """Load it.

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from distill_kernels import FusedDistillationLoss
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, find_head, whole
 from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
-from distill.teachers.losses import DIVERGENCES, HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
+from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 
 
 class TeacherHead(Protocol):
@@ -52,7 +53,27 @@ class StoredHead:
         yield self.weights
 
 
-class HiddenFormat(TargetFormat):
+class FusedFormat(TargetFormat):
+    """Hidden states and heads, in the fused losses of full distributions.
+
+    Attributes:
+        transform: how the teacher's logits follow from its head's product, as far as the loss is told.
+    """
+
+    transform = LogitTransform()
+
+    def transforms(self, pairing: Pairing) -> LogitTransforms:
+        """Scale and soft cap of both models."""
+        return LogitTransforms(pairing.student, self.transform)
+
+    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+        return build_loss(section, self.transforms(pairing))
+
+    def held_out(self, pairing: Pairing) -> TargetLoss:
+        return HeldOutLoss(lambda term: FusedDistillationLoss([term], **self.transforms(pairing)))
+
+
+class HiddenFormat(FusedFormat):
     """One teacher's last hidden states, and its head.
 
     Args:
@@ -63,29 +84,11 @@ class HiddenFormat(TargetFormat):
     def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
         self.head, self.transform = head, transform
 
-    @property
-    def terms(self) -> frozenset[str]:
-        """Every divergence."""
-        return DIVERGENCES
-
-    def transforms(self, pairing: Pairing) -> LogitTransforms:
-        """Scale and soft cap of both models."""
-        return LogitTransforms(pairing.student, self.transform)
-
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
-        """Over the columns that both heads have."""
         return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
-        """The fused loss of full distributions."""
-        return build_loss(section, self.transforms(pairing))
-
-    def held_out(self, pairing: Pairing) -> TargetLoss:
-        """Forward KL with its statistics, and the reverse KL."""
-        return HeldOutLoss(self.transforms(pairing))
-
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
-        """Against the teacher's hidden states; its head is not used where the loss has no divergence."""
+        """The teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
             both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
             return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))

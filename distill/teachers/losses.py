@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TokenStats
+from torch import nn
 
 from distill.models.head import LogitTransform
 from distill.recipe.loss import Loss
@@ -59,7 +60,10 @@ def build_loss(loss: LossSpec, transforms: Mapping[str, Any]) -> FusedDistillati
         ValueError: a ready-made loss that treats the logits in another way.
     """
     if isinstance(loss, FusedDistillationLoss):
-        _check_transforms(loss, transforms)
+        for name, expected in transforms.items():
+            field = name.replace("_logit_scale", "_scale")
+            if (got := getattr(loss.objective, field)) != (expected or 0.0):
+                raise ValueError(f"loss.{name}: expected {expected} for these models, got {got}")
         return loss
     if isinstance(loss, str):
         loss = {"terms": [{"type": loss}]}
@@ -77,18 +81,26 @@ def build_loss(loss: LossSpec, transforms: Mapping[str, Any]) -> FusedDistillati
     )
 
 
-class HeldOutLoss(FusedDistillationLoss):
-    """Forward KL with its statistics, and the reverse KL as one statistic more."""
+class HeldOutLoss(nn.Module):
+    """The forward divergence with its statistics, and the reverse one as one statistic more.
 
-    def __init__(self, transforms: Mapping[str, Any]) -> None:
-        super().__init__([LossTerm("forward_kl", 1.0)], **transforms)
-        self.reverse = FusedDistillationLoss([LossTerm("reverse_kl", 1.0)], **transforms)
+    Args:
+        of: makes the loss of one term.
+        reverse: whether the targets tell the reverse divergence; else it is NaN.
+    """
+
+    def __init__(self, of: Callable[[LossTerm], Any], reverse: bool = True) -> None:
+        super().__init__()
+        self.ahead = of(LossTerm("forward_kl", 1.0))
+        self.reverse = of(LossTerm("reverse_kl", 1.0)) if reverse else None
+        self.terms, self.objective = self.ahead.terms, self.ahead.objective
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `FusedDistillationLoss` with `return_stats`."""
-        loss, statistics = super().forward(*args, **kwargs)
-        _, reverse = self.reverse(*args, **kwargs)
-        return loss, (*statistics, reverse.divergence)
+        """The arguments of the losses; they return statistics."""
+        loss, statistics = self.ahead(*args, **kwargs)
+        if self.reverse is None:
+            return loss, (*statistics, torch.full_like(statistics.divergence, torch.nan))
+        return loss, (*statistics, self.reverse(*args, **kwargs)[1].divergence)
 
 
 def soft_terms(terms: Sequence[LossTerm]) -> list[LossTerm]:
@@ -101,20 +113,7 @@ def is_soft(loss: Loss) -> bool:
     return any(term.weight > 0 and term.type != "cross_entropy" for term in loss.terms)
 
 
-def _check_transforms(loss: FusedDistillationLoss, transforms: Mapping[str, Any]) -> None:
-    """A ready-made loss must treat the logits as these two models do."""
-    for name, expected in transforms.items():
-        field = name.replace("_logit_scale", "_scale")
-        if getattr(loss.objective, field) != (expected or 0.0):
-            raise ValueError(f"loss.{name}: expected {expected} for these models, got {getattr(loss.objective, field)}")
-
-
 def scaled_by_temperature(loss: FusedDistillationLoss) -> bool:
     """Whether the divergences of a loss are multiplied by T^2."""
     settings = loss.objective
     return settings.weights != settings.divergence_weights or settings.temperature == 1.0
-
-
-def zero_like(hidden: torch.Tensor) -> torch.Tensor:
-    """A scalar 0 in at least float32, to add losses up in."""
-    return hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))

@@ -25,8 +25,8 @@ from distill.models.head import LogitTransform, last_hidden
 from distill.models.load import load_tokenizer
 from distill.models.shape import Shape
 from distill.models.vocabulary import compare
-from distill.models.work import Work, count_text, parameters_of, total_work
-from distill.recipe import Generate, ModelSection, Recipe, Student
+from distill.models.work import total_work
+from distill.recipe import Generate, Recipe, Student
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import (
     Batch,
@@ -37,20 +37,19 @@ from distill.teachers.base import (
     LossResult,
     OpenContext,
     Pairing,
-    TargetFormat,
     Teacher,
     TeacherSource,
 )
-from distill.teachers.hidden import HiddenFormat, pairing_of
-from distill.teachers.losses import DIVERGENCES, HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
+from distill.teachers.hidden import FusedFormat, HiddenFormat, pairing_of
+from distill.teachers.losses import TargetLoss
 from distill.teachers.model import LoadedTeacher, ModelSource
 from distill.teachers.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
 
-class MixtureFormat(TargetFormat):
-    """Each teacher's last hidden states, and all their heads.
+class MixtureFormat(FusedFormat):
+    """Each teacher's last hidden states, and all their heads; its scale and cap travel with its head.
 
     Args:
         members: the formats of the teachers.
@@ -60,26 +59,11 @@ class MixtureFormat(TargetFormat):
     def __init__(self, members: Sequence[HiddenFormat], weights: Sequence[float]) -> None:
         self.members, self.weights = list(members), tuple(weights)
 
-    @property
-    def terms(self) -> frozenset[str]:
-        """Every divergence."""
-        return DIVERGENCES
-
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
-        """Over the columns that all heads have."""
         heads = {f"teachers.{number}": member.head.rows for number, member in enumerate(self.members)}
         return pairing_of(student, {"student": rows, **heads}, vocab_size)
 
-    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
-        """The fused loss; each teacher's scale and cap travel with its head."""
-        return build_loss(section, LogitTransforms(pairing.student, LogitTransform()))
-
-    def held_out(self, pairing: Pairing) -> TargetLoss:
-        """Forward KL with its statistics, and the reverse KL."""
-        return HeldOutLoss(LogitTransforms(pairing.student, LogitTransform()))
-
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
-        """Against the mixture."""
         targets: Any = call.inputs.targets
         with contextlib.ExitStack() as opened:
             heads = None
@@ -112,42 +96,26 @@ class MixtureTeacher(Teacher):
         ]
         self.models = {name: model for member in self.members for name, model in member.models.items()}
         self.weights = tuple(weight / sum(weights) for weight in weights)
-        self.format = MixtureFormat([member.format for member in self.members], self.weights)
+        self.format = MixtureFormat([member.hidden for member in self.members], self.weights)
 
     def targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Each teacher's last hidden states, [B, S, its hidden size]."""
         return tuple(last_hidden(member.model, batch) for member in self.members)
-
-    def work(self) -> Work | None:
-        """Of all of them."""
-        return total_work(member.work() for member in self.members)
-
-    def parameters_text(self) -> str:
-        """How many parameters in all."""
-        return f"{count_text(sum(parameters_of(member.model)[0] for member in self.members))} parameters"
-
-    def to(self, device: torch.device) -> None:
-        """Move all of them."""
-        for member in self.members:
-            member.to(device)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
         """Cut from the first one."""
         return self.members[0].cut_student(section, device, dtype)
 
     def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
-        """Greedy answers of the mixture."""
         tokenizer = self.members[0].tokenizer
         if tokenizer is None or not is_first():
             return None
         return generate(self._group(), tokenizer, prompts, settings.max_new_tokens)
 
     def small(self, layers: Sequence[int]) -> MixtureTeacher:
-        """Of copies with only these layers."""
         return MixtureTeacher([member.small(layers) for member in self.members], self.weights)
 
     def fingerprint(self) -> dict[str, object]:
-        """Of all weights."""
         return model_identity(self._group())
 
     def _group(self) -> MixtureModel:
@@ -205,26 +173,13 @@ class MixtureSource(TeacherSource):
         self.recipe, self.weights, self.sections = recipe, description.weights, description.members
         self.members = [ModelSource(recipe, section, field) for field, section in self.sections.items()]
 
-    @property
-    def config_section(self) -> ModelSection:
-        """The first one's."""
-        return self.members[0].section
-
-    @property
-    def tokenizer_section(self) -> ModelSection:
-        """The first one's."""
-        return self.members[0].section
-
     def shapes(self) -> list[Shape]:
-        """Of each."""
         return [member.meta().shape for member in self.members]
 
     def vocabulary(self) -> Vocabulary:
-        """The first teacher's tokenizer makes the data."""
         return MixtureVocabulary(self)
 
     def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
-        """Of any of them; they cannot be sharded."""
         problems = [text for member in self.members for text in member.problems(cuda=cuda, sharded=sharded)]
         return problems + [SHARDED] * sharded
 
@@ -238,18 +193,12 @@ class MixtureSource(TeacherSource):
         )
 
     def title(self) -> str:
-        """Their names with their weights."""
         return " + ".join(
             f"{weight:.2f} x {member.title()}" + (f" with {member.section.adapter}" if member.section.adapter else "")
             for weight, member in zip(self.weights, self.members, strict=True)
         )
 
-    def size_text(self) -> str:
-        """Parameters of all."""
-        return f"{sum(shape.parameters for shape in self.shapes()) / 1e6:,.2f} M parameters"
-
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> MixtureTeacher:
-        """Load each."""
         sections = list(self.sections.values())
         for number, section in enumerate(sections):
             if any(section.model == other.model and section.config == other.config for other in sections[:number]):
@@ -265,7 +214,6 @@ class MixtureVocabulary(Vocabulary):
         self.source = source
 
     def tokenizers(self) -> list[Any] | None:
-        """Of each teacher, and the student's."""
         if self.tokenizer is None:
             return None
         others = [load_tokenizer(member.section, member.field) for member in self.source.members[1:]]

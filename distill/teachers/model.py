@@ -29,9 +29,7 @@ from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
 from distill.models.pruning import cut_layers
 from distill.models.quantised import check_quantisation, method_of, quantisation_of
 from distill.models.shape import USABLE, Shape
-from distill.models.sharding import is_sharded
-from distill.models.work import Work, count_text, parameters_of, work_of
-from distill.recipe import Generate, ModelSection, Recipe, Student
+from distill.recipe import Generate, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import (
@@ -42,12 +40,14 @@ from distill.teachers.base import (
     OpenContext,
     Pairing,
     SmallerTeacher,
+    TargetFormat,
+    Targets,
     Teacher,
     TeacherSource,
 )
 from distill.teachers.fp8_cost import quantise_and_measure
 from distill.teachers.hidden import HiddenFormat, ModelHead
-from distill.teachers.identity import model_name, teacher_identity
+from distill.teachers.identity import model_name
 from distill.teachers.sharded import load_sharded_teacher
 from distill.teachers.vocabulary import Vocabulary
 
@@ -63,68 +63,48 @@ class LoadedTeacher(Teacher):
         field: of the recipe that names it.
         tokenizer: to put questions by; None where it is not asked any.
         fp8: whether its linear layers are still to be quantised.
+
+    Attributes:
+        hidden: the format of its hidden states, which is its own but where a kind built on it has another.
     """
 
     def __init__(self, model: nn.Module, *, field: str = "teacher", tokenizer: Any = None, fp8: bool = False) -> None:
         self.model: Any = model.eval().requires_grad_(False)
         self.models: Mapping[str, nn.Module] = {field: model}
         self.tokenizer, self.fp8 = tokenizer, fp8
-        self.format = HiddenFormat(ModelHead(model), probe_logits(model, field))
+        self.hidden = HiddenFormat(ModelHead(model), probe_logits(model, field))
+        self.format: TargetFormat = self.hidden
 
-    def targets(self, batch: Batch) -> torch.Tensor:
+    def targets(self, batch: Batch) -> Targets:
         """Its last hidden states, [B, S, hidden]."""
         return last_hidden(self.model, batch)
 
-    def work(self) -> Work | None:
-        """Of one forward pass."""
-        return work_of(self.model, trains=False)
-
-    def parameters_text(self) -> str:
-        """How many parameters."""
-        return f"{count_text(parameters_of(self.model)[0])} parameters"
-
-    def to(self, device: torch.device) -> None:
-        """Move the model, unless it lies in shards."""
-        if not is_sharded(self.model):
-            self.model.to(device)
-
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """A copy of some of its layers."""
         student = load_student(section, teacher=self.model, device=device, dtype=dtype)
         return CutStudent(student, kept_layers(section, self.model))
 
     def quantise(self) -> None:
-        """Its linear layers to fp8, where they are to be and are not yet."""
         if self.fp8 and not is_quantised(self.model):
             quantise(self.model)
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
-        """What fp8 costs, where its layers are in fp8."""
         if not self.fp8:
             return []
         if is_quantised(self.model):
             cost = "quantised while it was loaded, since it does not fit whole: the cost is not measured"
         else:
-            cost = str(quantise_and_measure(self.model, self.format, batch, student, pairing))
+            cost = str(quantise_and_measure(self.model, self.hidden, batch, student, pairing))
         return [f"{'fp8':<12}{cost}"]
 
     def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
-        """Greedy answers; None without a tokenizer."""
         if self.tokenizer is None or not (is_first() or self.is_collective):
             return None
         return generate(self.model, self.tokenizer, prompts, settings.max_new_tokens)
 
-    @property
-    def is_collective(self) -> bool:
-        """Where it lies in shards."""
-        return is_sharded(self.model)
-
     def small(self, layers: Sequence[int]) -> LoadedTeacher:
-        """A copy with only these layers."""
         return LoadedTeacher(shortened(self.model, layers), field=next(iter(self.models)))
 
     def fingerprint(self) -> dict[str, object]:
-        """Of its weights; every process of a sharded one must call this."""
         return model_identity(self.model)
 
 
@@ -149,31 +129,52 @@ class ModelSource(TeacherSource):
         self.sections = {field: self.section}
         self.shardable = self.section.offload is None and self.section.dtype != "int8"
 
-    @property
-    def config_section(self) -> ModelSection:
-        """The model itself."""
-        return self.section
-
-    @property
-    def tokenizer_section(self) -> ModelSection:
-        """The model itself."""
-        return self.section
-
     def meta(self) -> MetaModel:
         """The model without memory."""
         return meta_model(meta_config(self.section, self.field), self.field)
 
     def shapes(self) -> list[Shape]:
-        """Its own."""
         return [self.meta().shape]
 
     def vocabulary(self) -> Vocabulary:
-        """The teacher's tokenizer makes the data."""
         return Vocabulary(self.recipe, self.section)
 
     def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
         """What 8 bits, a quantised checkpoint or shards rule out."""
-        return loading_problems(self, cuda=cuda, sharded=sharded)
+        section, student, problems = self.section, self.recipe.student, []
+        if section.dtype == "int8" and not cuda:
+            problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
+        if sharded and section.dtype == "fp8" and self.recipe.parallel.teacher == "sharded":
+            problems.append("teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
+        elif sharded and section.dtype == "fp8":
+            problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
+        if sharded and student.is_cut:
+            problems.append(
+                "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices; cut the "
+                "student where the teacher fits and name it by student.model, or set parallel.teacher to copied"
+            )
+        if section.init == "random":
+            return problems
+        config = self.meta().config
+        try:
+            check_quantisation(config, section, self.field)
+        except ValueError as error:
+            problems.append(str(error))
+        stored = quantisation_of(config)
+        if stored is not None and section.offload is not None:
+            method = method_of(stored)
+            problems.append(f"teacher.offload: cpu needs weights in floating point; the teacher's are {method}")
+        if stored is not None and student.is_cut:
+            problems.append(
+                f"student.from_teacher: the teacher is quantised ({method_of(stored)}), and no layers can be cut "
+                "out of it; name a student that is cut already by student.model"
+            )
+        if student.has_tokenizer:
+            try:
+                check_quantisation(meta_student(student, config).config, student, "student")
+            except ValueError as error:
+                problems.append(str(error))
+        return problems
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """See the head of this file."""
@@ -194,15 +195,15 @@ class ModelSource(TeacherSource):
         whole = whole_bytes(self, context.precision)
         return whole if whole <= USABLE * context.memory_bytes else 0.0
 
-    def smaller(self, *, fp8: bool = True) -> list[SmallerTeacher]:
-        """In fp8 (unless that is ruled out), or in host memory; none of one that is held so already."""
+    def smaller(self) -> list[SmallerTeacher]:
+        """In fp8, or in host memory; none of one that is held so already."""
         recipe, section = self.recipe, self.section
         if section.offload is not None or section.dtype in EIGHT_BITS:
             return []
         in_fp8 = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": "fp8"})})
         copied = recipe.parallel.model_copy(update={"teacher": "copied"})
         offloaded = section.model_copy(update={"offload": "cpu"})
-        ways = [
+        return [
             SmallerTeacher(
                 "teacher.dtype=fp8", in_fp8, "teacher.dtype to fp8, half of the teacher's layers",
                 "moves the teacher a little: the run prints by how much",
@@ -213,27 +214,16 @@ class ModelSource(TeacherSource):
                 "its layers cross the bus in every micro-batch", same_targets=True,
             ),
         ]  # fmt: skip
-        return ways if fp8 else ways[1:]
-
-    def identity(self) -> dict[str, object]:
-        """Name, revision, adapter, and the hash of its files where they lie on this machine."""
-        return teacher_identity(self.section)
 
     def title(self) -> str:
-        """The model's name."""
         return model_name(self.section)
 
-    def size_text(self) -> str:
-        """Parameters."""
-        return f"{self.meta().shape.parameters / 1e6:,.2f} M parameters"
-
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> LoadedTeacher:
-        """Load it as its section and the sharing say; a sharded one is patched here, since it is cut while loading."""
-        model = self._load(context)
         fp8 = self.section.dtype == "fp8"
-        return LoadedTeacher(model, field=self.field, tokenizer=vocabulary.teacher_tokenizer, fp8=fp8)
+        return LoadedTeacher(self.load(context), field=self.field, tokenizer=vocabulary.teacher_tokenizer, fp8=fp8)
 
-    def _load(self, context: OpenContext) -> Any:
+    def load(self, context: OpenContext) -> Any:
+        """The model as its section and the sharing say; a sharded one is patched, since it is cut while loading."""
         device, dtype = context.device, context.precision.teacher
         if context.sharing.teacher_sharded:
             model, report = load_sharded_teacher(
@@ -270,41 +260,3 @@ def weight_bytes(section: TeacherSection, shape: Shape, precision: Precision) ->
 
 
 SHARDED_FP8 = "an fp8 teacher cannot be sharded, and it does not fit whole"
-
-
-def loading_problems(source: ModelSource, *, cuda: bool, sharded: bool) -> list[str]:
-    """Why the models' configurations rule the run out, for what is quantised or is to be."""
-    section, student, problems = source.section, source.recipe.student, []
-    if section.dtype == "int8" and not cuda:
-        problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
-    if sharded and section.dtype == "fp8" and source.recipe.parallel.teacher == "sharded":
-        problems.append("teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
-    elif sharded and section.dtype == "fp8":
-        problems.append(f"teacher.dtype: {SHARDED_FP8}; use bfloat16")
-    if sharded and student.is_cut:
-        problems.append(
-            "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices; cut the "
-            "student where the teacher fits and name it by student.model, or set parallel.teacher to copied"
-        )
-    if section.init == "random":
-        return problems
-    config = source.meta().config
-    try:
-        check_quantisation(config, section, source.field)
-    except ValueError as error:
-        problems.append(str(error))
-    stored = quantisation_of(config)
-    if stored is not None and section.offload is not None:
-        method = method_of(stored)
-        problems.append(f"teacher.offload: cpu needs weights in floating point; the teacher's are {method}")
-    if stored is not None and student.is_cut:
-        problems.append(
-            f"student.from_teacher: the teacher is quantised ({method_of(stored)}), and no layers can be cut out of it"
-            "; name a student that is cut already by student.model"
-        )
-    if student.has_tokenizer:
-        try:
-            check_quantisation(meta_student(student, config).config, student, "student")
-        except ValueError as error:
-            problems.append(str(error))
-    return problems

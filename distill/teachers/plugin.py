@@ -34,7 +34,7 @@ from distill.models.head import LogitTransform
 from distill.recipe.loss import Loss, PlainTerm, PluginTerm
 from distill.teachers.base import HeadCall, Pairing, TargetFormat
 from distill.teachers.hidden import HiddenFormat
-from distill.teachers.losses import LossSpec, TargetLoss, zero_like
+from distill.teachers.losses import LossSpec, TargetLoss
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -94,7 +94,7 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
         )
     plugin = load_plugin(path)
     if plugin.sha256 != loss.plugin.sha256:
-        raise ValueError(f"--plugin {path}: expected the file with SHA-256 {loss.plugin.sha256}, came {plugin.sha256}")
+        raise ValueError(f"--plugin {path}: expected the file with SHA-256 {loss.plugin.sha256}, got {plugin.sha256}")
     for term in loss.terms:
         if isinstance(term, PluginTerm) and term.function not in plugin.terms:
             raise ValueError(
@@ -144,7 +144,6 @@ class PluginFormat(HiddenFormat):
         self.functions = plugin.terms
 
     def loss(self, section: LossSpec, pairing: Pairing) -> Any:
-        """Of a recipe's loss section: fused terms and the plugin's."""
         assert isinstance(section, Loss)
         own = [term for term in section.terms if isinstance(term, PluginTerm) and term.weight > 0]
         fused = [term for term in section.terms if not isinstance(term, PluginTerm) and term.weight > 0]
@@ -168,7 +167,7 @@ class PluginFormat(HiddenFormat):
         if not isinstance(loss, PluginLoss):  # an evaluation that measures something else
             return super().apply(loss, pairing, call)
         statistics: Any = None
-        total = zero_like(call.hidden)
+        total = call.hidden.new_zeros((), dtype=torch.promote_types(call.hidden.dtype, torch.float32))
         if call.inputs.statistics or not loss.is_alone:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not loss.is_alone):
                 fused: Any = super().apply(loss.fused, pairing, call)

@@ -21,7 +21,8 @@ from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.operands import Batch, Head, Wanted
 
-from distill.teachers.cross.loss import CrossTokenizerLoss, Spans
+from distill.models.head import HeadWeights
+from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
 from scripts.bench.harness import Row, time_in_turn
 from scripts.bench.losses import FLOOR_ROWS, KL, MAIN, MOST_ERROR, Inputs, floor, gradient_errors
 
@@ -104,12 +105,17 @@ def cross_rows(quick: bool, only: str) -> list[Row]:
     losses, exact = {}, {}
     for share in (0.9,) if quick else (0.5, 0.9):
         order = torch.arange(int(share * vocab))
-        module = CrossTokenizerLoss([LossTerm("forward_kl", 1.0)], (order, order))
+        module = CrossTokenizerLoss(FusedDistillationLoss([LossTerm("forward_kl", 1.0)]), (order, order))
         name = f"across tokenizers, {share:.0%} shared"
-        losses[name] = lambda i, m=module: m(i.x[None], i.w, i.x_teacher[None], i.w_teacher, spans, i.labels, other)
+
+        def across(x, w, x_teacher, w_teacher, module=module):
+            heads = HeadWeights(w, None, None), HeadWeights(w_teacher, None, None)
+            return module(x[None], *heads, SpanTargets(x_teacher[None], spans, inputs.labels, other))
+
+        losses[name] = lambda i, f=across: f(i.x, i.w, i.x_teacher, i.w_teacher)
         wide = [t.detach().double().requires_grad_(t.requires_grad) for t in
                 (inputs.x, inputs.w, inputs.x_teacher, inputs.w_teacher)]  # fmt: skip
-        loss = module(wide[0][None], wide[1], wide[2][None], wide[3], spans, inputs.labels, other)
+        loss = across(*wide)
         exact[name] = tuple(g.float() for g in torch.autograd.grad(loss, wide[:2]))
         del wide, loss
         torch.cuda.empty_cache()

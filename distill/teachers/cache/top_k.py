@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TokenStats
+from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, TokenStats
 
 from distill.models.head import LogitTransform
 from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
-from distill.teachers.losses import LogitTransforms, LossSpec, TargetLoss, build_loss, soft_terms
+from distill.teachers.losses import (
+    HeldOutLoss,
+    LogitTransforms,
+    LossSpec,
+    TargetLoss,
+    build_loss,
+    scaled_by_temperature,
+    soft_terms,
+)
 from distill.teachers.measure import over_stored
 
 
@@ -47,6 +55,7 @@ class TopKFormat(TargetFormat):
         self.transform = LogitTransform(manifest["scale"], manifest["softcap"])
         self.columns = int(manifest["vocabulary"])
         self.measure = over_stored(manifest)
+        self.terms = frozenset(["forward_kl"] if self.tail == "sampled" else ["forward_kl", "reverse_kl"])
         at = f"at temperature {self.temperature:g}"
         # K tokens are not the whole distribution
         self.caveat = {
@@ -55,11 +64,6 @@ class TopKFormat(TargetFormat):
             "sampled": f"estimates of the full forward KL from sampled tokens, {at}, unbiased; no reverse KL; "
             "agreement is with a drawn token of most weight, where probabilities are flat not always the likeliest",
         }[self.tail]
-
-    @property
-    def terms(self) -> frozenset[str]:
-        """Forward KL; reverse KL too unless the tokens were sampled."""
-        return frozenset(["forward_kl"] if self.tail == "sampled" else ["forward_kl", "reverse_kl"])
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
         """Over the columns that the stored tokens were taken from, all of which the student must have."""
@@ -76,8 +80,16 @@ class TopKFormat(TargetFormat):
         return top_k_loss(build_loss(section, LogitTransforms(pairing.student, self.transform)), self)
 
     def held_out(self, pairing: Pairing) -> TargetLoss:
-        """Forward KL over the stored outcomes with its statistics, and the reverse KL (NaN where sampled)."""
-        return HeldOutTopK(self.tail, self.temperature, pairing.student)
+        """Over the stored outcomes; sampled tokens do not tell the reverse KL."""
+        student = pairing.student
+
+        def of(term: LossTerm) -> FusedTopKKLLoss:
+            return FusedTopKKLLoss(
+                term.type.removesuffix("_kl"), self.tail, self.temperature, scale_by_temperature_squared=False,
+                student_logit_scale=student.scale, student_softcap=student.softcap,
+            )  # fmt: skip
+
+        return HeldOutLoss(of, reverse="reverse_kl" in self.terms)
 
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
         """Its statistics are completed by what was stored."""
@@ -139,7 +151,7 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
         soft[0].type.removesuffix("_kl"),
         format.tail,
         format.temperature,
-        scale_by_temperature_squared=settings.weights[0] != settings.divergence_weights[0] or format.temperature == 1.0,
+        scale_by_temperature_squared=scaled_by_temperature(loss),
         divergence_weight=sum(term.weight for term in soft),
         ce_weight=hard,
         label_smoothing=settings.label_smoothing,
@@ -149,22 +161,3 @@ def top_k_loss(loss: FusedDistillationLoss, format: TopKFormat) -> FusedDistilla
         student_logit_scale=settings.student_scale,
         student_softcap=settings.student_softcap or None,
     )
-
-
-class HeldOutTopK(FusedTopKKLLoss):
-    """Forward KL over the stored outcomes with its statistics, and the reverse KL as one statistic more."""
-
-    def __init__(self, tail: str, temperature: float, student: LogitTransform) -> None:
-        shape = {"student_logit_scale": student.scale, "student_softcap": student.softcap}
-        super().__init__("forward", tail, temperature, scale_by_temperature_squared=False, **shape)  # type: ignore[arg-type]
-        self.reverse: FusedTopKKLLoss | None = None
-        if tail != "sampled":
-            self.reverse = FusedTopKKLLoss("reverse", tail, temperature, scale_by_temperature_squared=False, **shape)  # type: ignore[arg-type]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `FusedTopKKLLoss` with `return_stats`."""
-        loss, statistics = super().forward(*args, **kwargs)
-        if self.reverse is None:
-            return loss, (*statistics, torch.full_like(statistics.divergence, torch.nan))
-        _, reverse = self.reverse(*args, **kwargs)
-        return loss, (*statistics, reverse.divergence)

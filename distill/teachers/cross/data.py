@@ -14,13 +14,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.data.formats import Format
 from distill.data.load import DataReport, Splits, load_rows
 from distill.data.packing import Documents
 from distill.recipe import Data
-from distill.teachers.cross.encode import PairEncoder, Reader
+from distill.teachers.cross.encode import PairEncoder
+from distill.teachers.cross.vocabularies import readers_of
 
 NAMES = ("input_ids", "labels", "position_ids", "teacher_input_ids", "teacher_position_ids", "spans")
 
@@ -43,7 +43,7 @@ class CrossReport(DataReport):
     teacher_span_tokens: int = 0
 
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
-        """As of any data; tokens are trained that lie in spans."""
+        """Tokens are trained that lie in spans."""
         super().count(documents, chosen, held_out_of, held_out)
         self.teacher_tokens = documents.tokens(chosen, "teacher_input_ids")
         spans = documents.columns["spans"].take(chosen)[0].reshape(-1, 2, 2)
@@ -77,10 +77,7 @@ def load_cross_data(data: Data, student_tokenizer: Any, teacher_tokenizer: Any, 
         raise ValueError(
             f"data.source: {data.source} has no text, which student.vocabulary: cross needs to compare two tokenizers"
         )
-    student, teacher = (
-        Reader(tokenizer, load_template(data.chat_template, tokenizer), field)
-        for tokenizer, field in ((student_tokenizer, "student.model"), (teacher_tokenizer, "teacher.model"))
-    )
+    student, teacher = readers_of(student_tokenizer, teacher_tokenizer, data.chat_template)
 
     def encoder(format: Format) -> PairEncoder:
         return PairEncoder(student, teacher, format, max_length=data.max_length, train_on=data.train_on)

@@ -6,11 +6,11 @@ Per chunk: both models' logits of the rows that predict the spans' tokens, the l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import LossTerm, TokenStats
+from distill_kernels import FusedDistillationLoss, TokenStats
 from distill_kernels.launch import device_facts
 from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.divergence import transform_logits
@@ -18,9 +18,9 @@ from distill_kernels.losses.linear import HeadGradients
 from distill_kernels.losses.operands import Head, Wanted
 from distill_kernels.losses.operator import SECOND_BACKWARD
 from distill_kernels.losses.scaling import scale_gradient_
-from distill_kernels.losses.terms import make_objective
 from torch import nn
 
+from distill.models.head import HeadWeights
 from distill.teachers.cross.spans import Outcomes, Side, compare_spans, span_figures
 
 CHUNK_ELEMENTS = 8 << 20  # logits of both models in one chunk
@@ -39,6 +39,21 @@ class Spans(NamedTuple):
 
     student: torch.Tensor
     teacher: torch.Tensor
+
+
+class SpanTargets(NamedTuple):
+    """The teacher's last hidden states over its own reading, and where they are compared.
+
+    Attributes:
+        hidden: [B, S', hidden].
+        spans: aligned spans.
+        student_ids: int64 [B, S]; likewise `teacher_ids` [B, S'].
+    """
+
+    hidden: torch.Tensor
+    spans: Spans
+    student_ids: torch.Tensor
+    teacher_ids: torch.Tensor
 
 
 class _Part(NamedTuple):
@@ -72,9 +87,9 @@ class _CrossFunction(torch.autograd.Function):
     """The sum over spans; gradients are made in the forward pass and handed out once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> Any:
-        with torch.autocast(hidden.device.type, enabled=False):
-            loss, stats, ctx.gradients = call(Head(hidden, weight, bias, lora_a, lora_b))
+    def forward(ctx: Any, run: Callable[[Head], Any], *leaves: Any) -> Any:
+        with torch.autocast(leaves[0].device.type, enabled=False):
+            loss, stats, ctx.gradients = run(Head(*leaves))
         if stats is not None:
             ctx.mark_non_differentiable(stats)
         return loss, stats
@@ -85,50 +100,26 @@ class _CrossFunction(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError(SECOND_BACKWARD)
         gradients, ctx.gradients = ctx.gradients, None
-        return (*(None if g is None else scale_gradient_(g, upstream) for g in gradients), None)
+        return (None, *(None if g is None else scale_gradient_(g, upstream) for g in gradients))
 
 
 class CrossTokenizerLoss(nn.Module):
-    """The loss above, from hidden states and heads, a chunk of spans at a time.
+    """The terms of a loss of whole distributions over aligned spans, from hidden states and heads, a chunk of spans at
+    a time; its cross-entropy is minus the log-probability of a span's text, at T = 1.
 
     Args:
-        terms: divergences and cross-entropy (minus the log-probability of the span's text, at T = 1).
+        plain: whose terms, temperature, scales and soft caps are taken.
         shared: the ids of shared tokens, int64 [C] of the student's and of the teacher's.
-        temperature, scale_by_temperature_squared: as of `FusedDistillationLoss`.
-        student_logit_scale, student_softcap, teacher_logit_scale, teacher_softcap: how each model makes its logits.
 
     Attributes:
         workspace: bytes that a chunk's logits and what is made of them may take, about; None for what suits.
-
-    Raises:
-        ValueError: naming the field.
     """
 
     workspace: int | None = None
 
-    def __init__(
-        self,
-        terms: Sequence[LossTerm],
-        shared: tuple[torch.Tensor, torch.Tensor],
-        temperature: float = 1.0,
-        scale_by_temperature_squared: bool = True,
-        student_logit_scale: float = 1.0,
-        student_softcap: float | None = None,
-        teacher_logit_scale: float = 1.0,
-        teacher_softcap: float | None = None,
-    ) -> None:
+    def __init__(self, plain: FusedDistillationLoss, shared: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
-        self.terms = tuple(LossTerm(*term) for term in terms)
-        self.objective = make_objective(
-            self.terms,
-            temperature=temperature,
-            scale_by_temperature_squared=scale_by_temperature_squared,
-            student_logit_scale=student_logit_scale,
-            student_softcap=student_softcap,
-            teacher_logit_scale=teacher_logit_scale,
-            teacher_softcap=teacher_softcap,
-        )
-        self.shared = shared
+        self.terms, self.objective, self.shared = plain.terms, plain.objective, shared
         self._outcomes: dict[Any, Outcomes] = {}
 
     def outcomes(self, student_rows: int, teacher_rows: int, device: torch.device) -> Outcomes:
@@ -142,60 +133,47 @@ class CrossTokenizerLoss(nn.Module):
     def forward(
         self,
         student_hidden: torch.Tensor,
-        student_weight: torch.Tensor,
-        teacher_hidden: torch.Tensor,
-        teacher_weight: torch.Tensor,
-        spans: Spans,
-        student_ids: torch.Tensor,
-        teacher_ids: torch.Tensor,
-        student_bias: torch.Tensor | None = None,
-        teacher_bias: torch.Tensor | None = None,
-        student_lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        student: HeadWeights,
+        teacher: HeadWeights,
+        targets: SpanTargets,
         num_items: torch.Tensor | int | None = None,
         return_stats: bool = False,
     ) -> Any:
         """The mean over spans, and its gradient for the student's tensors if autograd asks for it. One host sync.
 
         Args:
-            student_hidden: [B, S, Hs]; gets a gradient, as student_weight [Vs, Hs], student_bias [Vs] and student_lora
-                (A, B, scale) do.
-            teacher_hidden: [B, S', Ht]; teacher_weight [Vt, Ht], teacher_bias [Vt].
-            spans: what is compared, flat positions in both batches.
-            student_ids: int64 [B, S], the tokens; likewise teacher_ids [B, S'].
+            student_hidden: [B, S, Hs]; gets a gradient, as all of `student` does.
+            student: weight [Vs, Hs], bias [Vs], LoRA.
+            teacher: weight [Vt, Ht], bias [Vt].
+            targets: hidden states [B, S', Ht], and flat positions in both batches.
             num_items: what the sum is divided by; None for the number of spans.
             return_stats: return `(loss, TokenStats)`, its tensors [M], one entry a span.
         """
-        lora_a, lora_b, lora_scale = (None, None, 1.0) if student_lora is None else student_lora
-        leaves = (student_hidden.flatten(0, -2), student_weight, student_bias, lora_a, lora_b)
+        lora_a, lora_b, lora_scale = student.lora or (None, None, 1.0)
+        leaves = (student_hidden.flatten(0, -2), student.weight, student.bias, lora_a, lora_b)
         wanted = Wanted(*(torch.is_grad_enabled() and leaf is not None and leaf.requires_grad for leaf in leaves))
-        kind = student_hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else student_hidden.dtype
-        outcomes = self.outcomes(len(student_weight), len(teacher_weight), student_hidden.device)
-        o = self.objective
+        device, spans, o = student_hidden.device, targets.spans, self.objective
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else student_hidden.dtype
+        outcomes = self.outcomes(len(student.weight), len(teacher.weight), device)
         widths = torch.stack([part[:, 1] - part[:, 0] for part in spans]).cpu()  # the sync
-        teacher_head = Head(teacher_hidden.detach().flatten(0, -2), teacher_weight.detach(), teacher_bias)
-        teacher = _part(
-            teacher_head.cut(len(teacher_weight), dtype), spans.teacher, widths[1], teacher_ids,
-            o.teacher_scale, o.teacher_softcap,
-        )  # fmt: skip
-        chunks = _chunks(widths, len(student_weight), len(teacher_weight), student_hidden.device, self.workspace)
+        of_teacher = self._teacher_part(targets, teacher, spans.teacher, widths[1], dtype)
+        chunks = _chunks(widths, len(student.weight), len(teacher.weight), device, self.workspace)
 
         def run(narrow: Head) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
             narrow = narrow._replace(lora_scale=float(lora_scale))
             wide = torch.float64 if dtype == torch.float64 else torch.float32
             sums = HeadGradients(narrow, wanted, len(narrow.weight), wide)
-            student = _part(
-                narrow.cut(len(narrow.weight), dtype), spans.student, widths[0], student_ids,
-                o.student_scale, o.student_softcap,
-            )  # fmt: skip
+            rows = _span_rows(spans.student, widths[0], targets.student_ids)
+            own = _Part(narrow.cut(len(narrow.weight), dtype), o.student_scale, o.student_softcap, *rows)
             losses, figures = [narrow.hidden.new_zeros((), dtype=wide)], []
             for start, stop in chunks:
-                x, z = student.logits(start, stop, dtype)
-                _, z_teacher = teacher.logits(start, stop, dtype)
-                sides = student.side(z, o.temperature, start, stop), teacher.side(z_teacher, o.temperature, start, stop)
+                x, z = own.logits(start, stop, dtype)
+                _, z_teacher = of_teacher.logits(start, stop, dtype)
+                sides = own.side(z, o.temperature, start, stop), of_teacher.side(z_teacher, o.temperature, start, stop)
                 ones = sides
                 if o.temperature != 1.0 and (return_stats or o.hard_weight):
-                    ones = student.side(z, 1.0, start, stop), teacher.side(z_teacher, 1.0, start, stop)
+                    ones = own.side(z, 1.0, start, stop), of_teacher.side(z_teacher, 1.0, start, stop)
                 loss, slope = compare_spans(*sides, outcomes, o, o.weights, slope=wanted.gradient)
                 labels = ones[0].whole(), ones[1].whole()
                 losses.append((loss - o.hard_weight * labels[0]).sum())
@@ -208,7 +186,7 @@ class CrossTokenizerLoss(nn.Module):
                         g += _logit_gradient(hard.scatter_(1, ones[0].tokens[:, None], -o.hard_weight), ones[0].log_p)
                     if o.student_softcap:
                         g *= 1 - (z / o.student_softcap).square()
-                    sums.add(student.head, x, g.mul_(o.student_scale), student.rows[student._slice(start, stop)])
+                    sums.add(own.head, x, g.mul_(o.student_scale), own.rows[own._slice(start, stop)])
             stats = None
             if return_stats:
                 stats = (
@@ -218,32 +196,35 @@ class CrossTokenizerLoss(nn.Module):
                 )
             return torch.stack(losses).sum(), stats, list(sums.finished())
 
-        loss, stats = _CrossFunction.apply(*leaves, run)
+        loss, stats = _CrossFunction.apply(run, *leaves)
         loss = loss / (max(len(spans.student), 1) if num_items is None else num_items)
         return (loss, TokenStats(*stats.unbind(0))) if return_stats else loss
 
-    def matched(
-        self, teacher_hidden: torch.Tensor, head: Any, teacher_ids: torch.Tensor, spans: Spans, rows: int
-    ) -> torch.Tensor:
+    def matched(self, targets: SpanTargets, head: HeadWeights, rows: int) -> torch.Tensor:
         """Where spans begin, the teacher's probability of the shared tokens, at T = 1: its mean, a scalar.
 
         Args:
-            teacher_hidden, teacher_ids, spans: as of `forward`.
-            head: the teacher's weight and bias.
+            targets: as of `forward`.
+            head: the teacher's.
             rows: of the student's head.
         """
-        o, dtype = self.objective, teacher_hidden.dtype
-        outcomes = self.outcomes(rows, len(head.weight), teacher_hidden.device)
-        teacher = Head(teacher_hidden.flatten(0, -2), head.weight, head.bias).cut(len(head.weight), dtype)
-        part = spans.teacher.clone()
-        part[:, 1] = part[:, 0] + 1
-        widths = torch.ones(2, len(part), dtype=torch.int64)
-        side = _part(teacher, part, widths[1], teacher_ids, o.teacher_scale, o.teacher_softcap)
-        found = []
-        for start, stop in _chunks(widths, 0, len(head.weight), teacher_hidden.device):
-            p = side.logits(start, stop, dtype)[1].softmax(-1)
-            found.append(p[:, outcomes.teacher].sum(-1))
-        return torch.cat(found).mean()
+        dtype, columns = targets.hidden.dtype, len(head.weight)
+        outcomes = self.outcomes(rows, columns, targets.hidden.device)
+        begins = targets.spans.teacher[:, :1]
+        widths = torch.ones(2, len(begins), dtype=torch.int64)
+        part = self._teacher_part(targets, head, torch.cat([begins, begins + 1], 1), widths[1], dtype)
+        shares = []
+        for start, stop in _chunks(widths, 0, columns, targets.hidden.device):
+            p = part.logits(start, stop, dtype)[1].softmax(-1)
+            shares.append(p[:, outcomes.teacher.shared].sum(-1))
+        return torch.cat(shares).mean()
+
+    def _teacher_part(
+        self, targets: SpanTargets, head: HeadWeights, spans: torch.Tensor, widths: torch.Tensor, dtype: torch.dtype
+    ) -> _Part:
+        whole = Head(targets.hidden.detach().flatten(0, -2), head.weight.detach(), head.bias)
+        o, rows = self.objective, _span_rows(spans, widths, targets.teacher_ids)
+        return _Part(whole.cut(len(head.weight), dtype), o.teacher_scale, o.teacher_softcap, *rows)
 
 
 def _logit_gradient(slope: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
@@ -251,17 +232,17 @@ def _logit_gradient(slope: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
     return slope - log_p.exp() * slope.sum(-1, keepdim=True)
 
 
-def _part(
-    head: Head, spans: torch.Tensor, widths: torch.Tensor, ids: torch.Tensor, scale: float, softcap: float
-) -> _Part:
-    """Rows, tokens and spans of a model, on the device; `widths` int64 [M] lie on the host."""
+def _span_rows(
+    spans: torch.Tensor, widths: torch.Tensor, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]:
+    """The last four fields of a `_Part`, from spans [M, 2] and the tokens; `widths` int64 [M] lie on the host."""
     ends = widths.cumsum(0)
     rows = int(ends[-1]) if len(ends) else 0
     counts = spans[:, 1] - spans[:, 0]
     span = torch.repeat_interleave(torch.arange(len(spans), device=spans.device), counts, output_size=rows)
     begins = counts.cumsum(0) - counts
     predicted = spans[span, 0] + torch.arange(rows, device=spans.device) - begins[span]
-    return _Part(head, scale, softcap, predicted - 1, ids.flatten()[predicted], span, ends.tolist())
+    return predicted - 1, ids.flatten()[predicted], span, ends.tolist()
 
 
 def _chunks(

@@ -61,40 +61,71 @@ class Side(NamedTuple):
         return own.new_zeros(len(self.first)).index_add_(0, self.span, own)
 
 
+class Tokens(NamedTuple):
+    """What is fixed of one vocabulary, on the device.
+
+    Attributes:
+        shared: int64 [C], ids of the shared tokens, in the order of both vocabularies' outcomes.
+        rest: int64 [U], ids of the others.
+        place: int64 [V], which shared outcome a token is, C where none.
+    """
+
+    shared: torch.Tensor
+    rest: torch.Tensor
+    place: torch.Tensor
+
+    @staticmethod
+    def of(shared: torch.Tensor, rows: int) -> Tokens:
+        """From the shared ids and the rows of the head."""
+        place = torch.full((rows,), len(shared), dtype=torch.int64, device=shared.device)
+        place[shared] = torch.arange(len(shared), device=shared.device)
+        return Tokens(shared, (place == len(shared)).nonzero()[:, 0], place)
+
+
 class Outcomes(NamedTuple):
     """What is fixed of the two vocabularies, on the device.
 
     Attributes:
-        student, teacher: int64 [C], ids of the shared tokens.
-        student_rest, teacher_rest: int64 [U], ids of the others.
+        student, teacher: of each.
         partner: int64 [V_s], the teacher's id of each of the student's tokens, -1 where it has none.
-        student_place: int64 [V_s], which shared outcome a token is, C where none; likewise `teacher_place`.
     """
 
-    student: torch.Tensor
-    teacher: torch.Tensor
-    student_rest: torch.Tensor
-    teacher_rest: torch.Tensor
+    student: Tokens
+    teacher: Tokens
     partner: torch.Tensor
-    student_place: torch.Tensor
-    teacher_place: torch.Tensor
 
     @staticmethod
     def of(student: torch.Tensor, teacher: torch.Tensor, student_rows: int, teacher_rows: int) -> Outcomes:
         """From the shared ids, [C] each, and the rows of both heads; ids without a row are left out."""
-        kept = (student < student_rows) & (teacher < teacher_rows)
-        student, teacher = student[kept], teacher[kept]
-
-        def places(ids: torch.Tensor, rows: int) -> torch.Tensor:
-            place = torch.full((rows,), len(ids), dtype=torch.int64, device=ids.device)
-            place[ids] = torch.arange(len(ids), device=ids.device)
-            return place
-
-        student_place, teacher_place = places(student, student_rows), places(teacher, teacher_rows)
+        known = (student < student_rows) & (teacher < teacher_rows)
+        student, teacher = student[known], teacher[known]
         partner = torch.full((student_rows,), -1, dtype=torch.int64, device=student.device)
         partner[student] = teacher
-        rest_s, rest_t = ((place == len(student)).nonzero()[:, 0] for place in (student_place, teacher_place))
-        return Outcomes(student, teacher, rest_s, rest_t, partner, student_place, teacher_place)
+        return Outcomes(Tokens.of(student, student_rows), Tokens.of(teacher, teacher_rows), partner)
+
+
+class Beginning(NamedTuple):
+    """Where the spans of one side begin.
+
+    Attributes:
+        log_p: [m, V], of the rows that predict the spans' first tokens.
+        first: int64 [m], these tokens.
+        place: int64 [m], which shared outcome each is.
+        whole: [m], log-probability of the spans' texts.
+        tokens: the vocabulary.
+    """
+
+    log_p: torch.Tensor
+    first: torch.Tensor
+    place: torch.Tensor
+    whole: torch.Tensor
+    tokens: Tokens
+
+    @staticmethod
+    def of(side: Side, tokens: Tokens) -> Beginning:
+        """From all rows of a side."""
+        first = side.tokens[side.first]
+        return Beginning(side.log_p[side.first], first, tokens.place[first], side.whole(), tokens)
 
 
 class Rest(NamedTuple):
@@ -112,20 +143,19 @@ class Rest(NamedTuple):
     values: torch.Tensor
     holds_span: torch.Tensor
 
-
-def _rest(
-    log_p: torch.Tensor, unshared: torch.Tensor, first: torch.Tensor, also: torch.Tensor, apart: torch.Tensor,
-    first_is_shared: torch.Tensor, also_counts: torch.Tensor, whole: torch.Tensor,
-) -> Rest:  # fmt: skip
-    """The rest of rows [m, V]; `first` is each span's first token, `also` the partner of the other side's, [m]."""
-    ids = torch.cat([unshared.expand(len(first), -1), first[:, None], also[:, None]], 1)
-    counts = torch.ones_like(ids, dtype=torch.bool)
-    counts[:, -2] = apart & first_is_shared
-    counts[:, -1] = also_counts
-    p = log_p.gather(1, ids).exp_() * counts
-    holds_span = counts & apart[:, None] & (ids == first[:, None])
-    values = torch.where(holds_span, p - whole.exp()[:, None], p).clamp_min_(0.0)
-    return Rest(ids, p, values, holds_span)
+    @staticmethod
+    def of(own: Beginning, other: Beginning, apart: torch.Tensor) -> Rest:
+        """Of one side; the shared tokens set apart are its first ones, and the partners of the other side's."""
+        tokens, first, count = own.tokens, own.first, len(own.tokens.shared)
+        partner = tokens.shared[other.place.clamp_max(count - 1)] if count else torch.zeros_like(first)
+        ids = torch.cat([tokens.rest.expand(len(first), -1), first[:, None], partner[:, None]], 1)
+        counts = torch.ones_like(ids, dtype=torch.bool)
+        counts[:, -2] = apart & (own.place < count)
+        counts[:, -1] = apart & (own.place != other.place) & (other.place < count)
+        p = own.log_p.gather(1, ids).exp_() * counts
+        holds_span = counts & apart[:, None] & (ids == first[:, None])
+        values = torch.where(holds_span, p - own.whole.exp()[:, None], p).clamp_min_(0.0)
+        return Rest(ids, p, values, holds_span)
 
 
 def compare_spans(
@@ -143,30 +173,15 @@ def compare_spans(
     Returns:
         The losses of the spans, [m], and the gradient `A` of their sum for the student's log-probabilities, [n, V].
     """
-    m, shared = len(student.first), len(outcomes.student)
-    log_s, log_t = student.log_p[student.first], teacher.log_p[teacher.first]
-    u, w = student.tokens[student.first], teacher.tokens[teacher.first]
-    at_u, at_w = outcomes.student_place[u], outcomes.teacher_place[w]
+    m, shared = len(student.first), len(outcomes.student.shared)
+    s, t = Beginning.of(student, outcomes.student), Beginning.of(teacher, outcomes.teacher)
     several = (torch.bincount(side.span, minlength=m) > 1 for side in (student, teacher))
-    apart = next(several) | next(several) | (outcomes.partner[u] != w)  # the span is an outcome of its own
-    whole_s, whole_t = student.whole(), teacher.whole()
-    hidden = torch.zeros(m, shared + 1, dtype=torch.bool, device=log_s.device)  # the last column is for nothing
-    for place in (at_u, at_w):
+    apart = next(several) | next(several) | (outcomes.partner[s.first] != t.first)  # the span is an outcome of its own
+    hidden = torch.zeros(m, shared + 1, dtype=torch.bool, device=s.log_p.device)  # the last column is for nothing
+    for place in (s.place, t.place):
         hidden.scatter_(1, torch.where(apart, place, shared)[:, None], True)
     hidden = hidden[:, :shared]
-
-    def partner(ids: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        return ids[place.clamp_max(max(shared - 1, 0))] if shared else torch.zeros_like(place)
-
-    both = at_u != at_w
-    rest_s = _rest(
-        log_s, outcomes.student_rest, u, partner(outcomes.student, at_w), apart, at_u < shared,
-        apart & both & (at_w < shared), whole_s,
-    )  # fmt: skip
-    rest_t = _rest(
-        log_t, outcomes.teacher_rest, w, partner(outcomes.teacher, at_u), apart, at_w < shared,
-        apart & both & (at_u < shared), whole_t,
-    )  # fmt: skip
+    rest_s, rest_t = Rest.of(s, t, apart), Rest.of(t, s, apart)
     width, own = max(rest_s.values.shape[1], rest_t.values.shape[1]), rest_s.values.shape[1]
     sorted_s, order = nn.functional.pad(rest_s.values, (0, width - own)).sort(-1, descending=True)
     sorted_t = nn.functional.pad(rest_t.values, (0, width - rest_t.values.shape[1])).sort(-1, descending=True).values
@@ -174,24 +189,24 @@ def compare_spans(
     total = sum(weights)
     loss = total * difference.abs().sum(-1)
 
-    a, b = log_s[:, outcomes.student], log_t[:, outcomes.teacher]
+    a, b = s.log_p[:, s.tokens.shared], t.log_p[:, t.tokens.shared]
     p_a, p_b = a.exp(), b.exp()
-    at_shared, at_span = (torch.zeros_like(a) if slope else None), torch.zeros_like(whole_s)
+    at_shared, at_span = (torch.zeros_like(a) if slope else None), torch.zeros_like(s.whole)
     for kind, weight, parameter in zip(objective.kinds, weights, objective.parameters, strict=True):
         f, g = reference_terms(kind, parameter, a, b, p_a, p_b)
         loss += weight * f.masked_fill_(hidden, 0.0).sum(-1)
         if at_shared is not None:
             at_shared.add_(g.masked_fill_(hidden, 0.0), alpha=weight)
-        f, g = reference_terms(kind, parameter, whole_s, whole_t, whole_s.exp(), whole_t.exp())
+        f, g = reference_terms(kind, parameter, s.whole, t.whole, s.whole.exp(), t.whole.exp())
         loss += torch.where(apart, weight * f, 0.0)
         at_span += torch.where(apart, weight * g, 0.0)
     if at_shared is None:
         return loss, None
     signs = torch.empty_like(difference).scatter_(-1, order, difference.sign().mul_(total))[:, :own]
-    rows = torch.zeros_like(log_s)
-    rows[:, outcomes.student] = at_shared
+    rows = torch.zeros_like(s.log_p)
+    rows[:, s.tokens.shared] = at_shared
     rows.scatter_add_(1, rest_s.ids, signs * rest_s.p)
-    at_span -= (signs * rest_s.holds_span).sum(-1) * whole_s.exp()
+    at_span -= (signs * rest_s.holds_span).sum(-1) * s.whole.exp()
     gradient = torch.zeros_like(student.log_p)
     gradient[student.first] = rows
     return loss, gradient.scatter_add_(1, student.tokens[:, None], at_span[student.span][:, None])
@@ -201,9 +216,7 @@ def span_figures(
     student: Side, teacher: Side, outcomes: Outcomes, objective: Objective, label_logprobs: tuple[torch.Tensor, ...]
 ) -> TokenStats:
     """`TokenStats` of a chunk's spans, [m] each, at temperature 1: labels are the spans' texts."""
-    divergence, _ = compare_spans(
-        student, teacher, outcomes, objective, objective.divergence_weights, slope=False
-    )  # fmt: skip
+    divergence, _ = compare_spans(student, teacher, outcomes, objective, objective.divergence_weights, slope=False)
     log_s, log_t = student.log_p[student.first], teacher.log_p[teacher.first]
     entropies = [-torch.where(log_p > -torch.inf, log_p.exp() * log_p, 0.0).sum(-1) for log_p in (log_s, log_t)]
     agreement = outcomes.partner[log_s.argmax(-1)] == log_t.argmax(-1)

@@ -64,8 +64,7 @@ def require_rows(reader: Reader, rows: int) -> None:
     added = reader.tokenizer.added_tokens_decoder
     last = max(n for n in reader.tokenizer.get_vocab().values() if n not in added or n == reader.end)
     if last >= rows:
-        side = reader.side.removesuffix(".model")
         raise ValueError(
-            f"{side}.model: expected a row of the head for each of its tokenizer's ids, up to {last:,}; got {rows:,} "
-            "rows"
+            f"{reader.side}.model: expected a row of the head for each of its tokenizer's ids, up to {last:,}; "
+            f"got {rows:,} rows"
         )
