@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, doctor, judge, plan, sample, share, verify
+from distill.commands import cache, doctor, judge, plan, sample, settings, share, verify
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -51,6 +51,7 @@ app = typer.Typer(
     \b
     distill recipes                            what ships
     distill recipes copy chat-8b-to-1b         a recipe of your own to edit
+    distill settings train                     what a recipe can say
     distill validate chat-8b-to-1b.yaml        is it right? prints every setting
     distill check chat-8b-to-1b.yaml           will it fit, how long will it take?
     distill inspect chat-8b-to-1b.yaml         what will be learned, token by token
@@ -77,6 +78,7 @@ judge.register(app)
 share.register(app)
 sample.register(app)
 verify.register(app)
+settings.register(app)
 
 
 @app.callback()

@@ -1,32 +1,27 @@
-"""Fill README.md's tables and its loss plot from the benchmark rows: `python -m scripts.readme [--check]`.
+"""Tables of measurements in README.md and docs/, made of rows; `python -m scripts.docs` fills them in.
 
 A table stands between two comments, the first of which says what it shows:
 
     <!-- rows: case=losses shape="8192 x 128256 ..." columns=ms,floor_ratio,peak_mib,error -->
     <!-- end rows -->
 
-The study's tables and its verdict in words stand between `<!-- study -->` and `<!-- end rows -->`, those of its second
-plan behind `<!-- study teachers -->`, made from the rows in scripts/study/results. Of a plan without rows the block is
-empty: its first line comes with the rows too.
+The README's table of one line a claim stands after `<!-- headlines -->`, see HEADLINES; what is left out of all of them
+after `<!-- left out -->`. The study's tables and its verdict in words stand between `<!-- study -->` and
+`<!-- end rows -->`, those of its second plan after `<!-- study teachers -->`, made from the rows in
+scripts/study/results. Of a plan without rows the block is empty: its first line comes with the rows too.
 
-Of each candidate the newest row counts. Nothing in such a block is typed by hand; `--check` fails where a block
-differs from what the rows give.
+Of each candidate the newest row counts whose commit is known. Nothing in such a block is typed by hand.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shlex
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-for _folder in (ROOT, ROOT / "kernels"):
-    if str(_folder) not in sys.path:
-        sys.path.insert(0, str(_folder))
 RESULTS = ROOT / "scripts" / "bench" / "results"
 END = "<!-- end rows -->"
 # by marker: the plan, and the line in front of its tables
@@ -61,14 +56,149 @@ HEADINGS = {
 }
 
 
+class Headline(NamedTuple):
+    """One line of the README's table.
+
+    Attributes:
+        claim: what was measured.
+        where: case and shape of the rows.
+        ours: our candidate.
+        rivals: those it is compared with; the best of them is shown.
+        figure: the column.
+    """
+
+    claim: str
+    where: tuple[str, str]
+    ours: str
+    rivals: tuple[str, ...]
+    figure: str
+
+
+_LOSS = ("linear forward_kl", "8192 x 128256, H 2048 / 4096")
+_LOSS_RIVALS = (
+    "eager, full logits",
+    "torch.compile, full logits",
+    "Liger LigerFusedLinearJSD",
+    "TRL ChunkedDivergenceFunction",
+)
+_STEP = "llama-3.1-8b to llama-3.2-1b, 2 x 4096 tokens, bf16"
+HEADLINES = (
+    Headline("forward KL from hidden states, time", _LOSS, "ours", _LOSS_RIVALS, "ms"),
+    Headline("the same, memory above its inputs", _LOSS, "ours", _LOSS_RIVALS, "peak_mib"),
+    Headline("the same, against full logits", _LOSS, "ours", _LOSS_RIVALS[:2], "peak_mib"),
+    Headline("training step, 8B to 1B", ("step", _STEP), "ours", ("plain", "compile", "liger"), "tokens_per_s"),
+    Headline(
+        "the same, teacher in fp8", ("step", _STEP), "ours, fp8 teacher", ("plain", "compile", "liger"), "tokens_per_s"
+    ),
+    Headline("the same, teacher on disk", ("teacher_cache", _STEP), "top-64 from disk", ("online",), "tokens_per_s"),
+    Headline(
+        "AdamW, 1.24 B parameters",
+        ("adamw", "1.24 B bf16, 146 tensors"),
+        "ours",
+        ("torch fused", "torch foreach"),
+        "ms",
+    ),
+    Headline(
+        "RMSNorm, forward and backward",
+        ("rms_norm forward + backward", "8192x4096 bfloat16, 64 MiB"),
+        "ours",
+        ("F.rms_norm", "as transformers", "torch.compile", "liger"),
+        "ms",
+    ),
+    Headline(
+        "attention, forward and backward",
+        ("attention", "B=2 H=32/8 T=4096 D=128 forward + backward"),
+        "ours",
+        ("SDPA FlashAttention-2", "SDPA cuDNN", "SDPA memory-efficient"),
+        "ms",
+    ),
+    Headline(
+        "answers of a 1B student, 32 at once",
+        ("generate", "llama-3.2-1b, 32 prompts of 64 to 128, 128 new, bf16"),
+        "ours",
+        ("generate, default cache", "generate, static cache, compiled"),
+        "tokens_per_s",
+    ),
+    Headline(
+        "8B model without a CUDA library",
+        ("cuda_free", "llama-3.1-8b, 2 x 512 in, 256 out, bf16"),
+        "Triton only",
+        ("transformers' layers on cuBLAS, CUDA graph", "generate, static cache, compiled"),
+        "tokens_per_s",
+    ),
+    Headline(
+        "8B teacher in host memory, forward",
+        ("offload", "llama-3.1-8b forward, 2 x 4096 tokens, bf16"),
+        "ours, offloaded",
+        ("accelerate cpu_offload",),
+        "tokens_per_s",
+    ),
+)
+
+
+def all_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """Every row that was ever measured, oldest first."""
+    files = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def is_known(row: dict[str, Any]) -> bool:
+    """Whether one can check out what the row measured."""
+    return row.get("commit") not in (None, "", "unknown")
+
+
 def newest_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest row of each (GPU, case, shape, candidate), in order of first appearance."""
-    kept: dict[tuple[str, ...], dict[str, Any]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            kept[(row["gpu"], row["case"], row["shape"], row["candidate"])] = row
+    """The newest row of each (GPU, case, shape, candidate) at a known commit, in order of first appearance."""
+    kept = {_key(row): row for row in all_rows(folder) if is_known(row)}
     return list(kept.values())
+
+
+def left_out(folder: Path = RESULTS) -> str:
+    """Which cases have rows at an unknown commit alone."""
+    rows = all_rows(folder)
+    known = {_key(row) for row in rows if is_known(row)}
+    cases = dict.fromkeys(row["case"] for row in rows if _key(row) not in known)
+    count = len({_key(row) for row in rows} - known)
+    return f"{count} rows at an unknown commit are left out: {', '.join(cases)}." if count else ""
+
+
+def _key(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["gpu"], row["case"], row["shape"], row["candidate"])
+
+
+def compared(line: Headline, rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Our row, the best rival's, and how many times better ours is (below 1: worse).
+
+    Raises:
+        ValueError: a row is missing.
+    """
+    found = {row["candidate"]: row for row in rows if (row["case"], row["shape"]) == line.where and line.figure in row}
+    if missing := {line.ours, *line.rivals} - found.keys():
+        raise ValueError(f"no benchmark row of {line.where} for {sorted(missing)}")
+    more = line.figure == "tokens_per_s"
+    best = (max if more else min)((found[name] for name in line.rivals), key=lambda row: row[line.figure])
+    ours = found[line.ours]
+    ratio = ours[line.figure] / best[line.figure]
+    return ours, best, ratio if more else 1 / ratio
+
+
+UNITS = {"ms": "ms", "peak_mib": "MiB", "tokens_per_s": "tokens/s"}
+
+
+def headlines(rows: list[dict[str, Any]]) -> str:
+    """The README's table: a claim a line, ours beside the best of its rivals."""
+    lines = ["| | ours | best of the others | times better | commit |", "|---|---:|---:|---:|---|"]
+    used = []
+    for line in HEADLINES:
+        ours, best, ratio = compared(line, rows)
+        unit, used = UNITS[line.figure], [*used, ours, best]
+        commit = ours["commit"] if ours["commit"] == best["commit"] else f"{ours['commit']}, {best['commit']}"
+        lines.append(
+            f"| {line.claim} | {cell(ours, line.figure)} {unit} | {cell(best, line.figure)} {unit}, "
+            f"{best['candidate'].removesuffix(', full logits')} | {ratio:.2f} | {commit} |"
+        )
+    newest = max(used, key=lambda row: row["date"])
+    return "\n".join([*lines, "", f"<sub>{newest['gpu']}, torch {newest['torch']}, triton {newest['triton']}</sub>"])
 
 
 def cell(row: dict[str, Any], column: str) -> str:
@@ -102,7 +232,8 @@ def markdown(rows: list[dict[str, Any]], columns: list[str]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     newest = max(rows, key=lambda row: row["date"])
     made = f"{newest['gpu']}, torch {newest['torch']}, triton {newest['triton']}, driver {newest['driver']}"
-    return "\n".join([*lines, "", f"<sub>{made}, commit {newest['commit']}, {newest['date']}</sub>"])
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return "\n".join([*lines, "", f"<sub>{made}, commit {commits}, {newest['date']}</sub>"])
 
 
 def block(settings: str, rows: list[dict[str, Any]]) -> str:
@@ -118,12 +249,12 @@ def block(settings: str, rows: list[dict[str, Any]]) -> str:
     if candidates:
         chosen = [row for name in candidates for row in chosen if row["candidate"] == name]
     if not chosen:
-        raise ValueError(f"README.md: no benchmark row for {settings!r}")
+        raise ValueError(f"no benchmark row for {settings!r}")
     return markdown(chosen, columns)
 
 
 def fill(text: str, rows: list[dict[str, Any]]) -> str:
-    """`text` with every `rows:` block filled from `rows`, and the study's from its own."""
+    """`text` with every block filled from `rows`, and the study's from its own."""
     lines, inside = [], False
     for line in text.splitlines():
         if line == END:
@@ -133,6 +264,9 @@ def fill(text: str, rows: list[dict[str, Any]]) -> str:
         if line in STUDIES:
             inside = True
             lines += study(*STUDIES[line])
+        if line in ("<!-- headlines -->", "<!-- left out -->"):
+            inside = True
+            lines.append(headlines(rows) if "headlines" in line else left_out())
         if line.startswith("<!-- rows: "):
             inside = True
             lines += [block(line.removeprefix("<!-- rows: ").removesuffix("-->").strip(), rows)]
@@ -151,8 +285,15 @@ def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
     made = f"{newest['gpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
     known = plan_of(plan)
     tables, picture = (STUDY_RESULTS.relative_to(ROOT) / name for name in known.names)
-    where = f"every figure, with intervals and tests: [{tables.name}]({tables})"
-    return [title, "", known.overview(rows), f"<sub>{made}; {where}</sub>", "", f"![quality over tokens]({picture})"]
+    where = f"every figure, with intervals and tests: `{tables}`"
+    return [
+        title,
+        "",
+        known.overview(rows),
+        f"<sub>{made}; {where}</sub>",
+        "",
+        f"![quality over tokens](assets/{picture.name})",
+    ]
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:
@@ -188,23 +329,3 @@ def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:
     figure.colorbar(dots, label="relative error of dW against fp64")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail if README.md is not what the rows give")
-    args = parser.parse_args()
-    path = ROOT / "README.md"
-    text = path.read_text()
-    filled = fill(text, newest_rows())
-    if args.check:
-        if filled != text:
-            print("README.md: tables differ from the benchmark rows; run python -m scripts.readme", file=sys.stderr)
-        return int(filled != text)
-    path.write_text(filled)
-    plot_losses(newest_rows(), RESULTS / "losses.svg")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -208,4 +208,4 @@ def test_the_readmes_tables_come_from_the_rows(tmp_path, monkeypatch):
     assert filled.startswith("before\n<!-- study -->\nWhich loss ") and filled.endswith("-->\nafter\n")
     assert "| objective | gsm8k, 10 layers |" in filled and readme.fill(filled, []) == filled
     for path in re.findall(r"\]\((.+?)\)", filled):
-        assert (readme.ROOT / path).is_file(), f"{path} is pointed at"
+        assert (readme.ROOT / "docs" / path).is_file(), f"{path} is pointed at"

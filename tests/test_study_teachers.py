@@ -167,10 +167,10 @@ def test_the_readmes_second_block_has_rows_of_its_own(tmp_path, monkeypatch):
     assert readme.fill(filled, []) == empty, "tables do not outlive their rows"
 
 
-def test_the_readme_has_a_place_for_both_plans():
+def test_the_docs_have_a_place_for_both_plans():
     from scripts import readme
 
-    lines = (readme.ROOT / "README.md").read_text().splitlines()
+    lines = (readme.ROOT / "docs" / "benchmarks.md").read_text().splitlines()
     first, second = (lines.index(marker) for marker in readme.STUDIES)
     assert first < lines.index(readme.END, first) < second < lines.index(readme.END, second)
     assert readme.END in lines[first:second], "each block has an end of its own"

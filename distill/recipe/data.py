@@ -11,7 +11,14 @@ from distill.recipe.fields import Count, NotNegative, Text
 
 
 class Fields(Section):
-    """Which column holds what; a field left out is looked for under its own name."""
+    """Which column holds what; a field left out is looked for under its own name.
+
+    Attributes:
+        text: running text, all of it learned.
+        prompt: what is read.
+        completion: the answer to it, which is learned.
+        messages: a chat, a list of messages with `role` and `content`.
+    """
 
     text: Text | None = None
     prompt: Text | None = None
@@ -28,7 +35,7 @@ class Validation(Section):
 
     Attributes:
         source: a data set of its own, or null to hold out a share of the training documents.
-        fraction: that share.
+        fraction: the share of the documents that is held out where no source is given.
         max_rows: hold out no more rows of the source (texts with all their pieces, chats, pairs) than this.
     """
 
@@ -43,7 +50,7 @@ class OnPolicy(Section):
     Attributes:
         fraction: share of the answers that are replaced, drawn anew at every step; 0 for none.
         max_new_tokens: the most an answer may have; less where a prompt leaves less of `max_length`.
-        temperature: that answers are drawn at; 0 for the likeliest tokens.
+        temperature: what the answers are drawn at; 0 for the likeliest tokens.
         engine: what generates: `distill` (our decode loop), `transformers`, or `vllm` where that is installed.
         batch_size: prompts that are answered at once, at most.
     """
@@ -62,7 +69,7 @@ class Data(Section):
         source: `python-stdlib` (the installed Python's own library), `synthetic` or `synthetic:zipf` (random tokens),
             a hub id, or a local json, jsonl, parquet, csv or txt file, or a folder of them.
         subset: configuration of a hub data set.
-        split: its split.
+        split: split of a hub data set, or of a folder whose files are named by split.
         format: `auto` decides by the columns.
         fields: which column holds what.
         chat_template: `tokenizer` for its own, `none`, or a .jinja file.

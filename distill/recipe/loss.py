@@ -22,14 +22,25 @@ from distill.recipe.fields import NotNegative, Text
 
 
 class PlainTerm(Section):
-    """A term without a parameter of its own."""
+    """A term without a parameter of its own.
+
+    Attributes:
+        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
+        weight: of this term in the sum.
+    """
 
     type: Literal["forward_kl", "reverse_kl", "tvd", "cross_entropy"]
     weight: NotNegative = 1.0
 
 
 class JSDTerm(Section):
-    """The generalised Jensen-Shannon divergence; `beta` 0 is defined as forward, 1 as reverse KL."""
+    """The generalised Jensen-Shannon divergence; `beta` 0 is defined as forward, 1 as reverse KL.
+
+    Attributes:
+        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
+        weight: of this term in the sum.
+        beta: weight of the teacher in the mixture that both are compared with.
+    """
 
     type: Literal["jsd"]
     weight: NotNegative = 1.0
@@ -37,7 +48,13 @@ class JSDTerm(Section):
 
 
 class SkewTerm(Section):
-    """KL against a mixture that holds the share `alpha` of its own first argument."""
+    """KL against a mixture that holds the share `alpha` of its own first argument.
+
+    Attributes:
+        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
+        weight: of this term in the sum.
+        alpha: share of the first argument in the mixture that it is compared with.
+    """
 
     type: Literal["skew_forward_kl", "skew_reverse_kl"]
     weight: NotNegative = 1.0
@@ -45,7 +62,13 @@ class SkewTerm(Section):
 
 
 class PluginTerm(Section):
-    """A function of the file that `--plugin` names; in a recipe its name is written as the type."""
+    """A function of the file that `--plugin` names; in a recipe its name is written as the type.
+
+    Attributes:
+        type: which divergence from the teacher, or the cross-entropy with the data's tokens.
+        weight: of this term in the sum.
+        function: its name in the plugin's TERMS.
+    """
 
     type: Literal["plugin"]
     function: Text
@@ -53,7 +76,12 @@ class PluginTerm(Section):
 
 
 class PluginFile(Section):
-    """The Python file that a recipe was resolved with (`distill run RECIPE --plugin FILE`), known by its hash."""
+    """The Python file that a recipe was resolved with (`distill run RECIPE --plugin FILE`), known by its hash.
+
+    Attributes:
+        file: path of the Python file.
+        sha256: of its content, in hexadecimal.
+    """
 
     file: Text
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -77,7 +105,7 @@ class Loss(Section):
     Attributes:
         temperature: divides the logits of both models in every divergence.
         scale_by_temperature_squared: multiply divergences by temperature squared (Hinton et al., 2015).
-        label_smoothing: of the cross-entropy term.
+        label_smoothing: share of the label that the cross-entropy term spreads over all tokens.
         z_loss: weight of the squared log-partition that is added to the cross-entropy term.
         terms: divergences and cross-entropy with their weights.
         plugin: the file that terms of other types come from; `--plugin` sets it, and without that nothing of it runs.

@@ -104,7 +104,7 @@ class WeightedTeacher(Teacher):
     """One of several teachers.
 
     Attributes:
-        weight: of its probabilities in the mixture; weights are divided by their sum.
+        weight: this teacher's share of the mixture of probabilities; weights are divided by their sum.
     """
 
     weight: NotNegative = 1.0
@@ -145,9 +145,9 @@ class Lora(Section):
     """Low-rank adapters (Hu et al., 2021): the base weights stay as they are and W + (alpha / r) B A is used.
 
     Attributes:
-        r: rank.
+        r: rank of the adapters.
         alpha: the adapters' scale is alpha / r.
-        dropout: on the adapters' input.
+        dropout: share of the adapters' input that is dropped in training.
         targets: module names, or `all-linear` (every linear layer but the head).
         head: adapt the language-model head as well.
     """

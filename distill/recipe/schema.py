@@ -52,10 +52,15 @@ class Recipe(Section):
     """One distillation run.
 
     Attributes:
-        name: of the run's folder; the recipe file's where it is left out.
+        name: what the run's folder is called; the recipe file's name where it is left out.
         teacher: the large model; with `teachers` the first of them, whose tokenizer makes the data.
         teachers: several teachers over one vocabulary: the student learns the mixture of their probabilities.
-        student, data, loss, train, parallel, generate: the sections of the file.
+        student: the small model, which is trained.
+        data: what is learned from, and what is held out.
+        loss: divergences and cross-entropy, a weighted sum.
+        train: length of the run, batch, optimizer, checkpoints.
+        parallel: how several devices share the models.
+        generate: the samples that close a run.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]

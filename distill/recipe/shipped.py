@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 from distill.core.faults import RecipeError, did_you_mean
 
+SCHEMA_FILE = "recipe.schema.json"
+MODELINE = "# yaml-language-server: $schema="  # by which editors find the schema of a file
+
 
 class ShippedRecipe(NamedTuple):
-    """A recipe that ships: its name on the command line, its file, and the first line of its header."""
+    """A recipe that ships: its name on the command line, its file, and its header's first words."""
 
     name: str
     path: Path
@@ -80,6 +83,8 @@ def find_architecture(config: str, field: str = "config") -> Path:
 def copy_recipe(name: str, destination: Path | None = None) -> Path:
     """Copy a shipped recipe, into the working directory where no destination is given; never overwrites.
 
+    The copy names the schema by the path where it lies, so that editors find it from anywhere.
+
     Raises:
         RecipeError: no such recipe, the file exists, or it cannot be written.
     """
@@ -91,7 +96,8 @@ def copy_recipe(name: str, destination: Path | None = None) -> Path:
         raise RecipeError([f"{target}: expected a folder that exists, or a file that ends in .yaml"])
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
+            schema = (source.parent / SCHEMA_FILE).resolve().as_uri()
+            file.write(source.read_text(encoding="utf-8").replace(MODELINE + SCHEMA_FILE, MODELINE + schema, 1))
     except FileExistsError:
         raise RecipeError(
             [f"{target}: exists already; name another file: distill recipes copy {name} my.yaml"]
@@ -110,5 +116,5 @@ def _is_file(path: Path) -> bool:
 
 def _title(path: Path) -> str:
     with path.open(encoding="utf-8") as file:
-        first = file.readline()
+        first = next((line for line in file if not line.startswith(MODELINE)), "")
     return first.lstrip("# ").strip() if first.startswith("#") else ""

@@ -58,10 +58,10 @@ class Train(Section):
         tokens_per_step: tokens in an optimizer step over all devices, padding and prompts included; null for one
             micro-batch a device, without accumulation.
         batch_size: sequences in a micro-batch of one device.
-        learning_rate: its peak.
-        schedule: of the learning rate, after warm-up.
-        warmup: a number of steps, or below 1 a share of all steps.
-        weight_decay: decoupled (AdamW).
+        learning_rate: the learning rate at its peak, after warm-up.
+        schedule: how the learning rate falls after warm-up.
+        warmup: how long the learning rate rises: a number of steps, or below 1 a share of all steps.
+        weight_decay: decay of the weights a step, decoupled from the gradient (AdamW), times the learning rate.
         max_grad_norm: gradients are clipped to this norm; 0 for no clipping.
         optimizer: `fused_adamw` (ours; on a CPU torch's), or a transformers optimizer name.
         optimizer_states: dtype of fused_adamw's two moments; `auto` is that of the weights.
@@ -72,7 +72,8 @@ class Train(Section):
             longer.
         cuda_graph: replay both models' decoders from CUDA graphs, so that small models do not wait for Python; `auto`
             times a few steps of the run both ways and keeps the faster.
-        seed: of new adapters, data order, split and dropout; the random weights of `init: random` are always the same.
+        seed: what is drawn at random follows from it: new adapters, data order, split and dropout; the random weights
+            of `init: random` are always the same.
         save_every: steps between checkpoints; null for none but the final model.
         eval_every: steps between held-out evaluations; null for before and after only.
         log_every: steps between log lines.
@@ -124,10 +125,10 @@ class Parallel(Section):
     """How several devices share the work; one device needs none of it.
 
     Attributes:
-        strategy: of the student: `ddp` copies it to every device, `fsdp` shards it (FSDP2), `auto` copies it where
-            that fits.
-        teacher: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time), or `auto`: copied where that
-            fits beside the student.
+        strategy: how the student is held: `ddp` copies it to every device, `fsdp` shards it (FSDP2), `auto` copies it
+            where that fits.
+        teacher: how the teacher is held: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time), or
+            `auto`: copied where that fits beside the student.
     """
 
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"

@@ -1,0 +1,185 @@
+"""Every setting of a recipe, read from the schema: its type, default and meaning; and the schema itself, for editors.
+
+The meaning of a field is what the docstring of its section says under `Attributes:`. Since which version a field is
+there, the schema file that ships remembers (`x-since`): a field that is not in it yet is as old as this version.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from distill import __version__
+from distill.core.faults import Section, did_you_mean
+from distill.recipe import Recipe
+from distill.recipe.other_tools import OTHER_TOOLS
+from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
+
+WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}
+BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+LARGEST = 2**20  # a bound from here on is there to catch slips, and says nothing
+
+
+class Setting(NamedTuple):
+    """One field of a recipe.
+
+    Attributes:
+        name: its path, as overrides write it; `[]` follows a list.
+        type: the values it takes.
+        default: as in YAML; `required` where there is none, empty for a section.
+        meaning: what it does.
+        since: the first version that has it.
+        elsewhere: what other tools call it, by tool.
+    """
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+    since: str
+    elsewhere: dict[str, str]
+
+
+def settings() -> list[Setting]:
+    """Every field of the recipe, in the order of the file."""
+    schema = json_schema()
+    found: dict[str, Setting] = {}
+    for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
+        kind, other = _type(node), found.get(name)
+        default = "required" if is_required else _default(node)
+        if other is not None:  # a field that several types of term have
+            kind = " | ".join(dict.fromkeys([*other.type.split(" | "), *kind.split(" | ")]))
+        meaning = other.meaning if other is not None and other.meaning else node["description"]
+        found[name] = Setting(name, kind, default, meaning, node["x-since"], OTHER_TOOLS.get(name, {}))
+    return list(found.values())
+
+
+def find_settings(name: str) -> list[Setting]:
+    """The settings that a name means: a path, a section, a field of any section, the beginning of one of these, another
+    tool's name, or a part of a name.
+
+    Raises:
+        ValueError: none is near; offers the nearest.
+    """
+    plain = re.sub(r"\[\]|\.\d+(?=\.|$)", "", name.strip().strip("."))
+    paths = {setting.name.replace("[]", ""): setting for setting in settings()}
+    last = {path: path.rpartition(".")[2] for path in paths}
+    tests = (
+        lambda path: path == plain or path.startswith(plain + "."),
+        lambda path: last[path] == plain,
+        lambda path: path.startswith(plain),
+        lambda path: any(plain in re.findall(r"[\w.]+", text) for text in paths[path].elsewhere.values()),
+        lambda path: plain in last[path],
+    )
+    for test in tests if plain else ():
+        if matches := [setting for path, setting in paths.items() if test(path)]:
+            return matches
+    hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))
+    raise ValueError(
+        f"no setting is called {name!r}; " + (hint if hint.startswith("did") else "distill settings lists them all")
+    )
+
+
+def json_schema() -> dict[str, Any]:
+    """The recipe's file as a JSON schema (draft 2020-12), by which editors complete and check."""
+    schema, since = Recipe.model_json_schema(), _since()
+    sections = dict(_sections(Section))
+    for name, part in _parts(schema):
+        section, texts = sections[name], meanings(sections[name])
+        part["description"] = " ".join(inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].split())
+        for key, node in part["properties"].items():
+            node["description"] = texts.get(key, "")
+            node["x-since"] = since.get(f"{name}.{key}", __version__)
+            node.pop("title", None)
+            if (factory := section.model_fields[key].default_factory) is not None:
+                made: Any = factory()  # type: ignore[call-arg]
+                node["default"] = made and [one.model_dump() if isinstance(one, BaseModel) else one for one in made]
+        part.pop("title", None)
+    # what validators let a recipe leave out, or write in another way
+    schema["required"] = [name for name in schema["required"] if name not in ("name", "teacher")]
+    schema["anyOf"] = [{"required": ["teacher"]}, {"required": ["teachers"]}]
+    reports = schema["$defs"]["Train"]["properties"]["report_to"]
+    reports["anyOf"] = [{"type": reports.pop("type"), "items": reports.pop("items")}, {"type": "string"}]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a recipe of distill", **schema}
+
+
+def meanings(section: type[Section]) -> dict[str, str]:
+    """What the docstrings of a section and of its bases say of their fields."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__[: section.__mro__.index(Section)]):
+        _, _, listed = inspect.cleandoc(vars(base).get("__doc__") or "").partition("Attributes:")
+        for entry in re.split(r"\n    (?=\S)", listed)[1:]:
+            names, _, text = entry.partition(":")
+            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return found
+
+
+def _sections(section: type[Section]) -> Iterator[tuple[str, type[Section]]]:
+    """Every section by its class's name."""
+    for one in section.__subclasses__():
+        yield one.__name__, one
+        yield from _sections(one)
+
+
+def _since() -> dict[str, str]:
+    """By section and field, the version that the shipped schema remembers."""
+    path = shipped_folder() / SCHEMA_FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if not text:  # or being written just now, by `distill schema >` this file
+        return {}
+    schema = json.loads(text)
+    fields = ((name, key, node) for name, part in _parts(schema) for key, node in part["properties"].items())
+    return {f"{name}.{key}": node["x-since"] for name, key, node in fields}
+
+
+def _parts(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every section's schema by its name."""
+    parts = [*schema["$defs"].items(), ("Recipe", schema)]
+    return [(name, part) for name, part in parts if "properties" in part]
+
+
+def _fields(
+    part: dict[str, Any], known: dict[str, Any], prefix: str, above: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Path, schema and whether it must be given, of every field of a section and of those inside of it."""
+    for key, node in part["properties"].items():
+        yield f"{prefix}{key}", node, key in part.get("required", ())
+        for inner, is_item in _references(node, False):
+            if inner not in above:
+                yield from _fields(known[inner], known, f"{prefix}{key}{'[]' if is_item else ''}.", (*above, inner))
+
+
+def _references(node: dict[str, Any], is_item: bool) -> Iterator[tuple[str, bool]]:
+    """The sections that a field can hold, and whether a list of them."""
+    if "$ref" in node:
+        yield node["$ref"].rpartition("/")[2], is_item
+    for inner in [*node.get("anyOf", ()), *node.get("oneOf", ())]:
+        yield from _references(inner, is_item)
+    if isinstance(node.get("items"), dict):
+        yield from _references(node["items"], True)
+
+
+def _type(node: dict[str, Any]) -> str:
+    if "$ref" in node:
+        return "section"
+    if inner := node.get("anyOf") or node.get("oneOf"):
+        return " | ".join(dict.fromkeys(_type(one) for one in inner))
+    if "enum" in node or "const" in node:
+        return " | ".join(str(value) for value in node.get("enum", [node.get("const")]))
+    if node.get("type") == "array":
+        return f"list of {_type(node['items'])}"
+    if "type" not in node:
+        return "anything"
+    bounds = [f"{sign} {node[key]:,}" for key, sign in BOUNDS.items() if key in node and node[key] < LARGEST]
+    return " ".join([WORDS.get(node["type"], "section"), ", ".join(bounds)]).strip()
+
+
+def _default(node: dict[str, Any]) -> str:
+    if "default" not in node or "$ref" in node:
+        return ""
+    return node["default"] if isinstance(node["default"], str) else json.dumps(node["default"])

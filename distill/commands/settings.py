@@ -1,0 +1,73 @@
+"""The commands `settings` and `schema`: what a recipe may say, for people and for editors."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Annotated
+
+import typer
+
+from distill.commands.arguments import AsJson, say_json
+from distill.commands.reference import find_settings, json_schema
+from distill.commands.reference import settings as all_settings
+from distill.core import console
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Shell completion: paths of settings."""
+    paths = [setting.name.replace("[]", ".0") for setting in all_settings()]
+    return [path for path in paths if path.startswith(incomplete)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file to `app`."""
+    app.command()(settings)
+    app.command()(schema)
+
+
+def settings(
+    field: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FIELD", help="A setting, its beginning, or another tool's name.", autocompletion=complete_setting
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a recipe can say: every setting with its type, default and meaning.
+
+    \b
+    distill settings                           all of them, a line each
+    distill settings train.batch_size
+    distill settings data.on_policy            a section
+    distill settings num_train_epochs          what other tools call it
+    """
+    matches = all_settings() if field is None else find_settings(field)
+    if as_json:
+        say_json([setting._asdict() for setting in matches])
+    elif len(matches) > 12:
+        console.show_table(["setting", "default"], [[setting.name, setting.default[:36]] for setting in matches])
+        console.say("\ndistill settings FIELD says more of one, or of a section such as train")
+    else:
+        for number, setting in enumerate(matches):
+            lines = {
+                "type": setting.type,
+                "default": setting.default,
+                "since": setting.since,
+                "elsewhere": ", ".join(f"{name} in {tool}" for tool, name in setting.elsewhere.items()),
+            }
+            console.say(("\n" if number else "") + setting.name)
+            console.say(textwrap.fill(setting.meaning, 78, initial_indent="  ", subsequent_indent="  "))
+            for key, value in lines.items():
+                if value:
+                    hanging = " " * 13
+                    console.say(textwrap.fill(value, 78, initial_indent=f"  {key:<11}", subsequent_indent=hanging))
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes, by which editors complete and check them.
+
+    \b
+    distill schema > recipe.schema.json
+    """
+    say_json(json_schema())

@@ -1,0 +1,165 @@
+"""Write everything that is generated: `python -m scripts.docs [--check]`.
+
+Tables of README.md and docs/ from measured rows; docs/settings.md and recipes/recipe.schema.json from the recipe's
+schema; docs/cli.md from the command line's own definitions; docs/kernels.md from the public names; docs/recipes.md from
+the recipes. `--check` writes nothing, and fails where a file differs from what would be written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_type_hints
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder) not in sys.path]
+
+from distill.cli import app  # noqa: E402
+from distill.commands.reference import json_schema, settings  # noqa: E402
+from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
+from scripts import kernel_page, readme  # noqa: E402
+
+NOTE = "<!-- written by python -m scripts.docs -->"
+TOOLS = ("TRL", "torchtune", "axolotl")
+
+
+def generated() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    rows = readme.newest_rows()
+    docs = ROOT / "docs"
+    files = {
+        ROOT / "recipes" / SCHEMA_FILE: json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
+        docs / "settings.md": settings_page(),
+        docs / "cli.md": cli_page(),
+    }
+    for picture in readme.STUDY_RESULTS.glob("*.svg"):  # the site holds what lies under docs/ only
+        files[docs / "assets" / picture.name] = picture.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted(docs.rglob("*.md"))]:
+        if path not in files:
+            text = readme.fill(path.read_text(encoding="utf-8"), rows)
+            text = _block(text, "kernels", kernel_page.page(rows)) if path.name == "kernels.md" else text
+            files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
+    return files
+
+
+def _block(text: str, name: str, content: str) -> str:
+    """`text` with what stands between `<!-- generated: NAME -->` and `<!-- end generated -->` replaced."""
+    before, opening, rest = text.partition(f"<!-- generated: {name} -->\n")
+    _, closing, after = rest.partition("<!-- end generated -->")
+    if not opening or not closing:
+        raise ValueError(f"no block <!-- generated: {name} --> ... <!-- end generated -->")
+    return f"{before}{opening}\n{content}\n{closing}{after}"
+
+
+def settings_page() -> str:
+    """docs/settings.md."""
+    lines = [
+        "# Settings", "", NOTE, "",
+        "Every setting of a recipe. `distill settings FIELD` prints the same in the terminal and also finds the names "
+        "that other tools use; `distill schema` prints a JSON schema, by which editors complete and check. Of a list "
+        "(`[]`) an override names an item by its number: `loss.terms.0.weight=0.5`.", "",
+    ]  # fmt: skip
+    section = ""
+    for setting in settings():
+        top = setting.name.split(".")[0].split("[")[0]
+        if top != section:
+            section = top
+            lines += [f"## {top}", ""]
+        lines += [f"### `{setting.name}`", ""] if setting.name != top else []
+        lines += [setting.meaning[:1].upper() + setting.meaning[1:], ""]
+        facts = [f"type: {setting.type.replace(' | ', ', ')}" if "|" in setting.type else f"type: {setting.type}"]
+        facts += [f"default: `{setting.default}`"] if setting.default else []
+        facts.append(f"since {setting.since}")
+        facts += [f"{tool}: `{name}`" for tool, name in setting.elsewhere.items()]
+        lines += ["; ".join(facts), ""]
+    return "\n".join(lines)
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command of `distill` with its definition, those of groups after their group."""
+    import typer
+
+    def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        yield name, command
+        for key, inner in getattr(command, "commands", {}).items():
+            yield from walk(f"{name} {key}", inner)
+
+    return walk("distill", typer.main.get_command(app))
+
+
+def cli_page() -> str:
+    """docs/cli.md."""
+    lines = ["# Commands", "", NOTE, ""]
+    lines += ["Exit codes: 0 done, 1 a check failed, or the machine or the numbers did, 2 your input (one line), "]
+    lines += ["130 Ctrl-C, which finishes the step, writes a checkpoint and prints the command that goes on.", ""]
+    for name, command in commands():
+        lines += [f"## {name}", ""]
+        for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+            is_block = paragraph.startswith("\b")
+            text = paragraph.removeprefix("\b\n")
+            lines += [*(["```sh", text, "```"] if is_block else [" ".join(text.split())]), ""]
+        hints = get_type_hints(command.callback)
+        rows = [_parameter(parameter, hints.get(parameter.name)) for parameter in command.params]
+        if rows:
+            lines += ["| | default | |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def _parameter(parameter: Any, hint: Any) -> str:
+    """A line of a command's table: an argument, or an option with what it takes."""
+    is_argument = not parameter.opts[0].startswith("-")
+    metavar = parameter.metavar or ("" if getattr(parameter, "is_flag", False) else parameter.name.upper())
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        metavar = "|".join(choice.value for choice in hint)
+    names = "/".join([*parameter.opts, *parameter.secondary_opts])
+    text = metavar if is_argument else f"{names} {metavar}".strip()
+    default = "required" if parameter.required else _value(parameter.default)
+    return f"| `{text.replace('|', chr(92) + '|')}` | {default} | {getattr(parameter, 'help', None) or ''} |"
+
+
+def _value(default: Any) -> str:
+    if default is None or default is False or default == [] or callable(default):
+        return ""
+    return f"`{getattr(default, 'value', default)}`" if default is not True else "on"
+
+
+def recipes_part() -> str:
+    """The shipped recipes, each as it is, under its title."""
+    lines: list[str] = []
+    for recipe in shipped_recipes():
+        lines += [
+            f"## {recipe.name}",
+            "",
+            recipe.title + ".",
+            "",
+            "```yaml",
+            recipe.path.read_text().rstrip(),
+            "```",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is out of date")
+    args = parser.parse_args()
+    files = generated()
+    stale = [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if args.check:
+            print(f"{path.relative_to(ROOT)} is out of date; run python -m scripts.docs", file=sys.stderr)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[path], encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+    return int(args.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""What docs/kernels.md says of each public name: what it replaces, and the rows in which that is measured."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from scripts.readme import HEADLINES, UNITS, Headline, cell, compared
+
+
+class Entry(NamedTuple):
+    """A public name.
+
+    Attributes:
+        name: as it is imported.
+        replaces: what one would use without it.
+        measured: rows that compare the two; None where it is measured as a part of another's.
+    """
+
+    name: str
+    replaces: str
+    measured: Headline | None = None
+
+
+LOSS = ("linear variants", "8192 x 128256, H 2048 / 4096")
+_BY_CLAIM = {line.claim: line for line in HEADLINES}
+
+
+def _layer(case: str, shape: str, *rivals: str) -> Headline:
+    return Headline(case, (f"{case} forward + backward", shape), "ours", rivals, "ms")
+
+
+def _logits(case: str, *rivals: str) -> Headline:
+    return Headline(case, (f"logits {case}", "4096 x 128256"), "ours", ("eager", "torch.compile", *rivals), "ms")
+
+
+_SOFTMAXES = ", after bf16 softmaxes"
+_BARE = "floor: bare products"
+GROUPS: dict[str, tuple[Entry, ...]] = {
+    "Losses over hidden states and heads": (
+        Entry(
+            "FusedKLLoss",
+            "projecting both hidden states, `log_softmax`, `kl_div`",
+            _BY_CLAIM["forward KL from hidden states, time"],
+        ),
+        Entry(
+            "FusedJSDLoss",
+            "the same with a mixture",
+            Headline(
+                "",
+                ("linear jsd", LOSS[1]),
+                "ours",
+                (
+                    "eager, full logits",
+                    "torch.compile, full logits",
+                    "Liger LigerFusedLinearJSD",
+                    "TRL ChunkedDivergenceFunction",
+                ),
+                "ms",
+            ),
+        ),
+        Entry("FusedSkewKLLoss", "DistiLLM's skewed KL", Headline("", LOSS, "skewed KL(0.1)", (_BARE,), "ms")),
+        Entry(
+            "FusedTVDLoss",
+            "half the L1 distance of two softmaxes",
+            Headline("", LOSS, "total variation", (_BARE,), "ms"),
+        ),
+        Entry(
+            "FusedTopKKLLoss",
+            "KL from a teacher's stored top-k log-probabilities",
+            Headline("", ("linear top-k", LOSS[1]), "ours, K = 64, bucket", ("full fused KL",), "ms"),
+        ),
+        Entry("FusedCrossEntropyLoss", "`lm_head`, then `F.cross_entropy`"),
+        Entry(
+            "FusedDistillationLoss",
+            "a weighted sum of the above in one pass",
+            Headline("", LOSS, "forward KL + cross-entropy", (_BARE,), "ms"),
+        ),
+        Entry("fused_kl_loss", "`FusedKLLoss` as a function"),
+        Entry("fused_jsd_loss", "`FusedJSDLoss` as a function"),
+        Entry("fused_skew_kl_loss", "`FusedSkewKLLoss` as a function"),
+        Entry("fused_tvd_loss", "`FusedTVDLoss` as a function"),
+        Entry("fused_top_k_kl_loss", "`FusedTopKKLLoss` as a function"),
+        Entry("fused_cross_entropy_loss", "`FusedCrossEntropyLoss` as a function"),
+        Entry("fused_distillation_loss", "`FusedDistillationLoss` as a function"),
+        Entry("ChunkedLoss", "a loss of one's own over full logits, made chunk by chunk"),
+        Entry("LossTerm", "(one term of a sum: a divergence, its parameter and weight)"),
+        Entry("TokenStats", "(what losses report a token: KL, entropies, agreement)"),
+        Entry(
+            "TeacherHead",
+            "averaging several teachers' probabilities",
+            Headline("", ("mixture of teachers", LOSS[1]), "two teachers", ("one teacher",), "ms"),
+        ),
+        Entry("head_loss", "calling a loss on `lm_head.weight`, where FSDP2 shards it"),
+        Entry("call_inside", "(runs a function inside of a module's forward, with its hooks)"),
+    ),
+    "Losses over logits": (
+        Entry("kl_div", "`F.kl_div` of two `log_softmax`", _logits("forward_kl", f"Liger LigerKLDIVLoss{_SOFTMAXES}")),
+        Entry("jsd", "two KLs from a mixture", _logits("jsd", f"Liger LigerJSD{_SOFTMAXES}")),
+        Entry("skew_kl", "KL from a mixture"),
+        Entry("tvd", "half the L1 distance of two softmaxes", _logits("tvd", f"Liger LigerTVDLoss{_SOFTMAXES}")),
+        Entry("cross_entropy", "`F.cross_entropy`", _logits("cross_entropy", "Liger LigerCrossEntropyLoss")),
+        Entry("distillation_loss", "a weighted sum of the above in one pass"),
+        Entry("kl_probabilities", "`F.kl_div` of probabilities"),
+    ),
+    "Layers": (
+        Entry("RMSNorm", "`nn.RMSNorm`, transformers' norms", _BY_CLAIM["RMSNorm, forward and backward"]),
+        Entry("rms_norm", "`F.rms_norm`; `RMSNorm` as a function"),
+        Entry(
+            "add_rms_norm",
+            "the residual addition, then `F.rms_norm`",
+            _layer(
+                "add_rms_norm",
+                "8192x4096 bfloat16, 64 MiB",
+                "add, F.rms_norm",
+                "as transformers",
+                "torch.compile",
+                "liger",
+            ),
+        ),
+        Entry(
+            "LayerNorm",
+            "`nn.LayerNorm`",
+            _layer("layer_norm", "8192x4096 bfloat16, 64 MiB", "F.layer_norm", "torch.compile", "liger"),
+        ),
+        Entry("layer_norm", "`F.layer_norm`; `LayerNorm` as a function"),
+        Entry("swiglu", "`F.silu(gate) * up`"),
+        Entry("geglu", "`F.gelu(gate) * up`"),
+        Entry("glu", "both, by the name of the activation"),
+        Entry(
+            "BiasGELU",
+            "`nn.Linear`'s bias, then `nn.GELU`",
+            _layer("bias_gelu", "8192x8192 float16, 128 MiB", "eager", "eager, spelled out", "torch.compile"),
+        ),
+        Entry("bias_gelu", "`F.gelu(x + bias)`; `BiasGELU` as a function"),
+        Entry("rope", "`apply_rotary_pos_emb`"),
+        Entry(
+            "softmax",
+            "`torch.softmax`",
+            _layer("softmax", "8192x4096 bfloat16, 64 MiB", "torch.softmax", "torch.compile", "liger"),
+        ),
+    ),
+    "Attention, decoding, sampling": (
+        Entry(
+            "flash_attention",
+            "`F.scaled_dot_product_attention`; packed documents and grouped heads",
+            _BY_CLAIM["attention, forward and backward"],
+        ),
+        Entry(
+            "decode_attention",
+            "attention of one token a sequence over its cache",
+            Headline("", ("decode", "B=64 H=32/8 T=1024 D=128"), "ours", ("SDPA",), "ms"),
+        ),
+        Entry("KVCache", "`DynamicCache`, `StaticCache`", _BY_CLAIM["answers of a 1B student, 32 at once"]),
+        Entry("cu_seqlens_from_position_ids", "finding packed documents on the host"),
+        Entry("sample_tokens", "`torch.multinomial` after temperature, top-k and top-p"),
+    ),
+    "Matrix products": (
+        Entry(
+            "SplitKLinear",
+            "`nn.Linear` for few rows",
+            Headline("", ("split_k", "14336x4096, 16 rows"), "split-K", ("cuBLAS",), "ms"),
+        ),
+        Entry("split_k_linear", "`F.linear` for few rows; `SplitKLinear` as a function"),
+        Entry("triton_linear", "`F.linear` without cuBLAS", _BY_CLAIM["8B model without a CUDA library"]),
+        Entry(
+            "Fp8Linear",
+            "`nn.Linear` of a frozen model",
+            Headline("", ("fp8", "4096x28672, 8192 tokens"), "fp8 layer", ("bf16 cuBLAS",), "ms"),
+        ),
+        Entry("fp8_linear", "`Fp8Linear` as a function"),
+        Entry("quantize_rows", "scaling each row into fp8's range"),
+        Entry("swap_linears_for_fp8", "replacing a model's linear layers one by one"),
+        Entry("lora_linear", "`x W + (x A) B` in PEFT's three products"),
+    ),
+    "Optimizer": (Entry("FusedAdamW", "`torch.optim.AdamW(fused=True)`", _BY_CLAIM["AdamW, 1.24 B parameters"]),),
+    "Trainer, models, recipes (package `distill`)": (
+        Entry(
+            "DistillationTrainer",
+            "`transformers.Trainer` with a loss of one's own",
+            _BY_CLAIM["training step, 8B to 1B"],
+        ),
+        Entry("AutoFusedModelForCausalLM", "`AutoModelForCausalLM`"),
+        Entry("Recipe", "(a checked YAML file, as an object)"),
+    ),
+}
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The page's generated part: a table and the references of each group."""
+    from distill_kernels import __all__ as in_kernels
+
+    lines: list[str] = []
+    for title, entries in GROUPS.items():
+        lines += [f"## {title}", "", "| name | in place of | measured |", "|---|---|---|"]
+        for entry in entries:
+            lines.append(
+                f"| [`{entry.name}`](#{_target(entry.name, in_kernels)}) | {entry.replaces} | {_figure(entry, rows)} |"
+            )
+        lines += ["", *(f"::: {_target(entry.name, in_kernels)}\n" for entry in entries)]
+    return "\n".join(lines)
+
+
+def _target(name: str, in_kernels: list[str]) -> str:
+    return f"distill_kernels.{name}" if name in in_kernels else f"distill.{name}"
+
+
+def _figure(entry: Entry, rows: list[dict[str, Any]]) -> str:
+    if entry.measured is None:
+        return ""
+    line = entry.measured
+    ours, best, ratio = compared(line, rows)
+    unit = UNITS[line.figure]
+    where = f"{ours['case']}, {ours['shape']}, {ours['commit']}"
+    if best["candidate"] == _BARE:
+        return f"{cell(ours, line.figure)} {unit}, {1 / ratio:.2f} x its bare matrix products ({where})"
+    return (
+        f"{cell(ours, line.figure)} {unit}; {best['candidate']} {cell(best, line.figure)} {unit} ({ratio:.2f} x; "
+        f"{where})"
+    )
