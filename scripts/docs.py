@@ -102,7 +102,14 @@ def cli_page() -> str:
         for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
             is_block = paragraph.startswith("\b")
             text = paragraph.removeprefix("\b\n")
-            lines += [*(["```sh", text, "```"] if is_block else [" ".join(text.split())]), ""]
+            lines += [
+                *(
+                    [f"```{'text' if name == 'distill' else 'sh'}", text, "```"]
+                    if is_block
+                    else [" ".join(text.split())]
+                ),
+                "",
+            ]
         hints = get_type_hints(command.callback)
         rows = [_parameter(parameter, hints.get(parameter.name)) for parameter in command.params]
         if rows:

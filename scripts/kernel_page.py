@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import distill
 from scripts.readme import HEADLINES, UNITS, Headline, cell, compared
 
 
@@ -187,21 +188,18 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
 
 def page(rows: list[dict[str, Any]]) -> str:
     """The page's generated part: a table and the references of each group."""
-    from distill_kernels import __all__ as in_kernels
-
     lines: list[str] = []
     for title, entries in GROUPS.items():
         lines += [f"## {title}", "", "| name | in place of | measured |", "|---|---|---|"]
         for entry in entries:
-            lines.append(
-                f"| [`{entry.name}`](#{_target(entry.name, in_kernels)}) | {entry.replaces} | {_figure(entry, rows)} |"
-            )
-        lines += ["", *(f"::: {_target(entry.name, in_kernels)}\n" for entry in entries)]
+            lines.append(f"| [`{entry.name}`](#{_target(entry.name)}) | {entry.replaces} | {_figure(entry, rows)} |")
+        lines += ["", *(f"::: {_target(entry.name)}\n" for entry in entries)]
     return "\n".join(lines)
 
 
-def _target(name: str, in_kernels: list[str]) -> str:
-    return f"distill_kernels.{name}" if name in in_kernels else f"distill.{name}"
+def _target(name: str) -> str:
+    """The path by which mkdocstrings finds a name."""
+    return f"{distill._HERE.get(name, 'distill_kernels')}.{name}"
 
 
 def _figure(entry: Entry, rows: list[dict[str, Any]]) -> str:

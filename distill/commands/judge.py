@@ -59,7 +59,7 @@ def evaluate(
     distill eval support-bot
     distill eval support-bot --data other-chats.jsonl
     distill eval ./student --teacher meta-llama/Llama-3.1-8B-Instruct --data python-stdlib --json
-    distill eval support-bot --tasks hellaswag,arc_easy --limit 500       the benchmarks everybody quotes
+    distill eval support-bot --tasks hellaswag,arc_easy --limit 500       # the benchmarks everybody quotes
     """
     if tasks is None and (limit is not None or chat or task_folder is not None):
         raise ValueError("--limit, --chat and --task-folder belong to --tasks, which was not given")
@@ -262,7 +262,7 @@ def report(
     \b
     distill report quickstart
     distill report runs/support-bot -o support-bot.html
-    distill report quickstart --json           the figures of the page
+    distill report quickstart --json           # the figures of the page
     """
     from distill.reports.report import find_run, read_run, write_report
 

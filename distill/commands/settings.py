@@ -37,10 +37,10 @@ def settings(
     """What a recipe can say: every setting with its type, default and meaning.
 
     \b
-    distill settings                           all of them, a line each
+    distill settings                           # all of them, a line each
     distill settings train.batch_size
-    distill settings data.on_policy            a section
-    distill settings num_train_epochs          what other tools call it
+    distill settings data.on_policy            # a section
+    distill settings num_train_epochs          # what other tools call it
     """
     matches = all_settings() if field is None else find_settings(field)
     if as_json:

@@ -90,7 +90,7 @@ def export(
 
     \b
     distill export support-bot -o support-bot-1b --dtype bfloat16
-    distill export support-bot -o out --gguf q8_0              out/out-q8_0.gguf for llama.cpp and its relatives
+    distill export support-bot -o out --gguf q8_0              # out/out-q8_0.gguf for llama.cpp and its relatives
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
     from distill.reports.export import check_repository

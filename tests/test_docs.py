@@ -1,0 +1,231 @@
+"""README and docs: short, linked, current, and every command and block of code in them works."""
+
+import ast
+import importlib
+import importlib.util
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import distill_kernels
+import doc_blocks
+import pytest
+import torch
+import typer
+import yaml
+from doc_blocks import PAGES, ROOT, Block
+
+import distill
+from distill.cli import app
+from distill.recipe import Recipe, load, parse
+from distill.recipe.shipped import find_recipe, shipped_recipes
+from distill.recipe.yaml_text import parse_yaml
+from scripts import docs, kernel_page, readme
+
+COMMANDS = typer.main.get_command(app)
+OPTIONAL = {"trl", "vllm", "liger_kernel", "lightning", "wandb", "openai", "lm_eval"}
+SHELL = doc_blocks.blocks("sh", "bash", "shell", "console")
+YAML = doc_blocks.blocks("yaml", "yml")
+JSON = doc_blocks.blocks("json", "jsonl")
+PYTHON = doc_blocks.blocks("python", "py")
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+BASE = find_recipe("chat-8b-to-1b")  # what a recipe of the reader's own is taken for
+
+
+def test_the_readme_is_one_screen_and_a_bit():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len(readme.HEADLINES) <= 12
+
+
+def test_what_is_generated_is_committed():
+    stale = [path for path, text in docs.generated().items() if not path.is_file() or path.read_text() != text]
+    assert not stale, "run python -m scripts.docs"
+
+
+def test_a_stale_table_is_noticed():
+    text = (ROOT / "README.md").read_text()
+    assert readme.fill(text.replace("ours", "theirs"), readme.newest_rows()) != text.replace("ours", "theirs")
+
+
+def test_rows_of_an_unknown_commit_are_not_shown(tmp_path):
+    row = {"gpu": "g", "case": "c", "shape": "s", "candidate": "ours", "ms": 1.0, "commit": "abc"}
+    rows = [row, row | {"commit": "unknown", "ms": 2.0}, row | {"commit": "unknown", "candidate": "other"}]
+    (tmp_path / "g.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert readme.newest_rows(tmp_path) == [row]
+    assert readme.left_out(tmp_path) == "1 rows at an unknown commit are left out: c."
+
+
+def test_a_headline_says_where_the_others_are_better():
+    line = readme.Headline("", ("c", "s"), "ours", ("a", "b"), "ms")
+    rows = [{"case": "c", "shape": "s", "candidate": name, "ms": ms} for name, ms in zip("ab", (4.0, 1.0), strict=True)]
+    ours, best, ratio = readme.compared(line, [*rows, {"case": "c", "shape": "s", "candidate": "ours", "ms": 2.0}])
+    assert (ours["ms"], best["candidate"], ratio) == (2.0, "b", 0.5)
+    with pytest.raises(ValueError, match="no benchmark row"):
+        readme.compared(line, rows)
+
+
+def test_every_public_name_is_on_the_kernels_page():
+    public = {*distill_kernels.__all__, *distill._HERE}
+    listed = [entry.name for entries in kernel_page.GROUPS.values() for entry in entries]
+    assert set(listed) == public and len(listed) == len(public)
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    assert all(f"[`{name}`](#" in text and re.search(rf"^::: \S+\.{name}$", text, re.M) for name in public)
+
+
+def test_the_command_line_reference_is_complete():
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name, command in docs.commands():
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert all(option in section for parameter in command.params for option in parameter.opts if "--" in option)
+
+
+def test_every_page_is_in_the_navigation():
+    def pages(item: object) -> list[str]:
+        if isinstance(item, str):
+            return [item]
+        return [page for inner in (item if isinstance(item, list) else item.values()) for page in pages(inner)]
+
+    listed = pages(tomllib.loads((ROOT / "zensical.toml").read_text())["project"]["nav"])
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in PAGES[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in doc_blocks.links(page):
+        if re.match(r"[a-z]+:", link):
+            assert link.startswith(("https://", "mailto:")), link
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: there is no {target}"
+        if anchor and target.suffix == ".md":
+            assert anchor in doc_blocks.anchors(target), f"{link}: no such heading"
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+
+
+def recipe_file(name: str) -> Path:
+    """The recipe that a command names: one that ships, or a copy of one; else the one to copy."""
+    known = {recipe.name: recipe.path for recipe in shipped_recipes()}
+    return known.get(Path(name).stem, BASE)
+
+
+def check_distill(words: list[str]) -> None:
+    """Hold that the command line takes these words, and that the recipe with its settings is valid."""
+    command = COMMANDS
+    while words and words[0] in getattr(command, "commands", {}):
+        command, words = command.commands[words[0]], words[1:]
+    assert not words or words[0].startswith("-") or not hasattr(command, "commands"), f"no such command: {words}"
+    context = command.make_context("distill", list(words))
+    if context.params.get("recipe") and "overrides" in context.params:
+        overrides = list(context.params["overrides"] or ())
+        if context.params.get("plugin"):
+            overrides.insert(0, f"loss.plugin={{file: x.py, sha256: '{'0' * 64}'}}")
+        load(recipe_file(context.params["recipe"]), overrides)
+
+
+def check_command(words: list[str]) -> None:
+    words = doc_blocks.until_redirection(words)
+    if words[0] == "distill":
+        check_distill(words[1:])
+    elif "-m" in words and words[words.index("-m") + 1] == "distill":
+        check_distill(words[words.index("-m") + 2 :])
+    elif words[0].startswith("python") and "-m" in words:
+        assert importlib.util.find_spec(words[words.index("-m") + 1]), words
+    elif words[0] in ("torchrun", "accelerate") or words[0].startswith("python"):
+        scripts = [word for word in words if word.endswith(".py")]
+        assert all((ROOT / script).is_file() for script in scripts if "/" in script), words
+    elif words[0] == "pip":
+        for extras in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
+            assert set(extras.split(",")) <= EXTRAS, words
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_commands_parse_and_their_settings_are_valid(block: Block):
+    commands = list(doc_blocks.shell_commands(block.text))
+    assert commands
+    for words in commands:
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["distill rum x", "distill run quickstart train.stepz=1", "distill check x --gpuss 2", "python -m scripts.no"],
+)
+def test_a_wrong_command_is_noticed(line):
+    with pytest.raises(Exception):  # noqa: B017
+        check_command(line.split())
+
+
+def overrides_of(tree: object, prefix: str = "") -> list[str]:
+    if not isinstance(tree, dict) or not tree:
+        return [f"{prefix.rstrip('.')}={json.dumps(tree)}"]
+    return [setting for key, value in tree.items() for setting in overrides_of(value, f"{prefix}{key}.")]
+
+
+@pytest.mark.parametrize("block", YAML, ids=str)
+def test_yaml_is_a_recipe_or_a_part_of_one(block: Block):
+    if block.excuse is not None:
+        list(yaml.safe_load_all(block.text))
+        return
+    tree = parse_yaml(block.text, str(block))
+    assert set(tree) <= set(Recipe.model_fields), f"{block}: say above it why it is no recipe: <!-- not run: ... -->"
+    if {"student", "data", "train"} <= set(tree) and {"teacher", "teachers"} & set(tree):
+        parse(block.text)
+        return
+    if "teachers" in tree:
+        tree = {"teacher": None} | tree
+    plugin = re.search(r"--plugin", block.page.read_text()) and "terms" in tree.get("loss", {})
+    load(BASE, [*([f"loss.plugin={{file: x.py, sha256: '{'0' * 64}'}}"] if plugin else []), *overrides_of(tree)])
+
+
+@pytest.mark.parametrize("block", JSON, ids=str)
+def test_json_is_json(block: Block):
+    for line in [block.text] if block.language == "json" else block.text.splitlines():
+        json.loads(line)
+
+
+def given() -> dict[str, object]:
+    """The names that blocks of Python may use: two tiny models and a batch."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 96, "num_attention_heads": 2, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    student = LlamaForCausalLM(LlamaConfig(hidden_size=16, intermediate_size=32, **shape))
+    teacher = LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, **shape))
+    input_ids = torch.randint(96, (2, 12))
+    labels = input_ids.clone()
+    labels[:, :3] = -100
+    return {
+        "__name__": "__main__", "torch": torch, "F": torch.nn.functional, "student": student, "model": student,
+        "teacher": teacher, "input_ids": input_ids, "labels": labels, "x": torch.randn(8, 32),
+    }  # fmt: skip
+
+
+def check_imports(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.text)):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in modules:
+            if name.split(".")[0] in OPTIONAL and importlib.util.find_spec(name.split(".")[0]) is None:
+                continue
+            module = importlib.import_module(name)
+            for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+                assert hasattr(module, alias.name) or importlib.util.find_spec(f"{name}.{alias.name}"), alias.name
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in PYTHON}), ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_runs_on_tiny_models(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["example.py"])
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}
+    (tmp_path / "my-chats.jsonl").write_text(json.dumps(chat) + "\n")
+    names = given()
+    for block in [block for block in PYTHON if block.page == page]:
+        code = compile("\n" * (block.line) + block.text, str(page), "exec")
+        check_imports(block)
+        if block.excuse is None:
+            exec(code, names)
