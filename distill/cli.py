@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shlex
 import sys
@@ -34,7 +35,7 @@ from distill.commands.arguments import (
 )
 from distill.core import console, launch, ranks
 from distill.core.faults import RunError, disk_line
-from distill.core.folders import RECIPE_FILE, RUNS, run_folder
+from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
 from distill.core.run_lock import RunLock
 from distill.recipe import dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
@@ -98,7 +99,10 @@ def run(
     overrides: Overrides = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Write to runs/NAME, not runs/<recipe> (or -2, -3, ...)."),
+        typer.Option("--name", metavar="NAME", help="Call the run so, not as the recipe (or -2, -3, ...)."),
+    ] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="The folder of all runs, in place of the recipe's (runs).")
     ] = None,
     resume: Annotated[
         bool,
@@ -122,6 +126,7 @@ def run(
     distill run quickstart train.steps=20 loss.terms.0.type=reverse_kl
     distill run chat-8b-to-1b.yaml data.source=chats.jsonl --name support-bot
     distill run chat-8b-to-1b.yaml --name support-bot --resume
+    distill run chat-8b-to-1b.yaml --output-dir /scratch/$USER/runs
     distill run chat-8b-to-1b.yaml --lock runs/support-bot/lock.yaml
 
     Several visible GPUs are all used, through torchrun. To start the processes yourself, on several nodes say:
@@ -136,13 +141,15 @@ def run(
     \b
     distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
     """
-    _, resolved = load_recipe(recipe, [*(overrides or ()), *plugin_override(plugin)])
+    overrides = [*(overrides or ()), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
+    _, resolved = load_recipe(recipe, [*overrides, *plugin_override(plugin)])
+    runs = runs_folder(resolved.output_dir)
     if resume_if_any:
         if name is None:
             raise ValueError("--resume-if-any: needs --name, which says which run it may be")
-        resume = resume or (RUNS / name / RECIPE_FILE).is_file()
+        resume = resume or (runs / name / RECIPE_FILE).is_file()
     # of several processes, one may have made the folder already
-    folder = run_folder(resolved.name, name=name, resume=resume) if ranks.is_first() else None
+    folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_first() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
         from distill.planning.steps import accumulation_steps
@@ -155,7 +162,7 @@ def run(
         run_recipe(resolved, name=name, resume=resume, lock=lock, plugin=plugin)
     except KeyboardInterrupt:
         if folder is not None:
-            _say_how_to_resume(folder, recipe, overrides or [], plugin)
+            _say_how_to_resume(folder, recipe, overrides, plugin)
         raise typer.Exit(130) from None
 
 

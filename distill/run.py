@@ -2,7 +2,7 @@
 
     result = run(load("recipes/quickstart.yaml"))
 
-Everything that a person may have got wrong is found before the run's folder exists. Then `runs/<name>/` gets:
+Everything that a person may have got wrong is found before the run's folder exists. Then `<output_dir>/<name>/` gets:
 
     recipe.yaml         the resolved recipe; where a resumed run was resumed other settings, the latest, changes noted
     attention.json      the attention back ends that were the fastest here; a resumed run keeps them
@@ -32,7 +32,7 @@ from accelerate import PartialState
 from distill.core import console
 from distill.core.environment import environment
 from distill.core.files import write_json, write_text
-from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder
+from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
 from distill.core.launch import forget_accelerates_settings
 from distill.core.manifest import sums_of
 from distill.core.ranks import is_first, of_the_first, world_size
@@ -101,7 +101,7 @@ def run(
 
     Args:
         recipe: what to do.
-        name: the run's folder under `runs/`; None for the recipe's name or the next free one.
+        name: the run's folder under `output_dir`; None for the recipe's name or the next free one.
         resume: continue the run in that folder from its last complete checkpoint.
         lock: a lock.yaml; where anything differs from it, nothing is run.
         plugin: the file of loss functions that the recipe was resolved with; its code is run.
@@ -116,7 +116,8 @@ def run(
     device = resolve_device(recipe.train)
     forget_accelerates_settings(os.environ)
     process = PartialState(cpu=device.type == "cpu")
-    folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume))
+    runs = runs_folder(recipe.output_dir)
+    folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume, runs=runs))
     with explained(recipe, folder), RunLock(folder) as held:
         return _run(recipe, held, device, process, resume, lock, own_terms)
 

@@ -185,6 +185,27 @@ def test_run_hands_over_the_resolved_recipe(folder, fake_run):
     assert (name, resume) == ("trial", False) and fake_run.lock is None
 
 
+def test_runs_lie_where_output_dir_says(folder, fake_run, monkeypatch, capsys):
+    monkeypatch.setenv("SCRATCH", str(folder / "scratch"))
+    make_run(folder / "scratch" / "trial")
+    for given in (["--output-dir", "scratch"], ["output_dir=$SCRATCH"]):
+        assert run_command(["run", "mine.yaml", *given, "--name", "trial"]) == 2
+        assert "scratch/trial holds a run already" in capsys.readouterr().err
+    assert run_command(["run", "mine.yaml", "--output-dir", "scratch", "--name", "trial", "--resume-if-any"]) == 0
+    assert fake_run.calls[-1][0].output_dir == "scratch" and fake_run.calls[-1][2]
+    assert run_command(["run", "mine.yaml", "output_dir=$NOWHERE/runs"]) == 2
+    assert "output_dir: '$NOWHERE/runs': expected variables that are set" in capsys.readouterr().err
+
+    def run(recipe, *, name, **_):
+        Path("scratch", "trial", "checkpoint-5").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    fake_run.run = run
+    (folder / "scratch" / "trial" / "recipe.yaml").unlink()
+    assert run_command(["run", "mine.yaml", "--output-dir", "scratch", "--name", "trial"]) == 130
+    assert "distill run mine.yaml 'output_dir=\"scratch\"' --name trial --resume" in capsys.readouterr().err
+
+
 def test_only_the_first_process_asks_for_a_free_folder(folder, fake_run, monkeypatch, capsys):
     make_run(folder / "runs" / "trial")
     monkeypatch.setenv("RANK", "1")

@@ -7,6 +7,7 @@ from test_run import TEXT
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
+from distill.evaluation.targets import find_target
 from distill.recipe import parse
 from distill.recipe.same_step import FREE, settings_of_steps
 from distill.reports.compare_runs import welch
@@ -15,14 +16,17 @@ from distill.teachers.registry import measure_of
 from distill.training.lock import FIRST, lock_text
 
 
-def make_run(name, kl, *, seed=0, rate="1e-4", result=True, student="{model: b}", more="", processes=None):
+def make_run(
+    name, kl, *, seed=0, rate="1e-4", result=True, student="{model: b}", more="", processes=None, split=0, teacher="a"
+):
     from pathlib import Path
 
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     key = "divergence" if "cross" in student else "kl"
     (folder / "recipe.yaml").write_text(
-        f"name: {name}\nteacher: {{model: a}}\nstudent: {student}\ndata: {{source: x.txt}}\n"
+        f"name: {name}\nteacher: {{model: {teacher}}}\nstudent: {student}\n"
+        f"data: {{source: x.txt, validation: {{seed: {split}}}}}\n"
         f"train: {{steps: 5, seed: {seed}, learning_rate: {rate}{more}}}\n"
     )
     if processes is not None:
@@ -65,6 +69,34 @@ def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
     assert [group["runs"] for group in groups] == [ALL[:3], ALL[3:]] and groups[0]["p_value"] is None
 
 
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ({"split": 3}, "data.validation.seed 3, there 0"),
+        ({"teacher": "larger"}, "teacher.model 'larger', there 'a'"),
+    ],
+)
+def test_other_teachers_and_other_held_out_rows_are_refused_unless_asked_for(folder, more, told, capsys):
+    make_run("other", 0.4, **more)
+    assert run_command(["compare", "slow-0", "slow-1", "other"]) == 2
+    fault = capsys.readouterr().err
+    assert f"other was not judged as slow-0: {told}\n" in fault and "--anyway prints it" in fault
+    assert run_command(["compare", "slow-0", "slow-1", "other", "--anyway"]) == 0
+    assert f"other was not judged as slow-0: {told}\n" in capsys.readouterr().out
+    assert run_command(["compare", "slow-0", "slow-1", "fast-0"]) == 0
+    assert "judged" not in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_was_split_by_its_seed(folder, capsys):
+    path = folder / "runs" / "slow-1" / "recipe.yaml"
+    path.write_text(path.read_text().replace(", validation: {seed: 0}", ""))
+    assert run_command(["compare", "slow-0", "slow-1"]) == 2
+    assert "slow-1 was not judged as slow-0: data.validation.seed 1, there 0" in capsys.readouterr().err
+    (path.parent / "student").mkdir()
+    (path.parent / "student" / "config.json").write_text("{}")
+    assert find_target("slow-1").recipe.data.validation.seed == 1, "distill eval would judge on rows that were learned"
+
+
 def groups_of(capsys, *runs):
     assert run_command(["compare", *runs, "--json"]) == 0
     return [(group["runs"], group["differs"]) for group in json.loads(capsys.readouterr().out)]
@@ -92,7 +124,7 @@ def test_every_free_setting_is_left_out(name):
         "data: {source: x.txt, packing: false, on_policy: {fraction: 0.5}}\n"
     )
     before = parse(text)
-    values = {bool: "true", int: "7", list: "[wandb]"}
+    values = {bool: "true", int: "7", list: "[wandb]", str: "elsewhere"}
     found = before.model_dump()
     for part in name.split("."):
         found = found[part]

@@ -40,9 +40,9 @@ def texts(path, count=20):
     return write(path, [{"text": f"This is text number {number}, and no other."} for number in range(count)])
 
 
-def load(source, tokenizer, seed=0, **more):
+def load(source, tokenizer, seed=0, vocab_size=None, **more):
     settings = {"source": source, "max_length": 128, "packing": False} | more
-    return load_data(Data(**settings), tokenizer, seed=seed)
+    return load_data(Data(**settings), tokenizer, seed=seed, vocab_size=vocab_size)
 
 
 def learned(row, tokenizer):
@@ -198,7 +198,7 @@ def test_no_text_is_both_learned_and_held_out_not_even_a_copy_or_a_piece(tmp_pat
     assert not train & held and len(held) == 8
     assert splits.report.validation_tokens == sum(len(r["input_ids"]) for r in whole.validation)
     again = load(path, tokenizer, max_length=40, packing=True, validation={"fraction": 0.2}, cache=False)
-    other = load(path, tokenizer, max_length=40, packing=True, validation={"fraction": 0.2}, seed=5)
+    other = load(path, tokenizer, max_length=40, packing=True, validation={"fraction": 0.2, "seed": 5})
     assert again.validation[:] == splits.validation[:] and again.train[:] == splits.train[:]
     assert other.validation[:] != splits.validation[:]
 

@@ -12,6 +12,7 @@ import typer
 
 from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
 from distill.core import console, launch, ranks
+from distill.core.faults import RecipeError
 from distill.core.files import write_text
 
 RunArgument = Annotated[
@@ -206,6 +207,9 @@ def compare(
         typer.Argument(metavar="RUN...", help="Runs: folders or names under runs/.", autocompletion=complete_run),
     ],
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw their curves into this HTML page.")] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also runs of different teachers or held-out rows; it is said which.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Several runs in one table: those that differ only by their seed are one line, with the spread over seeds.
@@ -214,15 +218,20 @@ def compare(
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
     """
-    from distill.reports.compare_runs import curves_page, group_runs, mean_and_spread
+    from distill.reports.compare_runs import curves_page, differently_judged, group_runs, mean_and_spread
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]
     groups = group_runs(read)
+    warnings = differently_judged(read)
+    if warnings and not anyway:
+        raise RecipeError([*warnings, "these figures do not belong into one table; --anyway prints it all the same"])
     if plot is not None:
         _require_a_file("--plot", plot)
         write_text(plot, curves_page(read))
     if as_json:
+        for line in warnings:
+            console.complain(line)
         say_json([group.as_dict() for group in groups])
         return
     measures = {group.measure.name for group in groups}
@@ -246,6 +255,8 @@ def compare(
     for group in groups[1:]:
         changes = ", ".join(f"{key}={value}" for key, value in group.differs.items())
         console.say(f"{group.name} differs from {groups[0].name} in {changes}")
+    for line in warnings:
+        console.say(line)
     if plot is not None:
         console.say(f"wrote {plot}")
 

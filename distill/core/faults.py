@@ -9,24 +9,12 @@ from __future__ import annotations
 import errno
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
-
-SUM_OF_TERMS = (
-    "the loss is the plain weighted sum of loss.terms, nothing is traded off behind it: "
-    "set each term's weight, as in terms: [{type: forward_kl, weight: 0.5}, {type: cross_entropy, weight: 0.5}]"
-)
-# names people know from elsewhere, by section; "" is the top of the recipe
-EXPLAINED = {
-    **{
-        ("loss", name): SUM_OF_TERMS
-        for name in ("alpha", "lambda", "kd_ratio", "kd_weight", "kl_weight", "ce_weight", "ce_ratio", "hard_weight")
-    },
-}
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -118,19 +106,72 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
 
 
-def explain(error: ValidationError, model: type[BaseModel]) -> list[str]:
+class Alias(NamedTuple):
+    """A field as another tool names it.
+
+    Attributes:
+        field: ours, with dots; empty where there is none.
+        tools: whose name it is.
+        cure: how it is written here, where another name alone would not do.
+    """
+
+    field: str
+    tools: str
+    cure: str = ""
+
+
+class Names(NamedTuple):
+    """What people bring from other tools.
+
+    Attributes:
+        fields: by their name, or by section and name: ours.
+        values: by the last part of our field and their value: ours.
+        short: sections that they give as one value: how that is written, and the value to show where none came.
+    """
+
+    fields: Mapping[str, Alias]
+    values: Mapping[str, Mapping[str, str]]
+    short: Mapping[str, tuple[str, str]]
+
+
+def explain(error: ValidationError, model: type[BaseModel], names: Names) -> list[str]:
     """One line for each fault that pydantic found in data for `model`."""
-    lines = [_line(fault, model) for fault in error.errors(include_url=False)]
+    lines = [_line(fault, model, names) for fault in error.errors(include_url=False)]
     return list(dict.fromkeys(lines))
 
 
-def _line(fault: ErrorDetails, model: type[BaseModel]) -> str:
+def _unknown(path: list[str], section: list[str], model: type[BaseModel], names: Names) -> str:
+    """What an unknown field at `path` may have been meant for; `section` has the fields known there."""
+    parents = [part for part in path[:-1] if not part.isdigit()]
+    name = path[-1].strip().lower().replace("-", "_")
+    if alias := names.fields.get(".".join([*parents, name])) or names.fields.get(name):
+        field, last = alias.field, alias.field.rpartition(".")[2]
+        if last in section and ".".join(parents) != field.rpartition(".")[0]:
+            field = ".".join([*path[:-1], last])  # the same field of the other model
+        return " ".join(filter(None, [f"did you mean {field}?" if field else "", alias.cure]))
+    near = did_you_mean(name, section)
+    everywhere = _paths(model)
+    if near.startswith("known") and (same := [path for path in everywhere if path.rpartition(".")[2] == name]):
+        return f"did you mean {' or '.join(same)}?"
+    return near
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every field below `model` that is no part of a list, with dots."""
+    paths = []
+    for name, field in model.model_fields.items():
+        paths.append(prefix + name)
+        if "list" not in str(field.annotation):
+            paths += [path for section in _sections(field.annotation) for path in _paths(section, f"{prefix}{name}.")]
+    return paths
+
+
+def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     path, section = _locate(fault["loc"], model)
     where, came, kind, context = ".".join(path), fault["input"], fault["type"], fault.get("ctx", {})
     head = f"{where}: " if where else ""
     if kind == "extra_forbidden":
-        known = EXPLAINED.get((".".join(path[:-1]), path[-1]))
-        return f"{head}{known}" if known else f"{head}unknown field; {did_you_mean(path[-1], section)}"
+        return f"{head}unknown field; {_unknown(path, section, model, names)}"
     if kind == "missing":
         return f"{head}required, and missing"
     if kind == "union_tag_not_found":
@@ -138,10 +179,10 @@ def _line(fault: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "union_tag_invalid":
         tags = _tags(model, path)
         tag = context.get("tag")
-        return f"{head}unknown type {show(tag)}; {did_you_mean(tag, tags)}"
+        return f"{head}unknown type {show(tag)}; {_value_meant('type', tag, tags, names)}"
     if kind == "literal_error":
         options = _literals(model, path)
-        hint = did_you_mean(came, options)
+        hint = _value_meant(path[-1], came, options, names)
         return f"{head}expected one of {_plain_list(options)}, came {show(came)}" + (
             f"; {hint}" if hint.startswith("did") else ""
         )
@@ -157,8 +198,18 @@ def _line(fault: ErrorDetails, model: type[BaseModel]) -> str:
     if kind == "too_short":
         return head + refuse(f"at least {context['min_length']} of them", came)
     if kind in EXPECTED:
-        return head + refuse(EXPECTED[kind], came)
+        section_path = ".".join(part for part in path if not part.isdigit())
+        short = names.short.get(section_path)
+        if short is None or not EXPECTED[kind].startswith(("a section", "a list")):
+            return head + refuse(EXPECTED[kind], came)
+        value = came if isinstance(came, str | int | float) and not isinstance(came, bool) else short[1]
+        return f"{head}{refuse(EXPECTED[kind], came)}; as in {section_path}: {short[0].format(value)}"
     return f"{head}{fault['msg']}, came {show(came)}"
+
+
+def _value_meant(field: str, value: object, options: list[str], names: Names) -> str:
+    ours = names.values.get(field, {}).get(str(value).strip().lower().replace(" ", "_"), "")
+    return f"did you mean {ours}?" if ours.split(" ")[0] in options else did_you_mean(value, options)
 
 
 def _plain_list(options: Iterable[str]) -> str:

@@ -1,8 +1,12 @@
-"""Where a run's files go: runs/<recipe>, the next free runs/<recipe>-2, or the name that was asked for."""
+"""Where a run's files go: runs/<recipe>, the next free runs/<recipe>-2, or the name that was asked for.
+
+`output_dir` puts another folder in the place of runs/.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +18,18 @@ RECIPE_FILE = "recipe.yaml"
 RESULT_FILE = "result.json"
 RUN_LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def runs_folder(output_dir: str) -> Path:
+    """The folder of all runs that a recipe's `output_dir` names, with `~` and `$VARIABLES` filled in.
+
+    Raises:
+        RecipeError: a variable that is not set.
+    """
+    folder = os.path.expandvars(output_dir)
+    if "$" in folder:
+        raise RecipeError([f"output_dir: {show(output_dir)}: expected variables that are set in the environment"])
+    return Path(folder).expanduser()
 
 
 def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = False, runs: Path = RUNS) -> Path:

@@ -32,7 +32,7 @@ from distill.data.tokenise import Encoder, RowEncoder, Tally
 if TYPE_CHECKING:
     import datasets
 
-    from distill.recipe import Data
+    from distill.recipe import Data, Validation
 
 __all__ = ["Collator", "DataReport", "Splits", "load_data"]
 
@@ -155,7 +155,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
     Args:
         data: the recipe's `data` section.
         tokenizer: a transformers tokenizer; None only for `source: synthetic`.
-        seed: fixes which documents are held out and the order of the rows.
+        seed: fixes the order of the rows; `data.validation.seed` fixes which documents are held out.
         vocab_size: for `source: synthetic` (uniform) and `synthetic:zipf`, ids are drawn below it.
 
     Returns:
@@ -191,7 +191,7 @@ def load_rows(
         data: the recipe's `data` section.
         encoder_for: the encoder for rows of a format.
         templates: the chat templates that it uses.
-        seed: fixes which documents are held out and the order of the rows.
+        seed: fixes the order of the rows; `data.validation.seed` fixes which documents are held out.
         report_type: what counts them.
     """
 
@@ -215,10 +215,10 @@ def load_rows(
     report.frozen_date = max(days).isoformat() if days else None
     documents, key = read(data.source, "data.source", data.split, data.max_rows)
     if data.validation.source is None:
-        held_out, rest = _hold_out(documents.origin, data.validation.fraction, data.validation.max_rows, seed)
+        held_out, rest = _hold_out(documents.origin, data.validation)
         return _pack(data, (documents, rest), (documents, held_out), report, seed, key)
     other, other_key = read(*_validation_source(data), None)
-    held_out = _some(other.origin, data.validation.max_rows, seed)
+    held_out = _some(other.origin, data.validation.max_rows, data.validation.seed)
     rest = np.flatnonzero(~np.isin(documents.origin, other.origin[held_out]))
     if len(rest) < len(documents.origin):
         logger.warning(
@@ -280,7 +280,7 @@ def _texts(origin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (pieces := np.arange(len(origin), dtype=np.uint64)), pieces
 
 
-def _hold_out(origin: np.ndarray, fraction: float, limit: int | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _hold_out(origin: np.ndarray, section: Validation) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the held-out and the other documents; pieces of one text and copies of it stay together.
 
     Only where all is one text are its pieces themselves divided.
@@ -290,8 +290,8 @@ def _hold_out(origin: np.ndarray, fraction: float, limit: int | None, seed: int)
         raise ValueError(
             "data.validation: nothing can be held out of one document; give data.validation.source or more data"
         )
-    count = min(max(1, round(fraction * len(texts))), limit or len(texts), len(texts) - 1)
-    held_out = np.isin(origin, _chosen(texts, count, seed))
+    count = min(max(1, round(section.fraction * len(texts))), section.max_rows or len(texts), len(texts) - 1)
+    held_out = np.isin(origin, _chosen(texts, count, section.seed))
     return np.flatnonzero(held_out), np.flatnonzero(~held_out)
 
 
@@ -326,9 +326,9 @@ def _pack(data: Data, trained: Chosen, held_out: Chosen, report: DataReport, see
     """Lay the chosen documents out as rows and count them."""
     if len(trained[1]) == 0:
         raise ValueError("data.validation: every document is held out and none is left to train on")
-    settings = (key, seed, data.packing, data.max_length, data.validation.model_dump())
-    train = _dataset(key_of("train", *settings), trained, data, seed)
-    validation = _dataset(key_of("validation", *settings), held_out, data, seed)
+    settings = (key, data.packing, data.max_length, data.validation.model_dump())
+    train = _dataset(key_of("train", seed, *settings), trained, data, seed)
+    validation = _dataset(key_of("validation", *settings), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)
     report.rows, report.validation_rows = len(train), len(validation)
     return Splits(train, validation, report)
@@ -370,7 +370,7 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     if vocab_size < 2:
         raise ValueError("data.source: synthetic needs the size of a vocabulary (a tokenizer or vocab_size)")
     rows = max(2, data.max_rows or SYNTHETIC_ROWS)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(data.validation.seed)
     shape = (rows, data.max_length)
     if kind == "zipf":  # frequency proportional to 1 / rank, by inversion of its continuous form
         ids = np.minimum(np.exp(random.random(shape) * np.log(vocab_size)) - 1, vocab_size - 1).astype(np.int32)
@@ -381,7 +381,7 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     offsets = np.arange(rows + 1, dtype=np.int64) * data.max_length
     columns = {name: Ragged(values.reshape(-1), offsets) for name, values in (("input_ids", ids), ("labels", labels))}
     documents = Documents(columns, np.arange(rows, dtype=np.uint64), {})
-    digest = f"synthetic-{kind}-{vocab_size}-{seed}"
+    digest = f"synthetic-{kind}-{vocab_size}-{data.validation.seed}"
     report = DataReport(data.source, digest, "random tokens", data.max_length, rows_read=rows)
-    held_out, rest = _hold_out(documents.origin, data.validation.fraction, data.validation.max_rows, seed)
+    held_out, rest = _hold_out(documents.origin, data.validation)
     return _pack(data, (documents, rest), (documents, held_out), report, seed, key_of(digest, rows, data.max_length))

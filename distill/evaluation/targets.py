@@ -44,7 +44,7 @@ def find_target(argument: str) -> Target:
         if (folder / RECIPE_FILE).is_file():
             if not (folder / "student" / "config.json").is_file():
                 raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
-            return Target(Student(model=str(folder / "student")), load(folder / RECIPE_FILE), folder)
+            return Target(Student(model=str(folder / "student")), load(folder / RECIPE_FILE, of_run=True), folder)
     return Target(Student(model=argument))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.models.meta import meta_config
 from distill.models.precision import Precision, resolve_precision
@@ -335,9 +336,11 @@ def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Prefligh
     if recipe.train.save_every and report.steps:
         count = min(count, report.steps // recipe.train.save_every)
     report.disk = final + (count * kept if recipe.train.save_every else 0)
-    folder = Path("runs") if Path("runs").is_dir() else Path()
-    report.disk_free = float(shutil.disk_usage(folder).free)
+    runs = runs_folder(recipe.output_dir).absolute()
+    there = next(folder for folder in (runs, *runs.parents) if folder.is_dir())
+    report.disk_free = float(shutil.disk_usage(there).free)
     if report.disk > report.disk_free:
         report.problems.append(
-            f"disk: {report.disk / GIB:.1f} GiB are needed in runs/, {report.disk_free / GIB:.1f} GiB are free"
+            f"disk: {report.disk / GIB:.1f} GiB are needed in {recipe.output_dir}, "
+            f"{report.disk_free / GIB:.1f} GiB are free"
         )

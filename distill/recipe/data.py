@@ -37,11 +37,14 @@ class Validation(Section):
         source: a data set of its own, or null to hold out a share of the training documents.
         fraction: the share of the documents that is held out where no source is given.
         max_rows: hold out no more rows of the source (texts with all their pieces, chats, pairs) than this.
+        seed: chooses them, and what random tokens are drawn; apart from `train.seed`, so that runs that differ by that
+            are judged on the same rows.
     """
 
     source: Text | None = None
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.02
     max_rows: Count | None = 512
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
 
 class OnPolicy(Section):

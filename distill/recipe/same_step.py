@@ -13,6 +13,7 @@ from distill.recipe.schema import Recipe
 
 STEP = ("train.batch_size", "train.tokens_per_step")  # these two where the step keeps its rows
 FREE = (
+    "output_dir",
     "train.gradient_checkpointing",
     "train.cuda_graph",
     "train.save_every",

@@ -21,6 +21,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.faults import RecipeError, Section, explain
+from distill.recipe.aliases import NAMES
 from distill.recipe.compatibility import conflicts
 from distill.recipe.data import Data
 from distill.recipe.fields import Text
@@ -53,6 +54,7 @@ class Recipe(Section):
 
     Attributes:
         name: what the run's folder is called; the recipe file's name where it is left out.
+        output_dir: the folder of all runs; `~` and variables such as `$SCRATCH` are the machine's.
         teacher: the large model; with `teachers` the first of them, whose tokenizer makes the data.
         teachers: several teachers over one vocabulary: the student learns the mixture of their probabilities.
         student: the small model, which is trained.
@@ -64,6 +66,7 @@ class Recipe(Section):
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+    output_dir: Text = "runs"
     teacher: Teacher
     teachers: list[WeightedTeacher] = Field(default_factory=list)
     student: Student
@@ -110,7 +113,9 @@ class Recipe(Section):
         return self
 
 
-def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", origin: str = "recipe") -> Recipe:
+def parse(
+    text: str, overrides: Sequence[str] = (), *, name: str = "recipe", origin: str = "recipe", of_run: bool = False
+) -> Recipe:
     """Recipe from YAML text.
 
     Args:
@@ -118,21 +123,32 @@ def parse(text: str, overrides: Sequence[str] = (), *, name: str = "recipe", ori
         overrides: `key.sub=value` strings, applied in order; see `yaml_text.apply_overrides`.
         name: the run's name where the text gives none.
         origin: what error lines call the text.
+        of_run: a run has written it, maybe by an earlier version, which split the data by `train.seed`.
 
     Raises:
         RecipeError: one line a fault: field, what was expected, what came.
     """
     tree = parse_yaml(text, origin)
+    if of_run:
+        _split_by_the_runs_seed(tree)
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:100] or "recipe")
     apply_overrides(tree, overrides, list_defaults={("loss", "terms"): Loss().model_dump()["terms"]})
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe)]) from None
+        raise RecipeError([f"{origin}: {fault}" for fault in explain(error, Recipe, NAMES)]) from None
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Recipe from a YAML file, with `key.sub=value` overrides.
+def _split_by_the_runs_seed(tree: dict[str, object]) -> None:
+    train, data = tree.get("train"), tree.get("data")
+    if isinstance(train, dict) and isinstance(data, dict) and "seed" in train:
+        validation = data.setdefault("validation", {})
+        if isinstance(validation, dict):
+            validation.setdefault("seed", train["seed"])
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = False) -> Recipe:
+    """Recipe from a YAML file, with `key.sub=value` overrides; `of_run` as `parse` takes it.
 
     Raises:
         RecipeError: the file cannot be read, is not YAML, or a field is wrong.
@@ -147,7 +163,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
         )
         raise RecipeError([f"{str(path)!r}: cannot be read as a recipe: {reason}"]) from None
-    return parse(text, overrides, name=path.stem, origin=str(path))
+    return parse(text, overrides, name=path.stem, origin=str(path), of_run=of_run)
 
 
 def dump(recipe: Recipe) -> str:

@@ -44,7 +44,7 @@ OWNED_ARGUMENTS = {
     "fsdp_config": "parallel.strategy",
     "deepspeed": "parallel.strategy",
     "parallelism_config": "parallel.strategy",
-    "output_dir": "--name",
+    "output_dir": "output_dir",
     "resume_from_checkpoint": "--resume",
 }
 
@@ -72,8 +72,8 @@ class Train(Section):
             longer.
         cuda_graph: replay both models' decoders from CUDA graphs, so that small models do not wait for Python; `auto`
             times a few steps of the run both ways and keeps the faster.
-        seed: what is drawn at random follows from it: new adapters, data order, split and dropout; the random weights
-            of `init: random` are always the same.
+        seed: what is drawn at random follows from it: new adapters, data order and dropout; the random weights of
+            `init: random` are always the same.
         save_every: steps between checkpoints; null for none but the final model.
         eval_every: steps between held-out evaluations; null for before and after only.
         log_every: steps between log lines.

@@ -3,7 +3,8 @@
 Runs whose recipes differ in nothing but `name`, `train.seed` and what leaves an optimizer step as it is (micro-batches,
 checkpointing, intervals: `recipe/same_step.py`) are one group. Groups are compared with the first by Welch's t-test
 (1947) on the held-out divergence, one figure a run: with a single run in a group there is no spread, so no test, and
-the table says so; nor is there one between measures, such as KL and the divergence of aligned spans.
+the table says so; nor is there one between measures, such as KL and the divergence of aligned spans. Figures against
+another teacher, or over other held-out rows, are no figures of one table: they are refused unless asked for.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from distill.core.faults import show
 from distill.recipe import parse
 from distill.recipe.same_step import settings_of_steps
 from distill.reports.report import Run, points
 from distill.reports.svg_plot import Series, line_chart
 from distill.teachers.measure import Measure
+
+# what a held-out figure depends on besides the student; `config` is read of random weights alone
+JUDGED_BY = (
+    *(f"teacher.{name}" for name in ("model", "init", "config", "revision", "adapter")), "teachers",
+    *(f"data.{name}" for name in (
+        "source", "subset", "split", "format", "fields", "chat_template", "max_length", "train_on", "max_rows",
+        "validation",
+    )),
+)  # fmt: skip
 
 
 class Group(NamedTuple):
@@ -48,6 +59,29 @@ class Group(NamedTuple):
         return {self.measure.key: figures, **found, "measure": self.measure.name}
 
 
+def differently_judged(runs: Sequence[Run]) -> list[str]:
+    """Which runs had another teacher or other held-out rows than the first of the same measure, a line each."""
+    lines: list[str] = []
+    first: dict[Measure, tuple[str, dict[str, object]]] = {}
+    for run in runs:
+        recipe = parse(run.recipe, name=run.folder.name, of_run=True)
+        settings = {name: value for name, value in settings_of_steps(recipe, 1).items() if _judges(name)}
+        if recipe.teacher.init != "random":
+            settings.pop("teacher.config", None)
+        if recipe.teacher.model is None:  # a cache that names no model: nothing is known of it here
+            settings = {name: value for name, value in settings.items() if not name.startswith("teacher")}
+        other, before = first.setdefault(run.measure, (run.folder.name, settings))
+        changed = [name for name in settings if name in before and settings[name] != before[name]]
+        if changed:
+            told = "; ".join(f"{name} {show(settings[name])}, there {show(before[name])}" for name in changed)
+            lines.append(f"{run.folder.name} was not judged as {other}: {told}")
+    return lines
+
+
+def _judges(name: str) -> bool:
+    return f"{name}.".startswith(tuple(f"{part}." for part in JUDGED_BY))
+
+
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group finished runs by recipe, in the order given.
 
@@ -61,8 +95,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         if "after" not in run.result:
             raise ValueError(f"{run.folder}: has no result yet; distill run ... --resume finishes it")
-        settings = settings_of_steps(parse(run.recipe, name=run.folder.name), run.processes)
-        for name in ("name", "train.seed"):
+        settings = settings_of_steps(parse(run.recipe, name=run.folder.name, of_run=True), run.processes)
+        for name in ("name", "train.seed", "data.validation.seed"):
             settings.pop(name, None)
         groups.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(run)
     first: dict[str, Any] | None = None

@@ -13,6 +13,7 @@ with integer sums that run at the speed of memory (measured: CPU 7 GB/s a core w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ from distill.data.chat import load_template
 from distill.models.attention import BACKENDS
 from distill.models.fingerprint import model_identity
 from distill.models.load import STUDENT_SEED, TEACHER_SEED
-from distill.recipe import Recipe
+from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.base import Teacher
 
@@ -51,7 +52,7 @@ def lock_of(
     """
     seed = recipe.train.seed
     return {
-        "recipe": recipe.model_dump(mode="json", exclude={"name"}),
+        "recipe": plain_recipe(recipe),
         "data": {"source": source, "rows_sha256": hash_of_rows(rows), **_text_to_tokens(recipe, tokenizer)},
         "teacher": teacher.fingerprint(),
         "student": model_identity(student),
@@ -117,7 +118,14 @@ def read_lock(path: Path) -> dict[str, Any]:
         raise RecipeError([f"--lock {path}: cannot be read: {reason}"]) from None
     if not set(FIRST) <= lock.keys():
         raise RecipeError([f"--lock {path}: expected a lock.yaml that a run has written"])
+    with contextlib.suppress(RecipeError):  # settings that have come since stand at their defaults
+        lock["recipe"] = plain_recipe(parse(to_yaml(lock["recipe"]), of_run=True))
     return lock
+
+
+def plain_recipe(recipe: Recipe) -> dict[str, Any]:
+    """What of a recipe a lock holds: all but where its runs lie."""
+    return recipe.model_dump(mode="json", exclude={"name", "output_dir"})
 
 
 def locked_attention(lock: Mapping[str, Any] | None, path: str) -> dict[str, Any]:

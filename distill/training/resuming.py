@@ -101,7 +101,7 @@ def resume_plan(recipe: Recipe, folder: Path, *, processes: int) -> ResumePlan:
         ValueError: naming the first setting that has to stay, the old and the new value.
     """
     path = folder / RECIPE_FILE
-    old = load(path)
+    old = load(path, of_run=True)
     was, now = parse_yaml(dump(old), str(path)), parse_yaml(dump(recipe), "recipe")
     changed = tuple(differences(was, now))
     for setting, before, after in changed:
@@ -149,7 +149,7 @@ def without_known_warnings() -> Iterator[None]:
 
 def _since(began: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[tuple[str, Any, Any], ...]:
     """What differs of the settings that may."""
-    values = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE]
+    values = [(name, _at(began, name), _at(now, name)) for name in STEP + FREE if name != "output_dir"]
     return tuple((name, was, value) for name, was, value in values if was != value)
 
 
