@@ -66,6 +66,34 @@ def test_inside_trl_learns_the_same_for_any_accumulation():
     assert example.main(steps=3, accumulate=1) == pytest.approx(example.main(steps=3, accumulate=4), rel=1e-3)
 
 
+def test_inside_transformers_trainer_learns_the_same_as_unpatched():
+    example = load("hf_trainer")
+    losses = example.main(steps=20)
+    assert losses[-1] < 0.9 * losses[0], losses
+    assert example.main(steps=3) == pytest.approx(example.main(steps=3, patched=False), rel=1e-4)
+
+
+def test_inside_sft_trainer_learns_the_same_as_unpatched():
+    trl = pytest.importorskip("trl", reason="needs pip install trl==1.16.0")
+    example = load("trl_sft")
+    losses = example.main(steps=20)
+    assert losses[-1] < 0.9 * losses[0], losses
+    plain = example.main(steps=3, trainer_class=trl.SFTTrainer, patched=False)
+    assert example.main(steps=3) == pytest.approx(plain, rel=1e-4)
+    assert example.main(steps=3, trainer_class=trl.SFTTrainer) == pytest.approx(plain, rel=1e-4)
+
+
+def test_in_a_module_of_the_lightning_kind():
+    losses, accuracies = load("lightning_style").main()
+    assert losses[-1] < 0.7 * losses[0] and accuracies[-1] > accuracies[0], (losses, accuracies)
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_under_lora(patch_first):
+    losses, loaded = load("peft_lora").main(steps=30, patch_first=patch_first)
+    assert losses[-1] < 0.9 * losses[0] and loaded == pytest.approx(losses[-1], rel=1e-4), (losses, loaded)
+
+
 @pytest.mark.full
 def test_kernels_are_a_package_of_their_own(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
