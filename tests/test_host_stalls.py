@@ -63,7 +63,7 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path, overrides, packed):
         student, tiny_model(hidden=256, seed=1, dtype=precision.teacher), made, train_dataset=rows,
         callbacks=[Strict()], optimizer_cls_and_kwargs=fused_optimizer(recipe, made),
     )  # fmt: skip
-    for model, role in ((trainer.objective.teacher, "teacher"), (student, "student")):
+    for model, role in ((trainer.objective.teacher.model, "teacher"), (student, "student")):
         patch(model, role)
     try:
         trainer.train()
