@@ -34,6 +34,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
@@ -93,6 +94,7 @@ class _GraphedDecoder:
         self._own = decoder.__dict__.get("forward")
         self.launched: Callable[..., Any] = self._own or types.MethodType(type(decoder).forward, decoder)
         self._captured: dict[Any, _Captured | None] = {}  # None: seen once
+        self._captures = False
         if why := _unsuited(decoder):
             graphs.refused[name] = why
             return
@@ -112,6 +114,8 @@ class _GraphedDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self.graphs
+        if self._captures:
+            return self.launched(*args, **kwargs)
         right_mode = self.trains == torch.is_grad_enabled() and self.trains == self.decoder.training
         if args or not right_mode or not graphs.enabled or graphs.awaits_backward or self.name in graphs.refused:
             return self.launched(*args, **kwargs)
@@ -136,12 +140,15 @@ class _GraphedDecoder:
         return BaseModelOutputWithPast(last_hidden_state=captured(tensors))  # type: ignore[arg-type]
 
     def _capture(self, tensors: dict[str, torch.Tensor]) -> _Captured | None:
+        self._captures = True
         try:
-            return _Captured(self.graphs, self.launched, self.decoder, tensors, self.trains)
+            return _Captured(self.graphs, self.decoder, tensors, self.trains)
         except torch.OutOfMemoryError:
             why = "its graph does not fit into the GPU's memory beside the launched step"
         except (RuntimeError, TypeError, ValueError) as error:
             why = str(error).splitlines()[0]
+        finally:
+            self._captures = False
         self.graphs.refused[self.name] = why
         self._captured.clear()
         torch.cuda.synchronize()
@@ -157,11 +164,14 @@ class _Captured:
     """
 
     def __init__(
-        self, graphs: DecoderGraphs, launched: Callable[..., Any], decoder: nn.Module,
-        tensors: dict[str, torch.Tensor], trains: bool,
-    ) -> None:  # fmt: skip
+        self, graphs: DecoderGraphs, decoder: nn.Module, tensors: dict[str, torch.Tensor], trains: bool
+    ) -> None:
         self.graphs = graphs
-        self.parameters = [p for p in decoder.parameters() if p.requires_grad] if trains else []
+        trained = {name: p for name, p in decoder.named_parameters() if p.requires_grad} if trains else {}
+        self.parameters = list(trained.values())
+        # their hooks and, under DDP, their places in autograd's graph belong to the stream of launched steps
+        stand_ins: dict[str, torch.Tensor] = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
+        self._leaves = list(stand_ins.values())
         self._addresses = [p.data_ptr() for p in self.parameters]
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # a cast weight in autocast's cache would be one of the graph's, read outside of it
@@ -170,7 +180,7 @@ class _Captured:
             self.inputs = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
             def call() -> Any:
-                return launched(**self.inputs, use_cache=False)
+                return functional_call(decoder, stand_ins, (), {**self.inputs, "use_cache": False})
 
             with _random_numbers_kept(), _without_random_state_of_checkpoints(decoder):
                 self._warm_up(call)
@@ -180,7 +190,7 @@ class _Captured:
                 if trains:
                     self.upstream = torch.empty_like(output)
                     with self._capturing(self.backward):
-                        gradients = torch.autograd.grad(output, self.parameters, self.upstream, allow_unused=True)
+                        gradients = torch.autograd.grad(output, self._leaves, self.upstream, allow_unused=True)
                     self.gradients: Sequence[torch.Tensor | None] = gradients
             self.output = output.detach()
 
@@ -227,7 +237,7 @@ class _Captured:
                         raise RuntimeError(f"its decoder returns more than hidden states: {', '.join(sorted(more))}")
                     if self.parameters:
                         hidden = output.last_hidden_state
-                        torch.autograd.grad(hidden, self.parameters, torch.zeros_like(hidden), allow_unused=True)
+                        torch.autograd.grad(hidden, self._leaves, torch.zeros_like(hidden), allow_unused=True)
                         del hidden
                     del output
             finally:
