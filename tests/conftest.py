@@ -271,6 +271,30 @@ def made_once(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def caches(tmp_path_factory):
+    """Teachers on disk, of which each kind is made once a worker."""
+    from subjects import Caches
+
+    return Caches(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture
+def subject_of(caches):
+    """`subject_of(name)`: what the invariants look at, by its name in tests/subjects.py, made anew."""
+    from subjects import CACHED, SUBJECTS
+
+    return lambda name: caches.subject(name) if name in CACHED else SUBJECTS[name]()
+
+
+@pytest.fixture(scope="session")
+def recipes_of_kinds(tmp_path_factory, caches):
+    """A folder with a recipe a kind of teacher and what they name; to be read."""
+    from subjects import write_recipes
+
+    return write_recipes(tmp_path_factory.mktemp("place"), caches)
+
+
+@pytest.fixture(scope="session")
 def smollm2_folder(smollm2_path, made_once):
     """SmolLM2-135M-Instruct read from its GGUF once (about 20 s) and saved as a local folder in float32."""
     from distill.models.load import load_teacher, load_tokenizer

@@ -5,12 +5,17 @@ a resumed run is the same to the bit, two processes make the step of one; and `d
 """
 
 import pytest
-from subjects import CACHED, KINDS, RECIPES, SUBJECTS, Caches, write_recipes
+from subjects import KINDS, RECIPES
 
 from distill.cli import run_command
+from distill.data.labels import IGNORE_INDEX
 from distill.doctor import examine, invariants_runs
-from distill.doctor.invariants import CHECKS
+from distill.doctor.invariants import CHECKS, Finding
 from distill.doctor.references import REFERENCES
+from distill.doctor.rows import SpanRows
+from distill.recipe import load
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.registry import SOURCES
 
 SAYS = {
@@ -21,16 +26,6 @@ SAYS = {
     "bucket": "places found in the cache",
 }
 EVERY = [subject for subjects in KINDS.values() for subject in subjects]
-
-
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory):
-    return Caches(tmp_path_factory.mktemp("caches"))
-
-
-@pytest.fixture
-def subject_of(caches):
-    return lambda name: caches.subject(name) if name in CACHED else SUBJECTS[name]()
 
 
 def test_every_registered_kind_and_format_is_here(subject_of):
@@ -64,15 +59,15 @@ def test_ranks_change_nothing(subject_of, forked_ranks):
 # ------------------------------------------------------------------ by recipe, from files
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory, caches):
-    return write_recipes(tmp_path_factory.mktemp("place"), caches)
+@pytest.fixture
+def place(recipes_of_kinds, monkeypatch):
+    """The working directory; runs are left to the tests above."""
+    monkeypatch.chdir(recipes_of_kinds)
+    monkeypatch.setattr(examine, "RUN_CHECKS", ())
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_examined(name, place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(examine, "RUN_CHECKS", ())
+def test_a_recipe_is_examined(name, place, capsys):
     assert run_command(["doctor", f"{name}.yaml"]) == 0, capsys.readouterr()
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("pass  ") for line in lines) == len(CHECKS)
@@ -82,7 +77,67 @@ def test_a_recipe_is_examined(name, place, monkeypatch, capsys):
 
 @pytest.mark.slow  # two processes for each; their parts are in the default suite
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_examined_whole(name, place, monkeypatch, capsys):
-    monkeypatch.chdir(place)
+def test_a_recipe_is_examined_whole(name, recipes_of_kinds, monkeypatch, capsys):
+    monkeypatch.chdir(recipes_of_kinds)
     assert run_command(["doctor", f"{name}.yaml", "--small"]) == 0, capsys.readouterr()
     assert capsys.readouterr().out.splitlines()[-1] == "10 invariants, all hold"
+
+
+def test_a_fault_is_code_1(place, monkeypatch, capsys):
+    targets = MixtureTeacher.targets
+
+    def second_is_late(self, batch):
+        first, second = targets(self, batch)
+        return first, second.roll(1, 1)
+
+    monkeypatch.setattr(MixtureTeacher, "targets", second_is_late)
+    assert run_command(["doctor", "several.yaml"]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  fused loss" in out and "pass  divergence" in out
+
+
+def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
+    monkeypatch.setattr(examine, "RUN_CHECKS", (lambda subject: Finding("ranks", None, "one process is all there is"),))
+    assert run_command(["doctor", "several.yaml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2] == "skip  ranks: skipped: one process is all there is"
+    assert lines[-1] == f"{len(CHECKS) + 1} invariants, {len(CHECKS)} hold, 1 skipped"
+
+
+def test_shrunken_copies(place):
+    several = examine.prepare(load("several.yaml"), small=True)
+    assert [model.config.num_hidden_layers for model in several.models] == [2, 2, 2]
+    assert several.weights == several.shrunk().teacher.weights == (0.75, 0.25)
+    cached = examine.prepare(load("bucket.yaml"), small=True)
+    assert len(cached.models) == 1 and cached.shrunk().student.config.num_hidden_layers == 2
+
+
+def test_rows_of_two_readings_are_cut_after_a_span(place):
+    subject = examine.prepare(load("across.yaml"))
+    assert subject.form is SpanRows and len(subject.rows) == examine.ROWS
+    for row in subject.rows:
+        spans = [row["spans"][at : at + 4] for at in range(0, len(row["spans"]), 4)]
+        assert all(0 < a < b <= len(row["input_ids"]) for a, b, _, _ in spans)
+        assert all(0 < c < d <= len(row["teacher_input_ids"]) for _, _, c, d in spans)
+        assert [at for at, label in enumerate(row["labels"]) if label != IGNORE_INDEX] == [a for a, *_ in spans]
+        assert max(spans)[1] == len(row["input_ids"]) < 2 * examine.TOKENS
+    apart = subject.documents()
+    assert SpanRows.documents(SpanRows.joined(apart[:2])) == apart[:2]
+
+
+def test_documents_of_a_cache_stay_whole(place):
+    subject = examine.prepare(load("bucket.yaml"))
+    cache = TeacherCache(subject.teacher.cache.path)
+    cache.require(subject.rows, "rows")
+    cut = [{name: values[:-1] for name, values in row.items()} for row in subject.rows]
+    with pytest.raises(ValueError, match="lacks"):
+        cache.require(cut, "rows")
+
+
+def test_the_students_answers_follow_the_datas_prompts(place):
+    subject = examine.prepare(load("answering.yaml"))
+    learned = [sum(label != IGNORE_INDEX for label in part["labels"]) for part in subject.documents()]
+    assert len(learned) == len(subject.prompts) and max(learned) <= 6
+    subject.prompts[0] = subject.prompts[0][1:]
+    finding = CHECKS[-1](subject)
+    assert not finding.passed and "after other prompts" in finding.detail

@@ -4,7 +4,7 @@ That they hold without is in tests/test_conformance.py."""
 import numpy as np
 import pytest
 import torch
-from subjects import CACHED, SUBJECTS, Caches, mean_of_means
+from subjects import mean_of_means
 
 from distill.doctor import invariants, invariants_runs
 from distill.generation.on_policy import OnPolicy
@@ -16,17 +16,6 @@ from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.cross.data import CrossCollator
 from distill.teachers.cross.teacher import CrossTeacher, SpansFormat
 from distill.teachers.mixture import MixtureFormat, MixtureTeacher
-from distill.training.trainer import DistillationTrainer
-
-
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory):
-    return Caches(tmp_path_factory.mktemp("caches"))
-
-
-@pytest.fixture
-def subject_of(caches):
-    return lambda kind: caches.subject(kind) if kind in CACHED else SUBJECTS[kind]()
 
 
 @pytest.mark.parametrize("kind", ["answering", "several", "across", "bucket", "hidden"])
@@ -317,12 +306,6 @@ def test_a_teacher_that_is_not_finite_passes_nothing(kind, subject_of):
 # ------------------------------------------------------------------ whole runs
 
 RANKS = ["answering", "several", "across", "bucket", "hidden"]
-
-
-def test_resume_fails_where_the_optimizer_is_forgotten(subject_of, monkeypatch):
-    monkeypatch.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", lambda *_: None)
-    finding = invariants_runs.resume_is_exact(subject_of("across"))
-    assert not finding.passed and "weights" in finding.detail
 
 
 def test_resume_fails_where_other_answers_are_drawn(subject_of, monkeypatch):

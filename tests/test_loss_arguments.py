@@ -1,4 +1,7 @@
-"""Arguments of every loss as people have them: views of any stride, and mistakes, which are named; kernels and CPU."""
+"""Arguments of every loss as people have them: strided, and mistakes, which are named; kernels and CPU.
+
+Views of each argument are in test_strides.py.
+"""
 
 import functools
 import subprocess
@@ -85,51 +88,11 @@ def table(tensor):
     return torch.stack([garbage, tensor, garbage], -1)[..., 1]
 
 
-def expanded(tensor):
-    return tensor[:1].expand_as(tensor)
-
-
-def transposed(tensor):
-    return tensor.t().contiguous().t()
-
-
-VIEWS = {
-    fused: {table: "x w bias a b xt wt teacher_bias labels weights rows", transposed: "x w xt wt",
-            expanded: "bias teacher_bias labels weights x xt wt"},
-    mixture: {table: "teacher_bias labels", expanded: "wt"},
-    chunked: {table: "labels weights rows"},
-    top_k: {table: "ids top labels rows", transposed: "ids top", expanded: "ids labels"},
-    of_logits: {table: "x_other small_labels weights", transposed: "x", expanded: "x_other small_labels"},
-}  # fmt: skip
-CASES = [(call, form, name) for call, forms in VIEWS.items() for form, names in forms.items() for name in names.split()]
-
-
 def results_of(call, tensors):
     leaves = {key: tensors[key].detach().requires_grad_() for key in ("x", "w", "bias", "a", "b")}
     loss = call(tensors | leaves)
     loss.backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves.values() if leaf.grad is not None)]
-
-
-@functools.cache
-def results_without_views(call, device):
-    torch.manual_seed(0)
-    return results_of(call, draw(device))
-
-
-@pytest.mark.few(14)
-@pytest.mark.parametrize("call, form, name", CASES, ids=lambda value: getattr(value, "__name__", value))
-def test_every_argument_may_be_a_view(kernel_device, call, form, name):
-    t = draw(kernel_device)
-    view = form(t[name])
-    if form is expanded:
-        right = results_of(call, t | {name: view.contiguous()})
-    else:
-        right = results_without_views(call, kernel_device)
-    results = results_of(call, t | {name: view})
-    assert len(results) == len(right) > 1
-    for one, other in zip(results, right, strict=True):
-        assert relative_error(one, other) < 1e-6
 
 
 def test_an_upstream_gradient_and_the_compiled_call_may_be_strided(kernel_device):
