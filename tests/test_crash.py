@@ -121,8 +121,8 @@ def check(workplace, undisturbed, name, kills, seed, steps=STEPS, **more):
     assert not (folder / ".unfinished").exists()
 
 
-def test_three_kills(workplace, undisturbed):
-    check(workplace, undisturbed, "three", int(os.environ.get("DISTILL_KILLS", "3")), seed=1)
+def test_two_kills(workplace, undisturbed):
+    check(workplace, undisturbed, "two", int(os.environ.get("DISTILL_KILLS", "2")), seed=1)
 
 
 @pytest.mark.slow

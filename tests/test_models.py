@@ -337,6 +337,7 @@ def test_a_saved_student_loads_and_generates(tie, tokenizer, ids, tmp_path):
 # ---------------------------------------------------------------- the real model
 
 
+@pytest.mark.full  # the quickstart, which CI runs, reads it too
 def test_the_real_gguf_can_be_cut_and_saved(smollm2_folder, tmp_path):
     teacher = load_teacher(Teacher(model=str(smollm2_folder)))
     tokenizer = load_tokenizer(Teacher(model=str(smollm2_folder)))

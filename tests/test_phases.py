@@ -67,6 +67,7 @@ def train(folder, callbacks=(), **settings):
     return trainer
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("where", ["data", "teacher", "student", "loss", "optimizer", "evaluation"])
 def test_each_phase_of_the_trainer_is_where_it_says(tmp_path, clock, where):
     path = tmp_path / "metrics.jsonl"
