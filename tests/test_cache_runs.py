@@ -173,7 +173,6 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
     assert "complete already" in capsys.readouterr().out
 
 
-@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "overrides, message",
     [

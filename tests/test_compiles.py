@@ -171,7 +171,7 @@ def that_fit(family, snippet):
     return kernels
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_kernels_compile_for_sm_90(name):
     snippet, kernels = SNIPPETS[name]

@@ -46,6 +46,7 @@ def test_examples_are_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 80
 
 
+@pytest.mark.full
 def test_fsdp2_learns_the_same_on_one_and_two_processes():
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     alone = subprocess.run(

@@ -257,6 +257,7 @@ def test_reference_equals_torch():
     assert relative_error(reference_attention(q, k, v, Masking(True, 8**-0.5))[0], theirs) < 1e-12
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("packed", [False, True])
 def test_opcheck_and_compile(kernel_device, packed):
     q, k, v, dout = draw((1, 2, 1, 20, 20, 16), torch.float32, kernel_device)

@@ -274,6 +274,7 @@ def test_resume_fails_where_something_is_forgotten(fault, monkeypatch):
     assert not finding.passed and "weights" in finding.detail
 
 
+@pytest.mark.full  # started by torchrun; forked ones are in tests/test_conformance.py
 def test_ranks_change_nothing():
     finding = invariants_runs.ranks_change_nothing(subject({"terms": [{"type": "jsd"}]}))
     assert finding.passed, finding

@@ -219,6 +219,7 @@ def test_processes_whose_launcher_is_killed_end_with_a_checkpoint(workplace):
         ours.take()
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_is_named_and_ends_the_run(workplace):
     (workplace / "hangs.py").write_text(HANGS)
     code = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]

@@ -118,7 +118,6 @@ SPOILED = {
 }
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
 def test_a_damaged_checkpoint_is_told_in_a_line(finished, tmp_path, spoil):
     folder = shutil.copytree(finished / "runs/whole/checkpoint-4", tmp_path / "checkpoint-4")
