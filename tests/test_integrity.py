@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import clean_environment
+from forked import run as run_forked
 from safetensors.torch import load_file, save_file
 from test_resume import RECIPE, figures, finished_run
 
@@ -262,8 +264,7 @@ def test_an_export_that_was_killed_can_be_made_again(workplace, monkeypatch):
         "from distill.cli import run_command\n"
         "run_command(['export', 'whole', '-o', 'out', '--gguf', 'f32'])"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-    killed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    killed = run_forked(["-c", code], cwd=workplace, env=clean_environment())
     assert killed.returncode == -9 and not Path("out").exists(), killed.stderr
     assert list(Path().glob(".out.*.unfinished"))
     assert run_command(["export", "whole", "-o", "out"]) == 0

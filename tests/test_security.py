@@ -393,6 +393,7 @@ def calls(workplace, *arguments):
     return json.loads(done.stdout.split("CALLED ")[1].splitlines()[0])
 
 
+@pytest.mark.full  # in a process of its own; of data alone, tests/test_hostile_inputs.py
 def test_a_run_on_local_files_calls_nobody(workplace):
     assert calls(workplace) == [0, []]
 

@@ -305,6 +305,7 @@ def test_teacher_temperature_of_16_bits(where):
     torch.testing.assert_close(loss(x, w, ids, given), loss(x, w, ids, given.float()))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("direction, tail", READINGS)
 def test_places_that_are_not_used_are_none_of_the_k(where, direction, tail):
     """Whatever their ids: out of range, or another place's token. With all columns in use, a tail is left as well."""
