@@ -11,7 +11,7 @@ Everything that a person may have got wrong is found before the run's folder exi
     metrics.jsonl       one row per logging step
     checkpoint-N/       complete by construction; only with train.save_every
     student/            model, tokenizer and model card; `from_pretrained` takes it as it is
-    result.json, samples.md, curves.png
+    result.json, samples.md, curves.svg
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import logging
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,13 +31,13 @@ import transformers
 from accelerate import PartialState
 
 from distill.core import console
-from distill.core.environment import environment
+from distill.core.environment import device_name, environment
 from distill.core.files import write_json, write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
-from distill.core.launch import forget_accelerates_settings
+from distill.core.launch import command_line, forget_accelerates_settings
 from distill.core.manifest import sums_of
 from distill.core.ranks import is_first, of_the_first, world_size
-from distill.core.run_lock import RunLock
+from distill.core.run_lock import RunLock, now
 from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
@@ -227,7 +228,7 @@ def _run(
         )  # fmt: skip
         console.say("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
     held.share(process.wait_for_everyone)
-    before, answers = _before(recipe, pair, trainer, splits, precision, folder)
+    before, answers = _before(recipe, pair, trainer, splits, precision, held)
 
     # --- train
     try:
@@ -299,10 +300,10 @@ def _held_out(
 
 
 def _before(
-    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision, folder: Path
+    recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision, held: RunLock
 ) -> tuple[HeldOut, dict[str, list[str]]]:
     """Figures and samples from before training; those of the first start where a run is resumed."""
-    path = folder / "before.json"
+    path = held.folder / "before.json"
     if path.exists():
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -323,7 +324,9 @@ def _before(
             answers["before"] = _generate(recipe, pair, pair.student)
     if is_first():
         measure = trainer.objective.measure
-        kept = {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
+        command = shlex.join(["distill", *command_line]) if command_line else None
+        kept = {"started": held.started, "command": command, "device": device_name(trainer.args.device)}
+        kept |= {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
         write_json(path, console.plain(kept))
     return before, answers
 
@@ -375,7 +378,7 @@ def _save(
     if answers:
         write_samples(folder / "samples.md", recipe.generate.prompts, answers)
         show_samples(recipe.generate.prompts, answers)
-    draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title=folder.name, measure=measure)
+    draw_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.svg", title=folder.name, measure=measure)
     heading, rows, closing = result_table(result.before, result.after, measure)
     console.say("")
     console.show_table(heading, rows, numbers=True)
@@ -386,6 +389,7 @@ def _save(
         "measure": measure,
         "gap_closed": result.gap_closed,
         "steps": result.steps,
+        "finished": now(),
         "prompts": recipe.generate.prompts,
         "answers": answers,
         "environment": environment(),

@@ -1,6 +1,7 @@
 """`distill compare` and `distill eval`: seeds grouped, differences named, p-values as tabulated; a run judged."""
 
 import json
+import re
 
 import pytest
 from test_run import TEXT
@@ -10,7 +11,7 @@ from distill.cli import run_command
 from distill.evaluation.targets import find_target
 from distill.recipe import parse
 from distill.recipe.same_step import FREE, settings_of_steps
-from distill.reports.compare_runs import welch
+from distill.reports.compare_runs import over_seeds, welch
 from distill.teachers.measure import KL, SPANS
 from distill.teachers.registry import measure_of
 from distill.training.lock import FIRST, lock_text
@@ -63,7 +64,12 @@ def test_seeds_are_one_line_and_differences_are_named(folder, capsys):
     assert lines[2].split()[2:5] == ["0.3100", "±", "0.0100"] and float(lines[2].split()[-1]) < 0.01
     assert lines[3] == "fast-0 differs from slow-0 in train.learning_rate=0.001"
     page = (folder / "curves.html").read_text()
-    assert page.count("fast-1") >= 2 and "<script" not in page
+    assert (
+        "slow-0 (3 seeds)<" in page and "fast-0 (3 seeds): train.learning_rate=0.001<" in page and "<script" not in page
+    )
+    assert re.findall("<figcaption>(.*?)</figcaption>", page) == [
+        "KL to the teacher (nats a token), held out", "KL to the teacher (nats a token), in training"
+    ], "one panel each"  # fmt: skip
     assert run_command(["compare", *ALL, "--json"]) == 0
     groups = json.loads(capsys.readouterr().out)
     assert [group["runs"] for group in groups] == [ALL[:3], ALL[3:]] and groups[0]["p_value"] is None
@@ -95,6 +101,15 @@ def test_a_run_of_an_earlier_version_was_split_by_its_seed(folder, capsys):
     (path.parent / "student").mkdir()
     (path.parent / "student" / "config.json").write_text("{}")
     assert find_target("slow-1").recipe.data.validation.seed == 1, "distill eval would judge on rows that were learned"
+
+
+def test_a_line_is_the_mean_over_seeds_in_a_band_of_their_range():
+    same = over_seeds("a", [[(1, 2.0), (2, 4.0)], [(1, 4.0), (2, 5.0)], []], 3)
+    assert same == ("a", [(1, 3.0), (2, 4.5)], 3, [(1, 2.0, 4.0), (2, 4.0, 5.0)])
+    # a seed that was resumed and logs at other steps: between its points, and only where there are points
+    other = over_seeds("a", [[(1, 1.0), (2, 2.0), (4, 4.0)], [(2, 4.0), (6, 8.0)]], 0)
+    assert other.points == [(2, 3.0), (4, 5.0)] and other.band == [(2, 2.0, 4.0), (4, 4.0, 6.0)]
+    assert over_seeds("a", [[(1, 2.0)]], 0) == ("a", [(1, 2.0)], 0, ())
 
 
 def groups_of(capsys, *runs):
@@ -171,7 +186,7 @@ def test_measures_are_not_tested_against_each_other(folder, capsys):
     assert "span divergence" in lines[3] and lines[3].endswith("another measure")
     assert lines[1].split()[2] == "KL" and float(lines[2].split()[-1]) < 0.01, "runs of one measure are tested"
     page = (folder / "both.html").read_text()
-    assert ">KL to the teacher (nats a token)<" in page and ">span divergence to the teacher (nats an" in page
+    assert ">KL to the teacher (nats a token), held out<" in page and ">span divergence to the teacher (nats an" in page
     assert run_command(["compare", *ALL, "cross-0", "cross-1", "--json"]) == 0
     groups = json.loads(capsys.readouterr().out)
     assert "kl" in groups[0] and groups[2]["divergence"] == [0.0, 0.1] and "kl" not in groups[2]

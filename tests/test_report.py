@@ -9,7 +9,8 @@ import pytest
 from distill.cli import run_command
 from distill.core.environment import environment
 from distill.reports.report import find_run, page, read_run
-from distill.reports.svg_plot import Series, line_chart, short, ticks
+from distill.reports.style import DARK, LIGHT
+from distill.reports.svg_plot import Series, Size, limits, line_chart, short, tick_labels, ticks
 
 HELD_OUT = {
     "tokens": 2048, "forward_kl": 1.5, "reverse_kl": 1.25, "agreement": 0.5, "student_cross_entropy": 3.0,
@@ -39,9 +40,16 @@ def folder(tmp_path, monkeypatch):
     rows[4] |= {"eval_kl": 0.5, "grad_norm": None}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 11, "lo')
     answers = {"teacher": ["</pre><img src=x>"], "before": [""], "after": ["fine"]}
-    (run / "before.json").write_text(json.dumps({"held_out": HELD_OUT, "answers": {"teacher": ["t"], "before": [""]}}))
+    before = {
+        "started": "2026-11-22T23:59:30+00:00",
+        "command": "distill run x.yaml --name '<mine>'",
+        "device": "GPU 9",
+    }
+    before |= {"held_out": HELD_OUT, "answers": {"teacher": ["t"], "before": [""]}}
+    (run / "before.json").write_text(json.dumps(before))
     after = HELD_OUT | {"forward_kl": 0.75, "agreement": 0.625}
-    result = {"before": HELD_OUT, "after": after, "gap_closed": 0.5, "steps": 10, "answers": answers}
+    result = {"before": HELD_OUT, "after": after, "gap_closed": 0.5, "steps": 10, "answers": answers,
+              "finished": "2026-11-23T01:12:00+00:00"}  # fmt: skip
     (run / "result.json").write_text(json.dumps(result | {"environment": {"torch": "2.<9>"}}))
     return run
 
@@ -79,18 +87,21 @@ def test_the_page_holds_the_run_and_loads_nothing(folder, capsys):
     assert "http" not in text and "url(" not in text and "@import" not in text
     for expected in (
         "gap closed", "50.0%", "was 1.5000", "0.7500", "62.5 %", "7.39", "20.09", "2,048 held-out tokens", "held out",
+        "22 November 2026, 23:59 UTC", "1 h 12 min from start to end", "GPU 9", "--name &#x27;&lt;mine&gt;&#x27;",
+        "the student's likeliest next token is the teacher's",
         "peak memory", "&lt;script&gt;alert(1)", "&lt;/pre&gt;&lt;img src=x&gt;", "(nothing)", "fine", "2.&lt;9&gt;",
         "&lt;b&gt;small", "20.0 s of training for 20,000 tokens", "teacher's arithmetic 25.0%",
         "below the GPU's peak 62.5%", "steps: 10",
     ):  # fmt: skip
         assert expected in text, expected
-    assert text.count("<svg") == 4, "one chart a figure that was logged: loss, KL, tokens per second, memory"
+    assert text.count("<figure>") == 4, "one chart a figure that was logged: loss, KL, tokens per second, memory"
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
 
 
 def test_an_unfinished_run_has_a_page_too(folder):
     (folder / "result.json").unlink()
-    assert "has not finished" in page(read_run(folder))
+    text = page(read_run(folder))
+    assert "has not finished" in text and "22 November 2026" in text and "from start to end" not in text
     (folder / "before.json").unlink()
     (folder / "metrics.jsonl").unlink()
     text = page(read_run(folder))
@@ -143,9 +154,11 @@ def test_a_damaged_file_is_named(folder):
 def test_charts_draw_lines_where_there_are_numbers():
     chart = line_chart([Series("a<b", [(1, 1.0), (2, float("nan")), (3, 2.0), (4, 3.0)])], 'x "y"')
     assert chart.count("<polyline") == 1 and chart.count("<circle") == 3 and "a&lt;b, step 1: 1" in chart
-    assert 'aria-label="x &quot;y&quot;"' in chart
+    assert 'aria-label="x &quot;y&quot;; last: a&lt;b 3"' in chart
     places = [float(y) for y in re.findall(r'cy="([\d.]+)"', chart)]
     assert places == sorted(places, reverse=True), "larger is higher"
+    places = [float(x) for x in re.findall(r'cx="([\d.]+)"', chart)]
+    assert places == sorted(places) and len(set(places)) == 3
     many = line_chart([Series("a", [(x, x) for x in range(100)])], "x")
     assert "<circle" not in many
     assert "<circle" in line_chart([Series("a", [(5, 5.0)])], "x")
@@ -154,8 +167,76 @@ def test_charts_draw_lines_where_there_are_numbers():
 
 
 def test_numbers_are_round_and_short():
-    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1.0] and ticks(3, 3) == [3]
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0]) and ticks(3, 3) == [3]
+    assert ticks(1, 2, least=1) == [1, 2], "there is no step 1.5"
     assert [short(x) for x in (0, 2e-5, 0.5, 12_345, 3.2e6, 8e9)] == ["0", "2e-5", "0.5", "12.3k", "3.2M", "8B"]
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ([0, 0.2, 0.4], ["0", "0.2", "0.4"]),
+        ([0, 5e-5, 1e-4], ["0", "5e-5", "1e-4"]),
+        ([1e-4, 1.5e-4, 2e-4], ["1e-4", "1.5e-4", "2e-4"]),
+        ([12.34001, 12.34002], ["12.34001", "12.34002"]),
+        ([0, 5000, 10_000], ["0", "5k", "10k"]),
+        ([0, 500_000, 1_000_000], ["0", "0.5M", "1.0M"]),
+        ([3], ["3"]),
+        ([0], ["0"]),
+    ],
+)
+def test_numbers_of_an_axis_are_whole_and_differ(values, expected):
+    assert tick_labels(values) == expected
+
+
+def test_a_few_outliers_do_not_flatten_a_panel():
+    values = [2.0 + 0.1 * (number % 5) for number in range(40)]
+    assert limits(values) == (2.0, 2.4) and limits(values, True) == (0.0, 2.4)
+    assert limits([*values, 140.0]) == (2.0, 2.4) and limits([140.0, *values, -50.0]) == (-50.0, 140.0)
+    assert limits([*values, 5.0]) == (2.0, 5.0), "what leaves the others room stays inside"
+    assert limits([1.0, 1.0, 90.0]) == (1.0, 90.0), "of so few none is an outlier"
+    falling = [9 * 0.5**number for number in range(10)] + [0.01] * 90
+    assert limits(falling) == (0.01, 9.0), "the beginning of training is no outlier"
+    chart = line_chart([Series("norm", [*enumerate(values), (40, 140.0), (41, 2.1)])], "x")
+    assert chart.count("<path") == 1 and "▲ 1 point up to 140" in chart and "norm, step 40: 140" in chart
+    assert "▲" not in line_chart([Series("norm", list(enumerate(values)))], "x")
+
+
+@pytest.mark.parametrize("low, high", [(0.4, 0.41), (1e-9, 5e-5), (3, 3), (1, 1e6), (0.97, 130_000)])
+def test_an_axis_holds_all_points(low, high):
+    """Dots lie inside of the drawing, grid lines below and above them, and every number is written once."""
+    size = Size(340, 200, 12)
+    chart = line_chart([Series("a", [(1, low), (2, high), (3, (low + high) / 2)])], "x", size=size)
+    heights = [float(y) for y in re.findall(r'cy="([\d.]+)"', chart)]
+    grid = [float(y) for y in re.findall(r'y1="([\d.]+)"', chart)]
+    assert len(heights) == 3 and all(0 < y < size.height - size.font for y in heights)
+    assert min(grid) <= min(heights) and max(heights) <= max(grid)
+    assert "<path" not in chart, "none lies beyond the edge"
+    numbers = re.findall(r'text-anchor="end">([^<s]+)<', chart)
+    assert len(set(numbers)) == len(numbers) == len(grid) >= 1
+    left = next(float(x) for x in re.findall(r'class="axis" x1="([\d.]+)"', chart))
+    assert left >= 6 + 0.6 * size.font * max(map(len, numbers)), "room for the numbers"
+
+
+def contrast(a, b):
+    """Of two colours, WCAG 2.2's ratio."""
+
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_can_be_read(palette):
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for name in ("ink", "quiet"):
+        assert min(contrast(palette[name], palette[on]) for on in ("paper", "card")) >= 4.5, name
+    assert all(contrast(palette[f"series-{number}"], palette["paper"]) >= 4.5 for number in range(6))
+    assert set(LIGHT) == set(DARK)
 
 
 def test_the_environment_names_versions():

@@ -1,7 +1,7 @@
 """What a run leaves for a person: samples, curves and the model card."""
 
 import re
-import struct
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from distill.evaluation.samples import samples_text, write_samples
 from distill.generation.answers import encode_prompt, generate
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import escape, fenced, write_model_card
+from distill.reports.style import DARK, LIGHT
 
 BEFORE = HeldOut(2048, 4.0, 3.0, 0.25, 5.0, 2.0, 1.0, 1.5)
+SVG = "{http://www.w3.org/2000/svg}"
 AFTER = HeldOut(2048, 1.0, 1.2, 0.625, 3.0, 2.0, 1.0, 1.5)
 
 # ---------------------------------------------------------------- samples
@@ -92,25 +94,39 @@ def rows(count=12):
         yield row
 
 
-def png_size(path):
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    return struct.unpack(">II", data[16:24])
-
-
 def test_curves_draw_what_there_is(tmp_path):
-    path = tmp_path / "curves.png"
-    assert draw_curves(list(rows()), path, "run $x$ \\frac{") is True
-    wide, _ = png_size(path)
+    path = tmp_path / "curves.svg"
+    assert draw_curves(list(rows()), path, "run <x> & \u202e") is True
+    root = ElementTree.parse(path).getroot()
+    texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+    assert "run <x> & \\u202e" in texts and {"training", "held out", "loss (nats a token)", "learning rate"} <= set(
+        texts
+    )
+    charts = [chart for chart in root.iter(f"{SVG}svg") if chart is not root]
+    assert len(charts) == 4 and "prefers-color-scheme: dark" in path.read_text() and "var(" not in path.read_text()
+    boxes = [[float(chart.get(key)) for key in ("x", "y", "width", "height")] for chart in charts]
+    assert all(x + w <= float(root.get("width")) and y + h <= float(root.get("height")) for x, y, w, h in boxes)
     assert draw_curves([{"step": 1, "loss": 2.0}], path)
-    assert png_size(path)[0] < wide, "one figure needs one plot, not a page of empty ones"
+    smaller = ElementTree.parse(path).getroot()
+    assert float(smaller.get("width")) < float(root.get("width")), (
+        "one figure needs one chart, not a page of empty ones"
+    )
     assert draw_curves([{"step": 1, "loss": None, "kl": 1.0, "eval_kl": 2.0}, {"kl": 3.0}], path)
-    assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]
+    assert [file.name for file in tmp_path.iterdir()] == ["curves.svg"]
+
+
+def test_a_picture_of_one_theme_has_no_other(tmp_path):
+    for theme in ("light", "dark"):
+        draw_curves(list(rows()), tmp_path / theme, keys=("kl",), theme=theme)
+    light, dark = ((tmp_path / theme).read_text() for theme in ("light", "dark"))
+    assert "@media" not in light + dark and light.count("<polyline") == dark.count("<polyline") == 2
+    for palette, inside, outside in ((LIGHT, light, dark), (DARK, dark, light)):
+        assert palette["paper"] in inside and palette["paper"] not in outside
 
 
 @pytest.mark.parametrize("nothing", [[], [{"step": 1}], [{"loss": 1.0}], [{"step": 1, "loss": None}]])
 def test_nothing_to_draw_makes_no_file(nothing, tmp_path):
-    assert draw_curves(nothing, tmp_path / "curves.png") is False
+    assert draw_curves(nothing, tmp_path / "curves.svg") is False
     assert not list(tmp_path.iterdir())
 
 

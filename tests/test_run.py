@@ -1,6 +1,8 @@
 """Whole runs of tiny models: what is written, what is printed, resume, and bad input that leaves nothing behind."""
 
 import json
+import re
+from datetime import UTC, datetime
 
 import pytest
 import torch
@@ -48,9 +50,13 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys
     assert result.folder.as_posix() == "runs/tiny" and result.steps == 6
     written = (
         "recipe.yaml lock.yaml before.json metrics.jsonl checkpoint-4 checkpoint-6 student result.json samples.md "
-        "curves.png"
+        "curves.svg"
     )
     assert sorted(path.name for path in result.folder.iterdir() if path.name != RUN_LOCK) == sorted(written.split())
+    began, ended = (json.loads((result.folder / name).read_text()) for name in ("before.json", "result.json"))
+    assert datetime.fromisoformat(began["started"]) <= datetime.fromisoformat(ended["finished"]) <= datetime.now(UTC)
+    assert re.fullmatch(r"\w+ \w+ CPU, \d+ cores", began["device"]) and began["command"] is None, "called from Python"
+    assert (result.folder / "curves.svg").read_text().count(">held out<") == 1
     assert result.after.forward_kl < result.before.forward_kl
     assert result.gap_closed == pytest.approx(1 - result.after.forward_kl / result.before.forward_kl)
     assert dump(load(result.folder / "recipe.yaml")) == dump(recipe("train.save_every=4", "train.eval_every=3"))

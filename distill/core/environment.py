@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 
@@ -23,6 +24,13 @@ def environment() -> dict[str, str]:
         values["gpu"] = f"{facts.name}, {facts.total_memory / GIB:.0f} GiB"
         values["cuda"], values["driver"] = torch.version.cuda or "", _driver()
     return {name: value for name, value in values.items() if value}
+
+
+def device_name(device: torch.device) -> str:
+    """What computes, for people."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.system()} {platform.machine()} {device.type.upper()}, {os.cpu_count()} cores"
 
 
 def _version(name: str) -> str:

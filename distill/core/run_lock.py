@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,13 +32,18 @@ BEAT_S = 5.0
 SIZE = 512  # of the file: written in place, so that a full disk cannot stop it
 
 
+def now() -> str:
+    """The time to the second, UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 class RunLock:
     """The lock on the run in `folder`; released where the `with` block ends, at the latest with the process."""
 
     latest: ClassVar[Path | None] = None  # the folder of this process's run
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.started = folder, now()
         self.path = folder / RUN_LOCK
         self._handle: int | None = None
         self._since = 0

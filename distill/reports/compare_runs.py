@@ -9,16 +9,21 @@ another teacher, or over other held-out rows, are no figures of one table: they 
 
 from __future__ import annotations
 
+import html
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from distill.core.faults import show
 from distill.recipe import parse
 from distill.recipe.same_step import settings_of_steps
-from distill.reports.report import Run, points
-from distill.reports.svg_plot import Series, line_chart
+from distill.reports.curves import points
+from distill.reports.report import AGREES, Run, legend
+from distill.reports.style import document
+from distill.reports.svg_plot import Series, Size, line_chart
 from distill.teachers.measure import Measure
 
 # what a held-out figure depends on besides the student; `config` is read of random weights alone
@@ -49,7 +54,7 @@ class Group(NamedTuple):
     divergence: list[float]
     agreement: list[float]
     gap: list[float]
-    differs: dict[str, Any]
+    differs: dict[str, object]
     p_value: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,23 +96,13 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     names = [str(run.folder) for run in runs]
     if len(set(names)) < len(names):
         raise ValueError("runs: the same run was given twice")
-    groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
     for run in runs:
         if "after" not in run.result:
             raise ValueError(f"{run.folder}: has no result yet; distill run ... --resume finishes it")
-        settings = settings_of_steps(parse(run.recipe, name=run.folder.name, of_run=True), run.processes)
-        for name in ("name", "train.seed", "data.validation.seed"):
-            settings.pop(name, None)
-        groups.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(run)
-    first: dict[str, Any] | None = None
+    first: dict[str, object] | None = None
     made: list[Group] = []
-    for settings, members in groups.values():
+    for settings, members in _by_recipe(runs).values():
         first = settings if first is None else first
-        changed = {
-            key: settings.get(key)
-            for key in sorted({*settings, *first})
-            if settings.get(key) != first.get(key)
-        }  # fmt: skip
         after = [run.held_out["after"] for run in members]
         gaps = [math.nan if run.result["gap_closed"] is None else run.result["gap_closed"] for run in members]
         divergence = [figures["forward_kl"] for figures in after]
@@ -116,11 +111,27 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         made.append(
             Group(
                 members[0].folder.name, [run.folder.name for run in members], measure, divergence,
-                [figures["agreement"] for figures in after], gaps, changed,
+                [figures["agreement"] for figures in after], gaps, _changes(settings, first),
                 welch(made[0].divergence, divergence) if alike else None,
             )
         )  # fmt: skip
     return made
+
+
+def _by_recipe(runs: Sequence[Run]) -> dict[str, tuple[dict[str, object], list[Run]]]:
+    """The settings of each recipe's steps, and the runs of it, in order."""
+    groups: dict[str, tuple[dict[str, object], list[Run]]] = {}
+    for run in runs:
+        settings = settings_of_steps(run.settings, run.processes)
+        for name in ("name", "train.seed", "data.validation.seed"):
+            settings.pop(name, None)
+        groups.setdefault(repr(sorted(settings.items())), (settings, []))[1].append(run)
+    return groups
+
+
+def _changes(settings: dict[str, object], first: dict[str, object]) -> dict[str, object]:
+    names = sorted({*settings, *first})
+    return {name: settings.get(name) for name in names if settings.get(name) != first.get(name)}
 
 
 def mean_and_spread(values: Sequence[float]) -> str:
@@ -142,45 +153,55 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
     return _tail(t, freedom)
 
 
-def _tail(t: float, freedom: float, steps: int = 20_000) -> float:
-    """P(|T| > t) of Student's distribution: 1 minus the density's integral from -t to t, by Simpson's rule."""
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+def _tail(t: float, freedom: float, steps: int = 100_000) -> float:
+    """P(|T| > t) of Student's distribution: 1 minus the density's integral from -t to t, by the midpoint rule."""
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     # in the angle whose tangent is x / sqrt(freedom) the density is bounded and the range finite
     end = math.atan(t / math.sqrt(freedom))
-    width = end / steps
-    total = 0.0
-    for number in range(steps + 1):
-        weight = 1 if number in (0, steps) else 4 if number % 2 else 2
-        total += weight * math.cos(number * width) ** (freedom - 1)
-    return min(1.0, max(0.0, 1 - 2 * scale * math.sqrt(freedom) * total * width / 3))
+    mean = float((np.cos((np.arange(steps) + 0.5) * (end / steps)) ** (freedom - 1)).mean())
+    return min(1.0, max(0.0, 1 - 2 * scale * end * mean))
 
 
 def curves_page(runs: Sequence[Run]) -> str:
-    """The held-out divergence of all runs over the steps (in training where none was held out), as an HTML page."""
-    import html
+    """Divergence and agreement of all runs over the steps, held out and in training apart, as an HTML page.
 
-    from distill.reports.style import STYLE
-
+    Runs of one recipe under several seeds are one line, their mean, in a band from the lowest to the highest.
+    """
+    groups = list(_by_recipe(runs).values())
+    names = []
+    for settings, members in groups:
+        seeds = f" ({len(members)} seeds)" if len(members) > 1 else ""
+        changes = ", ".join(f"{key}={value}" for key, value in _changes(settings, groups[0][0]).items())
+        names.append(f"{members[0].folder.name}{seeds}{': ' if changes else ''}{changes}")
+    measures = list(dict.fromkeys(run.measure for run in runs))
+    wanted = [(one.key, f"{one.name} to the teacher ({one.each})", 1.0, [one]) for one in measures]
     charts = []
-    measures = dict.fromkeys(run.measure for run in runs)
-    wanted = [(one.key, f"{one.name} to the teacher ({one.each})", [one]) for one in measures]
-    for key, title, among in [*wanted, ("agreement", "top-1 agreement with the teacher", list(measures))]:
-        lines = [
-            Series(run.folder.name, points(run.metrics, f"eval_{key}") or points(run.metrics, key), number % 6)
-            for number, run in enumerate(runs)
-            if run.measure in among
-        ]
-        if any(line.points for line in lines):
-            charts.append(f"<figure><figcaption>{title}</figcaption>{line_chart(lines, title)}</figure>")
-    names = "".join(
-        f'<p class="note"><svg viewBox="0 0 12 12" style="width:12px;display:inline">'
-        f'<circle class="dot series-{i % 6}" '
-        f'cx="6" cy="6" r="5"/></svg> {html.escape(run.folder.name)}</p>'
-        for i, run in enumerate(runs)
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>runs</title><style>{STYLE}</style></head><body><main><h1>Runs, by optimizer step</h1>"
-        f'{names}<div class="charts">{"".join(charts)}</div></main></body></html>\n'
-    )
+    for key, title, factor, among in [*wanted, ("agreement", "agreement with the teacher (%)", 100.0, measures)]:
+        for prefix, where in (("eval_", "held out"), ("", "in training")):
+            lines = [
+                over_seeds(
+                    members[0].folder.name, [points(run.metrics, prefix + key, factor) for run in members], number % 6
+                )
+                for number, (_, members) in enumerate(groups)
+                if members[0].measure in among
+            ]
+            if lines := [line for line in lines if line.points]:
+                text = html.escape(f"{title}, {where}")
+                chart = line_chart(lines, text, from_zero=key != "agreement", size=Size(420, 220))
+                charts.append(f"<figure><figcaption>{text}</figcaption>{chart}</figure>")
+    note = "Lines are means over seeds, bands reach from the lowest seed to the highest. " * (len(runs) > len(groups))
+    title = html.escape(" · ".join(run.folder.name for run in runs))
+    about = f'<h1>Runs compared</h1><p class="note">{note}Agreement: the share of tokens {AGREES}.</p>'
+    return document(title, f'{about}{legend(dict(enumerate(names)))}<div class="charts pairs">{"".join(charts)}</div>')
+
+
+def over_seeds(name: str, curves: Sequence[Sequence[tuple[float, float]]], color: int) -> Series:
+    """The mean of several curves, and their range, on the steps that all of them span."""
+    curves = [curve for curve in curves if curve]
+    if len(curves) < 2:
+        return Series(name, curves[0] if curves else [], color)
+    start, end = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    steps = sorted({x for curve in curves for x, _ in curve if start <= x <= end})
+    values = [np.interp(steps, [x for x, _ in curve], [y for _, y in curve]) for curve in curves]
+    mean, low, high = (combine(values, axis=0).tolist() for combine in (np.mean, np.min, np.max))
+    return Series(name, list(zip(steps, mean, strict=True)), color, list(zip(steps, low, high, strict=True)))

@@ -1,19 +1,19 @@
-"""`curves.png`: what `metrics.jsonl` tells, as one picture of small plots over the optimizer steps."""
+"""What `metrics.jsonl` tells, as small charts over the optimizer steps: of a run's page, and alone as `curves.svg`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.core.files import replacing
+from distill.core.files import write_text
+from distill.reports.svg_plot import Series, Size, line_chart, picture
 from distill.teachers.measure import KL, Measure
-
-INK, QUIET, TRAIN, HELD_OUT = "#1f2937", "#9ca3af", "#2563eb", "#dc2626"
 
 
 class Panel(NamedTuple):
-    """One small plot.
+    """One small chart.
 
     Attributes:
         key: the figure in a row; `eval_` before it is the held-out one.
@@ -29,7 +29,7 @@ class Panel(NamedTuple):
 
 
 def panels_of(measure: Measure = KL) -> list[Panel]:
-    """The plots of a run whose divergence is `measure`; one trained by another than the KL logs `divergence`."""
+    """The charts of a run whose divergence is `measure`; one trained by another than the KL logs `divergence`."""
     name = measure.called("divergence")
     return [
         Panel("loss", f"loss ({measure.each})"),
@@ -39,76 +39,58 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
         Panel("learning_rate", "learning rate", from_zero=True),
         Panel("tokens_per_second", "tokens per second", from_zero=True),
         Panel("grad_norm", "gradient norm", from_zero=True),
+        Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True),
     ]
 
 
-def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "", *, measure: Measure = KL) -> bool:
-    """Draw the figures in `rows` into a PNG; a half-written file is never left.
+def charts_of(rows: Sequence[Mapping[str, Any]], measure: Measure = KL) -> list[tuple[Panel, list[Series]]]:
+    """The panels that `rows` have figures for, with their lines; the loss is left out where it is the divergence."""
+    charts = []
+    for panel in panels_of(measure):
+        if panel.key == "loss" and all(_same(row.get("loss"), row.get(measure.key)) for row in rows if "loss" in row):
+            continue
+        lines = [
+            Series(name, points(rows, prefix + panel.key, panel.factor), color)
+            for color, (name, prefix) in enumerate((("training", ""), ("held out", "eval_")))
+        ]
+        if any(line.points for line in lines):
+            charts.append((panel, [line for line in lines if line.points]))
+    return charts
+
+
+def points(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+    """(step, figure) of the rows that have it."""
+    return [
+        (float(row["step"]), float(row[key]) * factor)
+        for row in rows
+        if isinstance(row.get(key), int | float) and isinstance(row.get("step"), int | float)
+    ]
+
+
+def _same(loss: object, other: object) -> bool:
+    return isinstance(loss, float) and isinstance(other, float) and math.isclose(loss, other, rel_tol=1e-3)
+
+
+def draw_curves(
+    rows: Sequence[Mapping[str, Any]], path: Path, title: str = "", *, measure: Measure = KL, keys: Sequence[str] = (),
+    theme: str = "",
+) -> bool:  # fmt: skip
+    """Draw the figures in `rows` into an SVG; False, and no file, where there is nothing to draw.
 
     Args:
         rows: Of `metrics.jsonl`: `step` and figures by name; a figure may be missing or None in any of them.
-        path: The PNG.
+        path: The SVG.
         title: Above the picture, such as the run's name.
         measure: What the divergence is.
-
-    Returns:
-        False where there was nothing to draw, and then no file.
+        keys: Of the panels to draw; empty for all.
+        theme: `light` or `dark`; empty to follow the reader's preference.
     """
-    panels = [panel for panel in panels_of(measure) if _points(rows, panel) or _points(rows, panel, "eval_")]
-    if not panels:
-        return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.2 * columns, 2.7 * lines + 0.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    for number, panel in enumerate(panels):
-        axes = figure.add_subplot(lines, columns, number + 1)
-        _draw(axes, rows, panel)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        if number + columns >= len(panels):
-            axes.set_xlabel("step", color=INK, fontsize=8)
-    if title:
-        figure.suptitle(_plain(title), color=INK, fontsize=12, x=0.01, ha="left")
-    with replacing(path) as beside:
-        figure.savefig(beside, format="png", facecolor="white")
-    return True
-
-
-def _draw(axes: Any, rows: Sequence[Mapping[str, Any]], panel: Panel) -> None:
-    training, held_out = _points(rows, panel), _points(rows, panel, "eval_")
-    for points, color, label in ((training, TRAIN, "training"), (held_out, HELD_OUT, "held out")):
-        if points:
-            few = len(points) <= 30 or color == HELD_OUT
-            axes.plot(*zip(*points, strict=True), color=color, lw=1.4, marker="o" if few else "", ms=2.8, label=label)
-    _, last = (held_out or training)[-1]
-    axes.set_title(
-        f"{last:,.4g}" if abs(last) < 1e4 else f"{last:,.0f}", fontsize=9, color=INK, loc="right", weight="bold"
-    )
-    axes.set_title(panel.title, fontsize=9, color=INK, loc="left")
-    axes.tick_params(labelsize=8, colors=INK, length=0)
-    axes.grid(True, axis="y", color=QUIET, alpha=0.3, lw=0.6)
-    axes.margins(y=0.15)
-    axes.ticklabel_format(axis="y", scilimits=(-3, 6))
-    axes.yaxis.get_offset_text().set_fontsize(7)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(QUIET)
-    if panel.from_zero and min(value for _, value in training + held_out) >= 0:
-        axes.set_ylim(bottom=0)
-    if training and held_out:
-        axes.legend(frameon=False, fontsize=8)
-
-
-def _points(rows: Sequence[Mapping[str, Any]], panel: Panel, prefix: str = "") -> list[tuple[int, float]]:
-    """Steps and values of one figure, rows without it left out."""
-    found = [(row["step"], row.get(prefix + panel.key)) for row in rows if "step" in row]
-    return [(step, float(value) * panel.factor) for step, value in found if isinstance(value, int | float)]
-
-
-def _plain(text: str) -> str:
-    """No mathematics and no line breaks in a title that a person or a folder's name gave."""
-    return " ".join(text.split()).replace("$", r"\$")[:120]
+    charts = [(panel, lines) for panel, lines in charts_of(rows, measure) if not keys or panel.key in keys]
+    size = Size(width=250, height=190, font=15)
+    drawn = [
+        (panel.title, line_chart(lines, panel.title, from_zero=panel.from_zero, size=size)) for panel, lines in charts
+    ]
+    if drawn:
+        legend = {line.name: line for _, lines in charts for line in lines}
+        write_text(path, picture(drawn, title=title, legend=list(legend.values()), size=size, theme=theme))
+    return bool(drawn)

@@ -10,6 +10,7 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +18,21 @@ from distill.core.console import visible
 from distill.core.faults import RecipeError
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
-from distill.reports.curves import Panel, panels_of
-from distill.reports.style import STYLE
-from distill.reports.svg_plot import Series, line_chart, short
+from distill.recipe import Recipe, parse
+from distill.reports.curves import charts_of
+from distill.reports.style import document
+from distill.reports.svg_plot import line_chart, short
 from distill.teachers.identity import model_name
 from distill.teachers.measure import Measure, shown
 from distill.teachers.registry import measure_of, source_of
 
-MEMORY = Panel("peak_memory_gib", "peak memory (GiB)", from_zero=True)
 # the report's words for what training.phases times
 PHASES = {
     "teacher": "teacher", "student, both ways": "student", "loss": "loss", "optimizer": "optimizer",
     "data and host": "data",
 }  # fmt: skip
+# of tokens: what the report calls agreement
+AGREES = "for which the student's likeliest next token is the teacher's"
 WHO = {"teacher": "teacher", "before": "student before", "after": "student after"}
 
 
@@ -62,12 +65,14 @@ class Run(NamedTuple):
         }
 
     @property
+    def settings(self) -> Recipe:
+        """The recipe, parsed."""
+        return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE))
+
+    @property
     def measure(self) -> Measure:
         """What its divergence is."""
-        from distill.recipe import parse
-
-        stored = self.result.get("measure") or self.before.get("measure")
-        return measure_of(parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE)), stored)
+        return measure_of(self.settings, self.result.get("measure") or self.before.get("measure"))
 
     @property
     def processes(self) -> int:
@@ -130,6 +135,7 @@ def page(run: Run) -> str:
     """The whole page as HTML."""
     name = html.escape(run.folder.name)
     sections = [
+        _header(run),
         _summary(run),
         _section("Held out", _held_out(run)),
         _section("Training, by optimizer step", _charts(run.metrics, run.measure)),
@@ -139,15 +145,9 @@ def page(run: Run) -> str:
             "Recipe",
             f"<details><summary>every setting, as YAML</summary><pre>{html.escape(run.recipe.strip())}</pre></details>",
         ),
-        _section("Environment", _pairs(run.result.get("environment", {}))),
+        _section("Environment", table([], [*run.result.get("environment", {}).items()], "pairs")),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{name}</title><style>{STYLE}</style></head>\n<body><main>\n<h1>{name}</h1>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</main></body></html>\n"
-    )
+    return document(name, "\n".join([f"<h1>{name}</h1>", *filter(None, sections)]))
 
 
 def _section(title: str, body: str) -> str:
@@ -155,9 +155,7 @@ def _section(title: str, body: str) -> str:
 
 
 def _recipe_facts(run: Run) -> dict[str, str]:
-    from distill.recipe import parse
-
-    recipe = parse(run.recipe, name=run.folder.name, origin=str(run.folder / RECIPE_FILE))
+    recipe = run.settings
     weighted = [term for term in recipe.loss.terms if term.weight > 0]
     plain = len(weighted) == 1 and weighted[0].weight == 1
     terms = " + ".join(("" if plain else f"{term.weight:g} ") + _term(term, run.measure) for term in weighted)
@@ -175,27 +173,45 @@ def _term(term: Any, measure: Measure) -> str:
     return (name.removesuffix("_kl") + f" {measure.name}" * name.endswith("_kl")).replace("_", " ")
 
 
+def _header(run: Run) -> str:
+    """When, how long and on what; the command; what was distilled into what."""
+    stored = run.before.get("started"), run.result.get("finished")
+    times = [datetime.fromisoformat(time) for time in stored if time]
+    when = [f"{times[0].day} {times[0]:%B %Y, %H:%M} UTC"] if times else []
+    if len(times) == 2:
+        when.append(f"{duration((times[1] - times[0]).total_seconds())} from start to end")
+    if device := run.before.get("device"):
+        when.append(f"{run.processes} × {device}" if run.processes > 1 else device)
+    facts = _recipe_facts(run) | ({"command": run.before["command"]} if run.before.get("command") else {})
+    items = "".join(f"<dt>{key}</dt><dd>{html.escape(value)}</dd>" for key, value in facts.items())
+    unfinished = "" if run.result else '<p class="warning">This run has not finished; figures so far.</p>'
+    return f'<p class="when">{html.escape(" · ".join(when))}</p>{unfinished}<dl>{items}</dl>'
+
+
 def _summary(run: Run) -> str:
-    facts = "".join(f"<span><b>{key}</b> {html.escape(value)}</span>" for key, value in _recipe_facts(run).items())
     cards, name = [], html.escape(run.measure.name)
-    if "gap_closed" in run.result and run.result["gap_closed"] is not None:
-        cards.append(("gap closed", f"{run.result['gap_closed']:.1%}", f"of the {name} to the teacher"))
     after, before = run.held_out.get("after"), run.held_out.get("before")
     if after:
-        was = f"was {before['forward_kl']:.4f}" if before else ""
-        cards.append((f"{name} to teacher", f"{after['forward_kl']:.4f}", was))
-        was = f"was {before['agreement']:.1%}" if before else ""
-        cards.append(("agreement", f"{after['agreement']:.1%}", was))
+        was = f"; it was {before['forward_kl']:.4f}" if before else ""
+        cards.append(
+            (f"{name} to teacher", f"{after['forward_kl']:.4f}", f"{run.measure.each}, 0 is a perfect match{was}")
+        )
+    if "gap_closed" in run.result and run.result["gap_closed"] is not None:
+        cards.append(
+            ("gap closed", f"{run.result['gap_closed']:.1%}", f"of the {name} to the teacher is gone after training")
+        )
+    if after:
+        was = f"; it was {before['agreement']:.1%}" if before else ""
+        cards.append(("agreement", f"{after['agreement']:.1%}", f"of held-out {run.measure.unit}s {AGREES}{was}"))
     speeds = sorted(row["tokens_per_second"] for row in run.metrics if row.get("tokens_per_second"))
     if speeds:
-        cards.append(("tokens a second", short(speeds[len(speeds) // 2]), "median"))
+        cards.append(("tokens per second", short(speeds[len(speeds) // 2]), "in training, the median"))
     boxes = "".join(
         f'<div class="card"><div class="what">{what}</div><div class="figure">{figure}</div>'
         f'<div class="note">{note}</div></div>'
         for what, figure, note in cards
     )
-    unfinished = "" if run.result else '<p class="warning">This run has not finished; figures so far.</p>'
-    return f'<p class="facts">{facts}</p>{unfinished}<div class="cards">{boxes}</div>'
+    return f'<div class="cards">{boxes}</div>' if boxes else ""
 
 
 def _held_out(run: Run) -> str:
@@ -217,49 +233,40 @@ def _held_out(run: Run) -> str:
         )  # fmt: skip
     measure = run.measure
     head = ["", f"forward {measure.name}", f"reverse {measure.name}", "agreement", "perplexity", "entropy"]
-    note = f"Means over {last['tokens']:,} held-out {measure.unit}s, in nats; teacher and student see the same text."
+    note = (
+        f"Means over {last['tokens']:,} held-out {measure.unit}s, which training did not see, in nats. "
+        f"Agreement: the share of {measure.unit}s {AGREES}. Perplexity: of the text itself, less is better."
+    )
     return table(head, rows) + f'<p class="note">{html.escape(note)}</p>'
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table that scrolls sideways where it is too wide; the first column holds names."""
-    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """An HTML table that scrolls sideways in its box where it is too wide; the first column holds names."""
+    top = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def points(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
-    """(step, figure) of the rows that have it."""
-    return [
-        (float(row["step"]), float(row[key]) * factor)
-        for row in rows
-        if isinstance(row.get(key), int | float) and isinstance(row.get("step"), int | float)
-    ]
+    head_row = f"<thead><tr>{top}</tr></thead>" if head else ""
+    return f'<div class="wide" tabindex="0"><table class="{kind}">{head_row}<tbody>{body}</tbody></table></div>'
 
 
 def _charts(rows: Sequence[Mapping[str, Any]], measure: Measure) -> str:
-    charts = []
-    for panel in (*panels_of(measure), MEMORY):
-        if panel.key == "loss" and all(_same(row.get("loss"), row.get(measure.key)) for row in rows if "loss" in row):
-            continue  # the loss is the divergence: one chart is enough
-        lines = [
-            Series("training", points(rows, panel.key, panel.factor), 0),
-            Series("held out", points(rows, f"eval_{panel.key}", panel.factor), 1),
-        ]
-        lines = [line for line in lines if line.points]
-        if not lines:
-            continue
-        last = lines[-1].points[-1][1]
-        legend = ' <span class="held-out">held out</span>' if len(lines) > 1 or lines[0].color == 1 else ""
-        charts.append(
-            f"<figure><figcaption>{html.escape(panel.title)}{legend}<b>{short(last)}</b></figcaption>"
-            f"{line_chart(lines, panel.title, from_zero=panel.from_zero)}</figure>"
-        )
-    return f'<div class="charts">{"".join(charts)}</div>' if charts else ""
+    charts = charts_of(rows, measure)
+    figures = []
+    for panel, lines in charts:
+        last = "<small>held out</small> " * (lines[-1].name == "held out") + short(lines[-1].points[-1][1])
+        chart = line_chart(lines, panel.title, from_zero=panel.from_zero)
+        figures.append(f"<figure><figcaption>{html.escape(panel.title)}<b>{last}</b></figcaption>{chart}</figure>")
+    names = {line.color: line.name for _, lines in charts for line in lines}
+    return f'{legend(names)}<div class="charts">{"".join(figures)}</div>' if charts else ""
 
 
-def _same(loss: Any, other: Any) -> bool:
-    return isinstance(loss, float) and isinstance(other, float) and math.isclose(loss, other, rel_tol=1e-3)
+def legend(names: Mapping[int, str]) -> str:
+    """Which colour is whose line, as a list; nothing for one line."""
+    entries = [
+        f'<li><svg viewBox="0 0 22 10" aria-hidden="true"><path class="line series-{color}" d="M1 5h20"/></svg>'
+        f"{html.escape(name)}</li>"
+        for color, name in sorted(names.items())
+    ]
+    return f'<ul class="legend">{"".join(entries)}</ul>' if len(entries) > 1 else ""
 
 
 def _time(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -307,21 +314,22 @@ def _bar(parts: Sequence[tuple[str, float]]) -> str:
         f'<span class="entry"><span class="key {kind}"></span>{name} {share:.1%}</span> '
         for kind, (name, share) in shown
     )
-    return f'<div class="bar">{bars}</div><p class="note">{keys}</p>'
+    return f'<div class="bar">{bars}</div><p class="note keys">{keys}</p>'
 
 
 def duration(seconds: float) -> str:
     """A time for people."""
     if seconds < 120:
         return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _samples(run: Run) -> str:
     answers: dict[str, Any] = run.result.get("answers") or run.before.get("answers") or {}
     if not answers:
         return ""
-    prompts = run.result.get("prompts") or run.before.get("prompts") or _prompts(run)
+    prompts = run.result.get("prompts") or run.before.get("prompts") or run.settings.generate.prompts
     blocks = []
     for number, prompt in enumerate(prompts):
         said = "".join(
@@ -332,14 +340,3 @@ def _samples(run: Run) -> str:
         )
         blocks.append(f'<h3>{html.escape(prompt)}</h3><div class="answers">{said}</div>')
     return "".join(blocks)
-
-
-def _prompts(run: Run) -> list[str]:
-    from distill.recipe import parse
-
-    return parse(run.recipe, name=run.folder.name).generate.prompts
-
-
-def _pairs(values: Mapping[str, Any]) -> str:
-    rows = [[str(key), str(value)] for key, value in values.items()]
-    return table(["", ""], rows).replace("<thead><tr><th></th><th></th></tr></thead>", "") if rows else ""

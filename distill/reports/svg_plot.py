@@ -1,36 +1,53 @@
-"""Line charts as SVG text, for pages that load nothing: colours come from the page's CSS, so light and dark both work.
+"""Line charts as SVG text, which load nothing: a page's CSS colours them; a file of its own brings light and dark.
 
-Classes in the drawing: `axis` (grid and ticks), `tick` (numbers), `line series-N` and `dot series-N`.
+Classes in the drawing: `axis` (grid), `tick` (numbers), `line`, `dot` and `band`, each with `series-N`.
 """
 
 from __future__ import annotations
 
 import html
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import re
+import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 420, 230
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26
+from distill.core.console import visible
+from distill.reports.style import CHART, DARK, LIGHT
+
+RIGHT, FEW, MANY = 12, 24, 150  # FEW points are drawn as dots too, MANY as a thin line
 
 
 class Series(NamedTuple):
-    """One line: its name in the tooltip, (x, y) points in order of x, and which of the page's colours it takes."""
+    """One line: its name, (x, y) points in order of x, which of the colours, and (x, low, high) of a band around it."""
 
     name: str
     points: Sequence[tuple[float, float]]
     color: int = 0
+    band: Sequence[tuple[float, float, float]] = ()
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers (1, 2 or 5 times a power of ten apart) between `low` and `high`."""
+class Size(NamedTuple):
+    """Of a chart, and of its letters, in the units of its view box."""
+
+    width: int = 340
+    height: int = 200
+    font: int = 12
+
+
+IN_PAGE = Size()
+
+
+def ticks(low: float, high: float, count: int = 5, least: float = 0.0) -> list[float]:
+    """About `count` round numbers between `low` and `high`: 1, 2 or 5 times a power of ten, or `least`, apart."""
     if not high > low:
         return [low]
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    step = max(least, next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+    return [number * step for number in range(first, last + 1)]
 
 
 def short(value: float) -> str:
@@ -45,62 +62,192 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def line_chart(series: Sequence[Series], label: str, *, from_zero: bool = False) -> str:
-    """The chart as `<svg>`; points that are not finite break a line.
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Numbers of an axis: whole, each different, without an offset that is to be added."""
+    largest = max(map(abs, values))
+    apart = min((b - a for a, b in itertools.pairwise(values)), default=largest) or 1.0
+    scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if largest >= max(s, 1e4)), (1.0, ""))
+    if 0 < largest < 1e-3:
+        digits = max(0, math.floor(math.log10(largest)) - math.floor(math.log10(apart) + 1e-9))
+        texts = [f"{value:.{digits}e}".split("e") for value in values]
+        parts = [(re.sub(r"\.?0+$", "", a) if "." in a else a, int(b)) for a, b in texts]
+        return ["0" if value == 0 else f"{a}e{b}" for value, (a, b) in zip(values, parts, strict=True)]
+    places = max(0, -math.floor(math.log10(apart / scale) + 1e-9))
+    return ["0" if value == 0 else f"{value / scale:,.{places}f}{unit}" for value in values]
+
+
+def limits(values: Sequence[float], from_zero: bool = False) -> tuple[float, float]:
+    """The range of an axis: all values, but for a few far above, beside which the others would lie in an eighth.
+
+    Far is beyond Tukey's outer fence (1977), three interquartile ranges over the quartile; few are two, or 2 %.
+    """
+    floor = from_zero and min(values) >= 0
+    low, high = 0.0 if floor else min(values), max(values)
+    if len(values) >= 8:
+        first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+        near = [value for value in values if value <= third + 3 * (third - first)]
+        few = len(values) - len(near) <= max(2, len(values) // 50)
+        if few and 0 < 8 * (max(near) - low) < high - low:
+            high = max(near)
+    if high == low:
+        low, high = low - (abs(low) * 0.1 or 0.5) * (not floor), high + (abs(high) * 0.1 or 0.5)
+    return low, high
+
+
+class _Axes:
+    """Where values lie in the drawing; those beyond the limits lie on the edge."""
+
+    def __init__(self, series: Sequence[Series], size: Size, from_zero: bool, across: str) -> None:
+        points = [point for line in series for point in line.points]
+        points += [(x, y) for line in series for x, *ys in line.band for y in ys]
+        points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+        if not points:
+            raise ValueError("series: expected at least one finite point")
+        self.size, self.across = size, across
+        self.x = min(x for x, _ in points), max(x for x, _ in points)
+        count = max(3, int((size.height - 40) / (2.5 * size.font)))
+        self.low, self.high = limits([y for _, y in points], from_zero)
+        marks = ticks(self.low, self.high, count)
+        step = marks[1] - marks[0] if len(marks) > 1 else self.high - self.low
+        # the axis ends at round numbers, outside of all that it holds
+        self.low = min(self.low, step * math.floor(self.low / step + 1e-9))
+        self.high = max(self.high, step * math.ceil(self.high / step - 1e-9))
+        self.marks = ticks(self.low, self.high, round((self.high - self.low) / step))
+        self.labels = tick_labels(self.marks)
+        self.left = 10 + 0.6 * size.font * max(map(len, self.labels), default=0)
+        self.top, self.bottom = 1.5 * size.font, size.height - 2.0 * size.font
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Of a point, from the left and from the top."""
+        span = self.x[1] - self.x[0]
+        across = (x - self.x[0]) / span if span else 0.5
+        up = min(1.0, max(0.0, (y - self.low) / (self.high - self.low)))
+        return self.left + across * (self.size.width - RIGHT - self.left), self.bottom - up * (self.bottom - self.top)
+
+
+def line_chart(
+    series: Sequence[Series], title: str, *, from_zero: bool = False, across: str = "step",
+    size: Size = IN_PAGE,
+) -> str:  # fmt: skip
+    """The chart as `<svg>`; points that are not finite break a line, and outliers lie on its edge as triangles.
 
     Args:
         series: At least one, with at least one finite point between them.
-        label: What a screen reader calls the chart.
+        title: What a screen reader calls the chart; each line's last figure is added.
         from_zero: The vertical axis starts at 0.
+        across: What the horizontal axis counts.
+        size: Of the drawing.
     """
-    finite = [(x, y) for s in series for x, y in s.points if math.isfinite(x) and math.isfinite(y)]
-    if not finite:
-        raise ValueError("series: expected at least one finite point")
-    x_low, x_high = min(x for x, _ in finite), max(x for x, _ in finite)
-    y_low, y_high = min(y for _, y in finite), max(y for _, y in finite)
-    if from_zero:
-        y_low, y_high = min(0.0, y_low), max(0.0, y_high)
-    if y_high == y_low:
-        y_low, y_high = y_low - (abs(y_low) * 0.1 or 0.5), y_high + (abs(y_high) * 0.1 or 0.5)
-    x_span, y_span = (x_high - x_low) or 1.0, y_high - y_low
-    y_high += 0.04 * y_span
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_low) / x_span if x_high > x_low else 0.5
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (
-            HEIGHT - TOP - BOTTOM
-        )
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(label, quote=True)}">']
-    for value in ticks(y_low, y_high):
-        _, y = place(x_low, value)
-        parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in ticks(x_low, x_high, 5):
-        x, _ = place(value, y_low)
-        parts.append(f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{short(value)}</text>')
+    axes = _Axes(series, size, from_zero, across)
+    last = [f"{line.name} {short(line.points[-1][1])}" for line in series if line.points]
+    text = html.escape(f"{title}; last: {', '.join(last)}", quote=True)
+    parts = [f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{text}">']
+    for value, name in zip(axes.marks, axes.labels, strict=True):
+        _, y = axes.place(axes.x[0], value)
+        parts.append(f'<line class="axis" x1="{axes.left:.1f}" x2="{size.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(label(axes.left - 6, y + 0.35 * size.font, name, "end"))
+    marks = ticks(*axes.x, max(2, size.width // (5 * size.font)), least=1.0 if across == "step" else 0.0)
+    names, y = tick_labels(marks), size.height - 0.5 * size.font
+    # the last carries the name of the axis, and gets the room for it
+    end = min(axes.place(marks[-1], axes.low)[0] + 0.3 * size.font * len(names[-1]), size.width - 2.0)
+    parts.append(label(end, y, f"{across} {names[-1]}", "end"))
+    room = end - 0.6 * size.font * (len(f"{across} {names[-1]}") + 1)
+    for value, name in zip(marks[:-1], names[:-1], strict=True):
+        x, _ = axes.place(value, axes.low)
+        if x + 0.3 * size.font * len(name) < room:
+            parts.append(label(x, y, name, "middle"))
     for line in series:
-        parts += _line(line, place)
-    return "".join([*parts, "</svg>"])
+        parts += _line(line, axes)
+    return "".join([*parts, *_beyond(series, axes), "</svg>"])
 
 
-def _line(series: Series, place: Callable[[float, float], tuple[float, float]]) -> list[str]:
-    pieces: list[list[tuple[float, float, float, float]]] = [[]]
+def label(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+    """Letters of a class at a place, `start`, `middle` or `end` of them."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(visible(text))}</text>'
+
+
+def _line(series: Series, axes: _Axes) -> list[str]:
+    pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in series.points:
         if math.isfinite(x) and math.isfinite(y):
-            pieces[-1].append((x, y, *place(x, y)))
+            pieces[-1].append((x, y))
         elif pieces[-1]:
             pieces.append([])
-    drawn = []
-    few = sum(map(len, pieces)) <= 40
+    drawn, color = [], f"series-{series.color}"
+    if len(series.band) > 1:
+        edge = [(x, high) for x, _, high in series.band] + [(x, low) for x, low, _ in reversed(series.band)]
+        drawn.append(f'<polygon class="band {color}" points="{_path(edge, axes)}"/>')
+    count = sum(map(len, pieces))
+    weight = "thin " if count > MANY else ""
     for piece in pieces:
         if len(piece) > 1:
-            path = " ".join(f"{left:.1f},{top:.1f}" for _, _, left, top in piece)
-            drawn.append(f'<polyline class="line series-{series.color}" points="{path}"/>')
-        for x, y, left, top in piece if few or len(piece) == 1 else []:
-            title = html.escape(f"{series.name}, step {short(x)}: {short(y)}")
-            drawn.append(
-                f'<circle class="dot series-{series.color}" cx="{left:.1f}" cy="{top:.1f}" r="2.4">'
-                f"<title>{title}</title></circle>"
-            )
+            drawn.append(f'<polyline class="line {weight}{color}" points="{_path(piece, axes)}"/>')
+        for x, y in piece:
+            (left, top), title = axes.place(x, y), html.escape(f"{series.name}, {axes.across} {short(x)}: {short(y)}")
+            if y > axes.high:
+                outline = f"M{left - 4.5:.1f} {top:.1f}h9l-4.5 -8z"
+                drawn.append(f'<path class="dot {color}" d="{outline}"><title>{title}</title></path>')
+            elif count <= FEW or len(piece) == 1:
+                place = f'cx="{left:.1f}" cy="{top:.1f}" r="2.6"'
+                drawn.append(f'<circle class="dot {color}" {place}><title>{title}</title></circle>')
     return drawn
+
+
+def _path(points: Sequence[tuple[float, float]], axes: _Axes) -> str:
+    return " ".join(f"{left:.1f},{top:.1f}" for left, top in (axes.place(x, y) for x, y in points))
+
+
+def _beyond(series: Sequence[Series], axes: _Axes) -> list[str]:
+    """How many points lie above the chart, and how far."""
+    above = [y for line in series for _, y in line.points if math.isfinite(y) and y > axes.high]
+    text = f"▲ {len(above)} {'point' if len(above) == 1 else 'points'} up to {short(max(above, default=0))}"
+    return [label(axes.size.width - RIGHT, 0.9 * axes.size.font, text, "end")] if above else []
+
+
+def picture(
+    panels: Sequence[tuple[str, str]], *, title: str, legend: Sequence[Series] = (), theme: str = "",
+    size: Size = IN_PAGE,
+) -> str:  # fmt: skip
+    """Charts in a grid, as an SVG file of its own.
+
+    Args:
+        panels: Of each its title and what `line_chart` made, of this size.
+        title: Above all.
+        legend: Names and colours of lines, beside the title.
+        theme: `light` or `dark`; empty for a picture that follows the reader's preference.
+        size: Of each chart.
+    """
+    font, gap = size.font, 2 * size.font
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    width, row = columns * (size.width + gap) + gap, size.height + 2.6 * font
+    height = 4 * font + lines * row
+    parts = [label(gap, 2.2 * font, title, "start", "title")] if title else []
+    right = float(width - gap)
+    for line in reversed(legend):
+        parts.append(label(right, 2.1 * font, line.name, "end", "name"))
+        right -= 0.56 * font * len(line.name) + 1.6 * font
+        parts.append(f'<path class="line series-{line.color}" d="M{right:.1f} {1.75 * font:.1f}h{1.2 * font:.1f}"/>')
+        right -= font
+    for number, (name, chart) in enumerate(panels):
+        x, y = gap + number % columns * (size.width + gap), 3.6 * font + number // columns * row
+        squeezed = f'<text textLength="{size.width}"' if 0.56 * font * len(name) > size.width else "<text"
+        parts.append(label(x, y + font, name, "start", "name").replace("<text", squeezed))
+        parts.append(f'<svg x="{x}" y="{y + 1.6 * font:.1f}" width="{size.width}" height="{size.height}"' + chart[4:])
+    return standalone("".join(parts), width, height, title, font, theme)
+
+
+def standalone(body: str, width: float, height: float, title: str, font: int, theme: str = "") -> str:
+    """An SVG file around a drawing; colours stand in it as numbers, since few viewers but browsers know variables."""
+
+    def rules(palette: dict[str, str]) -> str:
+        values = palette | {"font": f"{font}px", "large": f"{1.2 * font:g}px", "small": f"{0.88 * font:g}px"}
+        return re.sub(r"var\(--([\w-]+)\)", lambda found: values[found[1]], CHART)
+
+    both = f"{rules(LIGHT)}@media (prefers-color-scheme: dark) {{ {rules(DARK)} }}"
+    style = both if not theme else rules(DARK if theme == "dark" else LIGHT)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img" aria-label="{html.escape(visible(title), quote=True)}"><style>{style}</style>'
+        f'<rect class="paper" width="100%" height="100%" rx="8"/>{body}</svg>\n'
+    )
