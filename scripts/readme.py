@@ -38,7 +38,6 @@ STUDIES = {
     ),
 }  # fmt: skip
 STUDY_RESULTS = ROOT / "scripts" / "study" / "results"
-PLOT = ("linear forward_kl", "8192 x 128256, H 2048 / 4096")
 
 HEADINGS = {
     "shape": "shape",
@@ -294,38 +293,3 @@ def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
         "",
         f"![quality over tokens](assets/{picture.name})",
     ]
-
-
-def plot_losses(rows: list[dict[str, Any]], path: Path) -> None:
-    """Time against peak memory of the fused losses, coloured by the error of dW, as an SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.colors import LogNorm
-
-    chosen = [row for row in rows if row["case"] == PLOT[0] and row["shape"] == PLOT[1]]
-    floor = next(row["ms"] for row in chosen if "floor_ratio" in row and row["candidate"].startswith("floor"))
-    chosen = [row for row in chosen if "error" in row and "peak_mib" in row]
-    matplotlib.rcParams.update({"svg.hashsalt": "distill", "font.size": 10})
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    errors = [row["error"]["dW"] for row in chosen]
-    dots = axes.scatter(
-        [row["ms"] for row in chosen], [row["peak_mib"] for row in chosen], c=errors, s=110,
-        norm=LogNorm(2e-3, 4e-2), cmap="viridis_r", edgecolors="black", zorder=3,
-    )  # fmt: skip
-    for row in chosen:
-        ours = row["candidate"].startswith("ours")
-        axes.annotate(
-            row["candidate"], (row["ms"], row["peak_mib"]), xytext=(8, 6), textcoords="offset points",
-            fontweight="bold" if ours else "normal",
-        )  # fmt: skip
-    axes.axvline(floor, color="grey", linestyle=":", label=f"the matrix products alone, {floor:.1f} ms")
-    axes.set(xlabel="forward + backward, ms", ylabel="peak memory above the inputs, MiB", yscale="log")
-    axes.set_xlim(floor * 0.93, max(row["ms"] for row in chosen) * 1.4)
-    axes.set_title(f"Forward KL from hidden states, {PLOT[1]}, {chosen[0]['gpu']}", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center right", frameon=False)
-    figure.colorbar(dots, label="relative error of dW against fp64")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)

@@ -369,7 +369,9 @@ def _what_commands_say(result, capsys):
     said = capsys.readouterr().out
     assert "span divergence to teacher" in said
     plot = Path("c.html").read_text()
-    assert "span divergence to the teacher (nats an aligned span)" in plot and plot.count("<polyline") == 2
+    for where in ("held out", "in training"):
+        assert f">span divergence to the teacher (nats an aligned span), {where}<" in plot
+    assert plot.count("<polyline") == 4, "divergence and agreement, held out and in training"
     assert run_command(["compare", name, "--json"]) == 0
     (group,) = json.loads(capsys.readouterr().out)
     assert group["divergence"] == [result.after.forward_kl] and group["measure"] == "span divergence"

@@ -98,7 +98,11 @@ def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
     assert trained > 0, "training on the teacher's distribution brings the student closer"
     verdict = (tmp_path / "out" / "verdict.md").read_text()
     assert "**gsm8k, 2 layers**" in verdict and "forward KL" in verdict
-    assert (tmp_path / "out" / "study.svg").read_text().startswith("<?xml")
+    drawing = (tmp_path / "out" / "study.svg").read_text()
+    assert drawing.startswith("<?xml") and "prefers-color-scheme: dark" in drawing
+    drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawing.split("</style>", 1)[1]))
+    changed = set(re.findall(r'\[style\*="(?:fill|stroke): (#[0-9a-f]{6})"\]', drawing))
+    assert len(drawn) > 3 and drawn <= changed, "every colour has its counterpart in the dark"
     # again: everything is there; a row cut short is made anew
     (path,) = (tmp_path / "out").glob("*.jsonl")
     code, said = tiny_study(*objectives, "--seeds", "2")

@@ -67,7 +67,7 @@ class Run(NamedTuple):
     @property
     def settings(self) -> Recipe:
         """The recipe, parsed."""
-        return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE))
+        return parse(self.recipe, name=self.folder.name, origin=str(self.folder / RECIPE_FILE), of_run=True)
 
     @property
     def measure(self) -> Measure:

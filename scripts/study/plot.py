@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.core.files import replacing
+from distill.core.files import write_text
+from distill.reports.style import DARK, LIGHT, SANS
 from scripts.study.plan import KNOWN
 from scripts.study.verdict import Rows, by_objective, settings_of
 
-COLORS = ("#6b7280", "#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#db2777", "#65a30d")
+# of lines, for light and for dark paper: contrast of at least 4.5 with both
+COLORS = {
+    LIGHT["quiet"]: DARK["quiet"],
+    **{LIGHT[f"series-{number}"]: DARK[f"series-{number}"] for number in range(6)},
+    "#a16207": "#facc15", "#4d7c0f": "#a3e635",
+}  # fmt: skip
 
 
 class Panel(NamedTuple):
@@ -51,7 +58,12 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    matplotlib.rcParams.update({"svg.hashsalt": "distill", "font.size": 9})
+    matplotlib.rcParams.update({"svg.hashsalt": "distill", "svg.fonttype": "none", "font.size": 9})
+    matplotlib.rc("text", color=LIGHT["ink"])
+    matplotlib.rc("axes", edgecolor=LIGHT["rule"], labelcolor=LIGHT["quiet"])
+    matplotlib.rc("grid", color=LIGHT["rule"])
+    for axis in ("xtick", "ytick"):
+        matplotlib.rc(axis, color=LIGHT["quiet"])
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     drawing, axes = plt.subplots(
@@ -68,9 +80,10 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
             place.set_yscale("log")
             for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
                 axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
-        place.tick_params(axis="y", which="both", labelsize=8)
-        place.grid(True, alpha=0.25, which="both")
-        for side in ("top", "right"):
+        place.tick_params(which="both", labelsize=8, length=0)
+        place.grid(True, axis="y", which="both", linewidth=0.7)
+        place.set_axisbelow(True)
+        for side in ("top", "right", "left"):
             place.spines[side].set_visible(False)
     for place in list(axes.flat)[len(panels) :]:
         place.set_visible(False)
@@ -81,9 +94,23 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
         label: handle for place in axes.flat for handle, label in zip(*place.get_legend_handles_labels(), strict=True)
     }
     drawing.legend(lines_drawn.values(), lines_drawn.keys(), loc="outside lower center", ncols=4, frameon=False)
-    with replacing(path) as beside:
-        drawing.savefig(beside, format="svg", facecolor="white", metadata={"Date": None})
+    text = io.StringIO()
+    drawing.savefig(text, format="svg", facecolor=LIGHT["paper"], metadata={"Date": None})
     plt.close(drawing)
+    write_text(path, both_themes(text.getvalue()))
+
+
+def both_themes(svg: str) -> str:
+    """A picture in the light palette, with rules that exchange its colours where the reader prefers dark."""
+    pairs = {**COLORS, **{LIGHT[name]: DARK[name] for name in ("paper", "ink", "rule")}}
+    rules = [
+        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important; }}'
+        for light, dark in pairs.items()
+        for kind in ("fill", "stroke")
+    ]
+    style = f"text {{ font-family: {SANS} !important; }} @media (prefers-color-scheme: dark) {{ {' '.join(rules)} }}"
+    head, body = svg.split("<defs>", 1)
+    return f'{head}<defs>\n  <style type="text/css">{style}</style>{body}'
 
 
 def _line(axes: Any, curves: list[list[dict[str, float]]], figure: str, name: str, color: str) -> None:
