@@ -56,6 +56,31 @@ def test_a_student_answers_beside_its_teacher(folder, capsys):
     assert [set(answer) for answer in answers] == [{"prompt", "student"}] * 2
 
 
+def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device, monkeypatch):
+    from distill_kernels.matmul import split_k
+
+    from distill.evaluation import targets
+
+    monkeypatch.setattr(targets, "device_here", lambda: kernel_device)
+    products, launch = [], split_k._launch
+    monkeypatch.setattr(split_k, "_launch", lambda *a, **k: products.append(1) or launch(*a, **k))
+    said = {}
+    for kernels in ("auto", "triton"):
+        command = ["generate", "mine", "-p", "What?", "--teacher", "teacher", "--max-new-tokens", "4", "--json"]
+        assert run_command([*command, "--kernels", kernels]) == 0
+        said[kernels] = json.loads(capsys.readouterr().out)
+        assert bool(products) == (kernels == "triton")
+    assert said["triton"] == said["auto"] and set(said["auto"][0]) == {"prompt", "student", "teacher"}
+
+
+def test_triton_alone_is_refused_where_it_cannot_be(folder, capsys, monkeypatch):
+    assert run_command(["generate", "mine", "-p", "x", "--kernels", "cuda"]) == 2
+    assert "--kernels: expected auto or triton, got 'cuda'" in capsys.readouterr().err
+    monkeypatch.setattr("distill.evaluation.targets.device_here", lambda: torch.device("cpu"))
+    assert run_command(["generate", "mine", "-p", "x", "--kernels", "triton"]) == 2
+    assert "--kernels: triton needs a CUDA device" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,9 @@ def generate(
     beside: Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")] = False,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 0.0,
+    kernels: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, or triton: no kernel of CUDA's libraries, on sm_90 or later.")
+    ] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Let a student answer, as it writes, beside its teacher if asked.
@@ -38,10 +42,13 @@ def generate(
     distill generate support-bot --prompt "How do I reset my password?"
     distill generate support-bot -p "Why is the sky blue?" --beside-teacher
     distill generate ./student -p "1, 2, 3," --teacher HuggingFaceTB/SmolLM2-135M-Instruct
+    distill generate support-bot -p "Why is the sky blue?" --kernels triton
     """
-    from distill.evaluation.generate import stream
+    from distill.evaluation.generate import TritonAnswers, stream
     from distill.evaluation.targets import find_target, load_its_teacher, load_target
 
+    if kernels not in ("auto", "triton"):
+        raise ValueError(f"--kernels: expected auto or triton, got {kernels!r}")
     without_bars()
     source = find_target(target)
     with console.working("loading"):
@@ -49,16 +56,22 @@ def generate(
         models = {"student": student}
         if teacher is not None or beside:
             models = {"teacher": load_its_teacher(source, teacher), **models}
+        answerers = {
+            name: TritonAnswers(model, tokenizer) if kernels == "triton" else partial(stream, model, tokenizer)
+            for name, model in models.items()
+        }
     answers: list[dict[str, str]] = []
     for text in prompt:
         answers.append({"prompt": text})
-        for name, model in models.items():
+        for name, answer in answerers.items():
             if not as_json:
                 console.say(f"--- {name}" if len(prompt) == 1 else f"--- {name}: {text}")
-            answers[-1][name] = stream(
-                model, tokenizer, text, (lambda piece: None) if as_json else _write,
-                max_new_tokens=max_new_tokens, temperature=temperature,
-            )  # fmt: skip
+            answers[-1][name] = answer(
+                text,
+                (lambda piece: None) if as_json else _write,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+            )
             if not as_json:
                 console.say("")
     if as_json:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from distill_kernels.launch import runs_on_triton
 from transformers.generation.streamers import BaseStreamer
 
 from distill.generation.answers import encode_prompt
+from distill.generation.decode_loop import DecodeLoop, why_not
 from distill.generation.engines import as_asked, end_tokens
+from distill.models.triton_only import use_triton_only
 
 
 class Stream(BaseStreamer):
@@ -63,3 +66,36 @@ def stream(
     with as_asked(model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends):
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)
+
+
+class TritonAnswers:
+    """Answers of one model by Triton kernels alone; called as `stream`, the answer comes in one piece.
+
+    Args:
+        model: Changed in place, see `use_triton_only`.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        ValueError: no GPU that the kernels run on, or a model that they or the decode loop do not serve.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        weight = next(model.parameters())
+        if not runs_on_triton(weight):
+            raise ValueError("--kernels: triton needs a CUDA device (sm_90 or later); leave --kernels out on a CPU")
+        if (reason := why_not(model)) is not None:
+            raise ValueError(f"--kernels: triton does not serve this model: {reason}; leave --kernels out")
+        use_triton_only(model)
+        self.tokenizer = tokenizer
+        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self.loop = DecodeLoop(model, pad_token_id=pad, eos_token_ids=end_tokens(tokenizer, model, None))
+
+    def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
+        """The answer, written as well."""
+        answers = self.loop.generate(
+            encode_prompt(self.tokenizer, prompt).tolist(), max_new_tokens=max_new_tokens, temperature=temperature,
+            seeds=[int(torch.randint(2**62, ()))],
+        )  # fmt: skip
+        text = str(self.tokenizer.decode(answers.tokens[0], skip_special_tokens=True))
+        write(text)
+        return text

@@ -1,5 +1,5 @@
 """A whole model without CUDA-library kernels: prompts read and answers decoded on Triton kernels only, against cuBLAS
-and cuDNN, eager and in CUDA graphs. Random weights, two prompts of 512 tokens, 256 new ones, greedy.
+and cuDNN, eager and in CUDA graphs. Random weights, two prompts of 512 tokens, 64 and 256 new ones, greedy.
 
 "Triton only" has linear layers on split-K (on tiles where a prompt is read), attention, norms, gated MLPs, rotary
 embeddings and sampling on our kernels; what is left to PyTorch are element-wise operations and the embedding's
@@ -11,36 +11,27 @@ set-up on an H100: 10.61 ms against 8.59 ms a token, a speed ratio of 0.81; want
 from __future__ import annotations
 
 import math
-import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from distill_kernels import triton_linear
-from torch import nn
 
 from distill.generation.decode_loop import DecodeLoop
-from scripts.bench.generate import NO_END, REGRET, Tokens, regret, twin
+from distill.models.triton_only import use_triton_only
+from scripts.bench.generate import NO_END, REGRET, Tokens, regret, shared_copy, twin
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 from scripts.bench.step import random_model
 
 MODELS = ("llama-3.1-8b", "granite-3.3-8b")
-BATCH, PROMPT, NEW = 2, 512, 256
+BATCH, PROMPT, NEW = 2, 512, (64, 256)
 EAGER = "generate, eager"
 
 
-def forward_on_triton(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer's forward."""
-    return triton_linear(x, self.weight, self.bias)
-
-
 def on_triton_only(model: Any) -> Any:
-    """A copy that shares the weights, its linear layers on Triton too."""
-    copied = twin(model, attention=None)
-    for module in copied.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = types.MethodType(forward_on_triton, module)
+    """A copy that shares the weights, as `distill generate --kernels triton` runs it."""
+    copied = shared_copy(model)
+    use_triton_only(copied)
     return copied
 
 
@@ -116,10 +107,11 @@ def _measure(name: str, new: int, compiled: bool) -> list[Row]:
 
 
 def run(quick: bool, only: str) -> list[Row]:
-    """`quick`: one model, a quarter of the tokens, nothing compiled. torch.compile takes part for the first model."""
+    """`quick`: one model, 64 tokens, nothing compiled."""
     rows = []
     for name in MODELS[:1] if quick else MODELS:
-        if only in name:
-            rows += _measure(name, NEW // 4 if quick else NEW, compiled=not quick and name == MODELS[0])
-            torch.cuda.empty_cache()
+        for new in NEW[:1] if quick else NEW:
+            if only in name:
+                rows += _measure(name, new, compiled=not quick)
+                torch.cuda.empty_cache()
     return rows

@@ -37,10 +37,14 @@ def ragged_prompts(batch: int, longest: int, vocab: int) -> Tokens:
     return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
+def shared_copy(model: Any) -> Any:
+    """A copy that shares the model's weights."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
 def twin(model: Any, **patches: Any) -> Any:
     """A copy that shares the model's weights, with our kernels put in once: what is captured depends on them."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model, shared)
+    copied = shared_copy(model)
     patch(copied, "teacher", **patches)
     return copied
 
