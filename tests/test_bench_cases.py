@@ -6,8 +6,9 @@ import pytest
 import torch
 from distill_kernels import FusedTopKKLLoss
 from helpers import realistic_heads, relative_error
+from tiny import save_tiny
 
-from scripts.bench import logit_losses, topk_losses
+from scripts.bench import adoption, logit_losses, topk_losses
 
 
 @pytest.mark.parametrize("name", logit_losses.TERMS)
@@ -34,3 +35,18 @@ def test_top_k_candidates_agree():
     (right,) = torch.autograd.grad(FusedTopKKLLoss()(x, w, ids, given), x)
     (made,) = torch.autograd.grad(topk_losses.eager(ids, given)(inputs), x)
     assert relative_error(made, right) < 1e-5
+
+
+def test_one_line_candidates_learn_the_same(tmp_path):
+    save_tiny(tmp_path)
+    found = {
+        name: adoption.measure(name, str(tmp_path), [1, 2], 12, "cpu")
+        for name in adoption.CANDIDATES
+        if name != "Liger"
+    }
+    rows = adoption.rows_of("tiny", 12, found)
+    assert len(rows) == 6 and all(row.ms > 0 and row.error["loss"] < 1e-5 for row in rows)
+    found["ours"][1]["loss"] *= 1.1
+    found["ours, keep_logits"][1] = {"batch": 2, "failed": "out of memory"}
+    notes = [row.note for row in adoption.rows_of("tiny", 12, found) if row.ms != row.ms]
+    assert notes == ["wrong, not timed", "out of memory"]
