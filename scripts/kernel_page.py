@@ -181,6 +181,8 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             _BY_CLAIM["training step, 8B to 1B"],
         ),
         Entry("AutoFusedModelForCausalLM", "`AutoModelForCausalLM`"),
+        Entry("patch", "layers, attention and loss of a model that is loaded"),
+        Entry("unpatch", "nothing: gives a patched model its own forwards back"),
         Entry("Recipe", "(a checked YAML file, as an object)"),
     ),
 }
