@@ -5,6 +5,8 @@ import logging
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from test_patching import assert_same, make
@@ -89,7 +91,7 @@ def test_labels_are_shifted_once():
     model = tiny_model()
     with torch.no_grad():
         logits = model(input_ids=batch()["input_ids"]).logits
-    distill.patch(model)
+    assert distill.patch(model).loss
     labels = batch()["labels"]
     expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert model(**batch()).loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -239,6 +241,18 @@ def test_under_autocast_as_the_model_itself():
     assert logits.dtype == torch.bfloat16 and (logits + 0).dtype == torch.bfloat16
     for name, gradient in gradients.items():
         assert (gradient - wanted[name]).norm() < 0.05 * wanted[name].norm(), name
+
+
+def test_what_accelerate_does_to_outputs_uses_no_logits(head_outputs):
+    model = tiny_model()
+    distill.patch(model)
+    widths = head_outputs(model)
+    AcceleratorState._reset_state(True)  # one a process: another test's may be there, and this one's must not stay
+    output = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)(**batch())
+    AcceleratorState._reset_state(True)
+    assert isinstance(output.logits, LazyLogits) and output.logits.dtype == torch.float32 and widths == [0]
+    output.loss.backward()
+    assert (output.logits + 0).dtype == torch.float32 and widths == [0, 259]
 
 
 def test_saved_and_loaded_again(tmp_path, caplog):

@@ -145,7 +145,13 @@ def test_gaps_that_nobody_looked_at_are_nan_and_raise_later(monkeypatch):
         masks.documents(mask, mask)
 
 
+def test_generate_of_a_small_model_is_left():
+    report = distill.patch(make("llama"))
+    assert not report.generate and "bound by its host" in report.left["generate"]
+
+
 def test_generate_takes_our_cache_where_kernels_run(kernel_device, monkeypatch):
+    monkeypatch.setattr(adoption, "SMALLEST", 0)
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = "left"
     model = make("llama", hidden=64).to(kernel_device)
@@ -167,6 +173,7 @@ def test_generate_takes_our_cache_where_kernels_run(kernel_device, monkeypatch):
 
 
 def test_generate_with_a_large_cache_keeps_the_models_own(kernel_device, monkeypatch, caplog):
+    monkeypatch.setattr(adoption, "SMALLEST", 0)
     model = make("llama", hidden=64).to(kernel_device)
     distill.patch(model)
     monkeypatch.setattr(adoption, "_cache_bytes", lambda *a: float("inf"))

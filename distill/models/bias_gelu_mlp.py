@@ -29,7 +29,7 @@ def two_products(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def bias_gelu_forward(names: tuple[str, str], approximate: Literal["none", "tanh"]) -> Callable[..., Any]:
+def bias_gelu_forward(names: tuple[str, str], approximate: Literal["none", "tanh"]) -> Callable[..., torch.Tensor]:
     """What takes the place of such an MLP's forward; a product that is wrapped (an adapter) goes through its own."""
     up_name, down_name = names
 
@@ -48,5 +48,5 @@ def bias_gelu_forward(names: tuple[str, str], approximate: Literal["none", "tanh
     return forward
 
 
-def _has_bias(product: Any) -> bool:
-    return type(product) in (nn.Linear, Conv1D) and product.bias is not None
+def _has_bias(product: object) -> bool:
+    return type(product) in (nn.Linear, Conv1D) and getattr(product, "bias", None) is not None

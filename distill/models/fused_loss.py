@@ -21,6 +21,7 @@ from distill_kernels import FusedCrossEntropyLoss
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
@@ -111,8 +112,12 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, kinds: object, args: tuple[Any, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        kinds: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
@@ -129,8 +134,12 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, kinds: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        kinds: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.computed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -155,7 +164,7 @@ class FusedLoss:
         self._hidden: torch.Tensor | None = None
         self._ignored = -100
 
-    def forward(self, model: Any, original: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+    def forward(self, model: PreTrainedModel, original: Callable[..., object], inputs: dict[str, Any]) -> Any:
         """`original(**inputs)`, an inner model's forward, with the fused loss where there are labels to learn."""
         if inputs.get("labels") is None:
             return original(**inputs)
@@ -193,7 +202,7 @@ class FusedLoss:
             )
         return self._with_logits(output, model, head, hidden)
 
-    def _why_not(self, model: Any, head: Head, inputs: dict[str, Any]) -> str | None:
+    def _why_not(self, model: PreTrainedModel, head: Head, inputs: dict[str, object]) -> str | None:
         if model.loss_function is not ForCausalLMLoss:
             return "the model has a loss function of its own"
         if hasattr(head.module, "_hf_hook") or hasattr(head.owner, "_hf_hook"):
@@ -223,7 +232,7 @@ class FusedLoss:
         loss, self._loss = self._loss, None
         return loss
 
-    def _with_logits(self, output: Any, model: nn.Module, head: Head, hidden: torch.Tensor) -> Any:
+    def _with_logits(self, output: object, model: nn.Module, head: Head, hidden: torch.Tensor) -> object:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         columns: int = head.linear.out_features  # type: ignore[assignment]
@@ -232,7 +241,8 @@ class FusedLoss:
         if isinstance(output, ModelOutput):
             output["logits"] = logits
             return output
-        return (output[0], logits, *output[2:])  # as return_dict=False has them
+        assert isinstance(output, tuple)  # as return_dict=False has them
+        return (output[0], logits, *output[2:])
 
 
 def loss_fn(losses: dict[int, FusedCrossEntropyLoss], ignored: int, transform: LogitTransform) -> None:
@@ -255,7 +265,7 @@ def log_once(said: set[str], key: str, message: str, *values: object) -> None:
         log.warning(message, *values)
 
 
-def fuse_loss(model: Any, undo: list[Callable[[], None]]) -> str | None:
+def fuse_loss(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | None:
     """Have `model` compute its loss without logits from now on.
 
     Args:
@@ -275,7 +285,7 @@ def fuse_loss(model: Any, undo: list[Callable[[], None]]) -> str | None:
     names = list(inspect.signature(type(model).forward).parameters)[1:]
 
     @torch.compiler.disable(recursive=False)  # what it calls is compiled
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> object:
         original = before or types.MethodType(type(self).forward, self)
         return fused.forward(self, original, dict(zip(names, args, strict=False)) | kwargs)
 
@@ -293,7 +303,7 @@ def fuse_loss(model: Any, undo: list[Callable[[], None]]) -> str | None:
 
 
 @torch.no_grad()
-def _differs(model: Any, fused: FusedLoss) -> str | None:
+def _differs(model: PreTrainedModel, fused: FusedLoss) -> str | None:
     """Why the fused loss is not the model's own on four tokens; None where it is."""
     weight = find_head(model).linear.weight
     ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]  # type: ignore[arg-type,index]

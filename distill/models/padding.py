@@ -24,7 +24,7 @@ GAP = (
 
 
 class PaddingMasks:
-    """The masks that one model is called with; remembers, without waiting, whether the last one had a gap.
+    """The masks that one model is called with; remembers, without waiting, whether one had a gap.
 
     Attributes:
         refused: Why no mask of this model is served, or None.
@@ -33,6 +33,7 @@ class PaddingMasks:
     def __init__(self) -> None:
         self.refused: str | None = None
         self._said: set[str] = set()
+        self._poison: torch.Tensor | None = None  # NaN once a mask had a gap, until it is told
         self._last: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def documents(
@@ -80,7 +81,8 @@ class PaddingMasks:
     def _remember(self, poison: torch.Tensor) -> None:
         if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             return
-        copy = torch.empty((), dtype=poison.dtype, pin_memory=True).copy_(poison, non_blocking=True)
+        self._poison = poison if self._poison is None else self._poison + poison
+        copy = torch.empty((), dtype=poison.dtype, pin_memory=True).copy_(self._poison, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._last = copy, event
@@ -90,6 +92,7 @@ class PaddingMasks:
             return
         poison, self._last = self._last[0], None
         if poison.isnan():
+            self._poison = None
             raise ValueError(GAP)
 
     def __deepcopy__(self, memo: object) -> PaddingMasks:
@@ -120,7 +123,7 @@ def cumulative_lengths(ones: torch.Tensor, starts: torch.Tensor) -> tuple[torch.
     return both[0], both[1]
 
 
-def add_to_hidden(output: Any, number: torch.Tensor) -> Any:
+def add_to_hidden(output: Any, number: torch.Tensor) -> object:
     """A decoder's output, a scalar added to its last hidden states."""
     if isinstance(output, tuple):
         return (output[0] + number.to(output[0].dtype), *output[1:])

@@ -223,7 +223,8 @@ def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None
     if "padding" not in report.verdicts and not any(parameter.is_meta for parameter in model.parameters()):
         ours = hidden_of_padded(decoder)
         stop_fused_attention(model, decoder)
-        report.verdicts["padding"] = (ours - (own := hidden_of_padded(decoder))).norm() <= 0.1 * own.norm()
+        own = hidden_of_padded(decoder)
+        report.verdicts["padding"] = bool((ours - own).norm() <= 0.1 * own.norm())
         use_fused_attention(model, decoder, backend)
     if not report.verdicts.get("padding", True):
         leave_padded_batches(decoder)
