@@ -46,6 +46,7 @@ from distill.generation.on_policy import on_policy_of, require_prompts
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.compiling import uncompiled
 from distill.models.load import save_student
+from distill.models.meta import follows_model
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import is_sharded, whole_student
 from distill.planning.sharing import plan_sharing
@@ -143,6 +144,9 @@ def _run(
     # cuBLAS looks at what determinism needs before the first product, so this comes before the models
     (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(recipe.train.seed)
     sharing = plan_sharing(recipe, device, world_size())
+    if is_first():
+        for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
+            follows_model(section, field)  # warns of a `config` that another model has left behind
     if not sharing.student_sharded:  # what a launcher or an earlier run of this process left; the recipe decides
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     wanted = None if lock is None else read_lock(lock)

@@ -1,11 +1,23 @@
 """What people stumble on who come from elsewhere: other names, small data, runs that do not compare."""
 
+import io
+import json
+import re
+import shlex
+import types
+
 import pytest
+from rich.console import Console
 from test_data import load, own_cache, texts  # noqa: F401
 from test_recipe import MINIMAL
-from tiny import tiny_tokenizer
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill.recipe import Recipe, RecipeError, parse
+from distill.cli import run_command
+from distill.core import console
+from distill.core.units import counted
+from distill.data.formats import detect
+from distill.recipe import Data, Recipe, RecipeError, parse
+from distill.training.progress import ProgressReport
 
 
 @pytest.mark.parametrize(
@@ -52,7 +64,11 @@ def test_the_tables_of_foreign_names_lead_to_fields_and_values_that_exist():
     for field, values in VALUES.items():
         paths = ["loss.terms.type"] if field == "type" else [p for p in fields if p.rpartition(".")[2] == field]
         options = {option for path in paths for option in _literals(Recipe, path.split("."))}
-        ours = {value.split(" ")[0] for value in values.values()} - {"fp8", "int8"}  # one table for all dtypes
+        ours = {value.split(" ")[0] for value in values.values()} - {
+            "fp8",
+            "int8",
+            "float16",
+        }  # one table for all dtypes
         assert options and ours <= options, field
         assert set(values) & options <= {"transformers"}, field
 
@@ -70,3 +86,148 @@ def test_the_seed_orders_rows_and_another_one_chooses_those_held_out(tmp_path):
     assert rows(0, packing=True)[1] == rows(5, packing=True)[1], "packed alike, so that figures are the same bits"
     random = [load("synthetic", None, seed, vocab_size=90) for seed in (0, 5)]
     assert [*random[0].validation] == [*random[1].validation]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with two models, forty short chats and a recipe as a newcomer writes it."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "big", tiny_model(tiny_tokenizer(), layers=4, hidden=64, seed=1))
+    save_tiny(tmp_path / "small", tiny_model(tiny_tokenizer(), seed=2))
+    turns = [[f"What is {n}?", f"It is the number {n}, of course."] for n in range(40)]
+    chats = [
+        {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+        for asked, answer in turns
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (tmp_path / "my.yaml").write_text(
+        "teacher: {model: big}\nstudent: {model: small}\ndata: {source: chats.jsonl, max_length: 256}\n"
+        "train: {epochs: 2, tokens_per_step: 65536}\ngenerate: {prompts: []}\n"
+    )
+    return tmp_path
+
+
+def test_small_data_are_told_with_a_step_that_fits(folder, capsys):
+    assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    assert notes[0] == (
+        "note        a step of 65,536 tokens is more than all of the data (2,437); 2 optimizer steps will teach "
+        "little: train.tokens_per_step=256 (makes 20 steps), more train.epochs, or more data"
+    )
+    assert notes[1].startswith("note        63 held-out tokens (under 2,000) make figures of chance")
+    assert run_command(["check", "my.yaml", "train.tokens_per_step=256", "data.validation.fraction=0.9"]) == 0
+    out = capsys.readouterr().out
+    assert "1 micro-batch a device" in out and "held-out tokens" not in out and "is more than all" not in out
+    assert run_command(["run", "my.yaml", "--name", "few"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "steps       2 of all 2,437 tokens there are, 256 micro-batches a step on 1 x cpu" in lines
+    assert any(line.startswith("few data    a step of 65,536 tokens is more than all") for line in lines)
+
+
+def test_a_config_that_another_model_left_behind_is_not_followed(folder, capsys, caplog):
+    assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
+    own = capsys.readouterr().out
+    left = ["teacher.config=llama-3.1-8b", "student.config=llama-3.2-1b"]
+    assert run_command(["check", "my.yaml", "--gpu", "cpu", *left]) == 0
+    assert capsys.readouterr().out.replace(" (cached)", "") == own
+    assert "teacher.config: llama-3.1-8b (32 layers of 4096) is not big (4 of 64) and is not used" in caplog.text
+    elsewhere = ["teacher.model=some/where", "teacher.config=llama-3.1-8b", "--no-data"]
+    run_command(["check", "my.yaml", "--gpu", "cpu", *elsewhere])
+    note = "teacher: some/where is not on this machine; sizes are those of teacher.config llama-3.1-8b"
+    assert note in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "number, noun, text",
+    [
+        (1, "micro-batch", "1 micro-batch"),
+        (2, "micro-batch", "2 micro-batches"),
+        (0, "row", "0 rows"),
+        (1000, "process", "1,000 processes"),
+    ],
+)
+def test_singular_and_plural(number, noun, text):
+    assert counted(number, noun) == text
+
+
+def test_a_terminal_gets_lines_broken_between_words(monkeypatch, capsys):
+    line = "data        " + " ".join(["word"] * 40)
+    console.say(line)
+    assert capsys.readouterr().out == line + "\n", "a log or a pipe gets it whole"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    console.say(line)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 4 and max(map(len, shown)) <= 80
+    assert all(part.startswith(" " * 12 + "word") for part in shown[1:]) and " ".join(shown).split() == line.split()
+
+
+def test_losses_stay_in_the_scrollback_of_a_narrow_terminal():
+    file = io.StringIO()
+    report = ProgressReport(Console(file=file, width=80, force_terminal=True, legacy_windows=False))
+    state = types.SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100)
+    report.on_train_begin(None, state, None)
+    for step in (10, 20):
+        state.global_step = step
+        figures = {"loss": 1 / step, "kl": 1 / step, "agreement": 0.5, "tokens_per_second": 12345.0, "mfu": 0.5}
+        report.on_log(None, state, None, figures)
+        report.on_step_end(None, state, None)
+    report.stop()
+    lines = file.getvalue().splitlines()
+    for step, loss in ((10, "0.1000"), (20, "0.0500")):
+        assert sum(f"step {step}/100  loss {loss}" in line for line in lines) == 1
+    assert "…" not in file.getvalue(), "nothing is cut off at 80 columns"
+
+
+@pytest.mark.parametrize(
+    "row, given, cure",
+    [
+        ({"conversations": []}, {"format": "text"}, "they are chat: data.format=chat"),
+        ({"instruction": "a", "output": "b"}, {"format": "chat"}, "data.format=prompt_completion"),
+        ({"talk": [], "id": 1}, {"format": "chat"}, "map them, as in data.fields.messages=talk"),
+        ({"a": "1", "b": "2"}, {}, "map them, as in data.fields.text=a"),
+    ],
+)
+def test_columns_that_are_not_of_the_format_get_the_setting_that_reads_them(row, given, cure):
+    data = Data(source="x.jsonl", **given)
+    with pytest.raises(ValueError, match="data.fields: expected") as error:
+        detect(row, data.fields, data.format, has_template=True)
+    assert str(error.value).endswith(cure)
+
+
+def test_the_command_that_cache_prints_keeps_the_overrides(folder, capsys):
+    given = ["train.epochs=1", "train.tokens_per_step=512", "teacher.dtype=float32"]
+    assert run_command(["cache", "my.yaml", *given, "--top-k", "8", "--out", "kept"]) == 0
+    printed = capsys.readouterr().out
+    command = next(line for line in printed.splitlines() if line.startswith("train from it:"))
+    assert command.endswith(
+        "distill run my.yaml train.epochs=1 train.tokens_per_step=512 'teacher={type: cache, path: kept}'"
+    )
+    assert run_command(shlex.split(command.partition("distill ")[2])) == 0
+    assert "verdict" in printed and "top-k" in printed
+
+
+@pytest.mark.parametrize(
+    "code, told",
+    [
+        ("def mine(student, teacher):\n    return student.sum(-1)", "mine: expected a function of three"),
+        ("def mine(s, t, labels):\n    return s.sum()", r"expected a loss a row, a tensor of \[\d+\], got \[\]"),
+        (
+            "def mine(s, t, labels):\n    x = 1\n    return s @ t",
+            r"line 3: mine with logits \[\d+, 259\]: RuntimeError",
+        ),
+    ],
+)
+def test_a_function_of_ones_own_that_does_not_fit_is_one_line(folder, code, told, capsys):
+    (folder / "mine.py").write_text(f"{code}\n\n\nTERMS = {{'mine': mine}}\n")
+    given = ["--plugin", "mine.py", "loss.terms=[{type: mine}]", "train.epochs=1", "train.tokens_per_step=512"]
+    assert run_command(["run", "my.yaml", *given]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    faults = [line for line in lines if line.startswith("distill: ")]
+    assert len(faults) == 1 and re.search(told, faults[0]) and "Traceback" not in "".join(lines)
+
+
+def test_shades_reach_a_pipe(folder, capsys):
+    assert run_command(["inspect", "my.yaml", "--rows", "1", "--shade", "entropy"]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"\[\d\.\d\d\]", out)) > 20 and "«" in out

@@ -25,6 +25,7 @@ from distill.caching.write import (
 from distill.core.environment import environment
 from distill.core.files import write_json
 from distill.core.ranks import is_first, of_the_first, world_size
+from distill.core.units import counted
 from distill.data.load import DataReport, Splits
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import HeadWeights, LogitTransform, last_hidden, probe_logits
@@ -254,8 +255,9 @@ def _announce(
         held = "in shards (FSDP2)" if loaded.sharing.teacher_sharded else "copied"
         say(f"{'devices':<12}teacher {held}: {loaded.sharing.why}")
     say(
-        f"{folder}: {work.learned:,} positions of {len(work.entries):,} documents, {bytes_a_token(plan)} bytes each, "
-        f"{_size(total)} in {len(work.shards)} shards; {state}"
+        f"{folder}: "
+        f"{counted(work.learned, 'position')} of {counted(len(work.entries), 'document')}, "
+        f"{bytes_a_token(plan)} bytes each, {_size(total)} in {counted(len(work.shards), 'shard')}; {state}"
     )
     if (advice := fewer_rows(loaded.recipe, loaded.splits.report)) is not None:
         say(advice)

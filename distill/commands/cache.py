@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json
 from distill.core import console, launch, ranks
+from distill.core.units import counted
 from distill.recipe import Recipe
 
 CACHES = Path("caches")
@@ -101,10 +103,14 @@ def cache(
         say_json({"cache": manifest, "errors": table})
         return
     if table:
-        _show(table, len(sample.labels), resolved.loss.temperature)
+        _show(table, len(sample.labels), resolved.loss.temperature, (top_k, settings.tail))
     if manifest is not None:
-        changes = f' "teacher={{type: cache, path: {folder}}}"'
-        console.say(f"train from it:  distill run {recipe}" + changes * (stored is None or folder != Path(stored)))
+        kept = [one for one in overrides or () if not one.startswith("teacher")]  # the cache stands in its place
+        if stored is not None and folder == Path(stored):
+            kept = [*(overrides or ())]
+        else:
+            kept.append(f"teacher={{type: cache, path: {folder}}}")
+        console.say(f"train from it:  distill run {shlex.join([recipe, *kept])}")
 
 
 def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
@@ -118,7 +124,18 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
     return plan_caching(recipe, torch.device("cuda", 0), processes, batch_size).teacher_sharded
 
 
-def _show(table: Sequence[Any], positions: int, temperature: float) -> None:
+def _verdict(table: Sequence[Any], chosen: tuple[int, str]) -> str:
+    """What the table comes to for the K and the tail that are asked for, and the least K with half of their error."""
+    row = next(row for row in table if (row.k, row.tail) == chosen)
+    better = [other for other in table if other.k > row.k and other.gradient <= row.gradient / 2]
+    advice = f"; --top-k {better[0].k} --tail {better[0].tail} halves that" if better else ""
+    return (
+        f"verdict: --top-k {row.k} --tail {row.tail} keeps {row.kept:.1%} of the teacher's probability; gradients of "
+        f"hidden states are off by {row.gradient:.1%}, the head's by {row.head:.1%}{advice}"
+    )
+
+
+def _show(table: Sequence[Any], positions: int, temperature: float, chosen: tuple[int, str]) -> None:
     rows = [
         [
             str(row.k), row.tail, f"{row.kept:.4f}", f"{row.kl:.4f}", f"{row.seen:.3f}", f"{row.gradient:.3f}",
@@ -128,7 +145,8 @@ def _show(table: Sequence[Any], positions: int, temperature: float) -> None:
     ]  # fmt: skip
     console.show_table(["K", "tail", "kept", "KL", "seen", "gradient error", "head's"], rows, numbers=True)
     lines = (
-        f"{positions:,} held-out positions, temperature {temperature:g}",
+        _verdict(table, chosen),
+        f"{counted(positions, 'held-out position')}, temperature {temperature:g}",
         "kept: the teacher's probability on the K tokens. KL: of the teacher from what is stored, nats; inf where that "
         "is 0 somewhere",
         "seen: the reported divergence, teacher to student, over the full one",
@@ -164,10 +182,10 @@ def _bar(total: int) -> Iterator[Any]:
         yield say
         return
     columns = (
-        TextColumn("caching"), BarColumn(), TextColumn("{task.completed:,.0f} of {task.total:,.0f} positions"),
+        TextColumn("caching"), BarColumn(None), TextColumn("{task.completed:,.0f} of {task.total:,.0f} positions"),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(compact=True), TextColumn("left"),
     )  # fmt: skip
-    with Progress(*columns, console=screen) as bar:
+    with Progress(*columns, console=screen, expand=True) as bar:
         task = bar.add_task("caching", total=total, rate="")
 
         def advance(positions: int) -> None:

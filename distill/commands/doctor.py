@@ -8,6 +8,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, say_json
 from distill.core import console
+from distill.core.units import counted
 
 
 def register(app: typer.Typer) -> None:
@@ -58,4 +59,4 @@ def _summary(passed: list[bool | None]) -> str:
     """How many hold; those that were skipped are neither."""
     failed, skipped = passed.count(False), passed.count(None)
     told = f"{failed} FAILED" if failed else f"{passed.count(True)} hold" if skipped else "all hold"
-    return f"{len(passed)} invariants, {told}" + (f", {skipped} skipped" if skipped else "")
+    return f"{counted(len(passed), 'invariant')}, {told}" + (f", {skipped} skipped" if skipped else "")

@@ -14,6 +14,7 @@ from distill.commands.arguments import AsJson, complete_run, say_json, without_b
 from distill.core import console, launch, ranks
 from distill.core.faults import RecipeError
 from distill.core.files import write_text
+from distill.core.units import counted
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
@@ -145,7 +146,8 @@ def evaluate(
         shown.append(["teacher calibration error", f"{after.teacher_calibration_error:.4f}", "", ""])
     console.show_table(["held out", "mean", "95 % from", "to"], shown, numbers=True)
     drawn = "rows" if by_spans else "documents"
-    console.say(f"over {after.tokens:,} {measure.unit}s in {after.rows:,} rows; intervals by resampling {drawn}")
+    over = f"{counted(after.tokens, measure.unit)} in {counted(after.rows, 'row')}"
+    console.say(f"over {over}; intervals by resampling {drawn}")
 
 
 def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:

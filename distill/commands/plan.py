@@ -8,7 +8,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
 from distill.core import console
-from distill.core.units import GIB
+from distill.core.units import GIB, counted
 from distill.recipe.compatibility import require_command
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _print(report: Preflight, measured: Any) -> None:
         f"vocabulary  {report.vocabulary}",
         *([f"data        {report.data}".replace("\n", "\n" + " " * 12)] if report.data else []),
         f"plan        {where}, {report.strategy}; a step is {report.tokens_per_step:,} tokens in "
-        f"{report.accumulation} micro-batches a device",
+        f"{counted(report.accumulation, 'micro-batch')} a device",
     ]
     console.say("\n".join(lines) + "\n")
     rows = [[name, f"{value / GIB:.2f}"] for name, value in memory.parts.items() if value >= 0.005 * GIB]
@@ -109,7 +109,11 @@ def _print(report: Preflight, measured: Any) -> None:
     if report.flops_per_step is not None:
         console.say(f"arithmetic  {report.flops_per_step / 1e12:,.1f} TFLOP a step")
     if report.seconds_per_step is not None:
-        rest = f", {_duration(report.seconds)} for {report.steps:,} steps" if report.seconds is not None else ""
+        rest = (
+            f", {_duration(report.seconds)} for {counted(report.steps or 0, 'step')}"
+            if report.seconds is not None
+            else ""
+        )
         console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} (assuming {_assumed(report)})")
     if report.host:
         held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
@@ -123,6 +127,8 @@ def _print(report: Preflight, measured: Any) -> None:
         console.say("")
         console.show_table([title, "GiB saved", "then fits"], rows)
     console.say("")
+    for note in report.notes:
+        console.say(f"note        {note}")
     for problem in report.problems:
         console.say(f"PROBLEM     {problem}")
     if report.ok:
@@ -158,7 +164,8 @@ def inspect(
 ) -> None:
     """Show rows as training will see them: what is learned, what is only read, where documents begin.
 
-    In a terminal learned tokens are green and others dim; elsewhere what is only read stands in «».
+    In a terminal learned tokens are green and others dim; elsewhere what is only read stands in «», and a shade
+    after its token as [0.52], in nats.
 
     \b
     distill inspect chat-8b-to-1b.yaml
@@ -198,7 +205,7 @@ def inspect(
     out = Console()
     for number, tokens in enumerate(made):
         learned = sum(token.state == "learned" for token in tokens)
-        console.say(f"=== row {number + 1}: {len(tokens):,} tokens, {learned:,} learned")
+        console.say(f"=== row {number + 1}: {counted(len(tokens), 'token')}, {learned:,} learned")
         if out.is_terminal:
             out.print(rich_text(tokens))
         else:

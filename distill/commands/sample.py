@@ -14,6 +14,7 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
 from distill.core import console, launch, ranks
+from distill.core.units import counted
 from distill.recipe.compatibility import require_command
 
 
@@ -83,13 +84,13 @@ def sample(
     if as_json or not first:
         return
     for reason, count in (result.dropped or {}).items():
-        console.say(f"dropped {count:,} prompts: {reason}")
+        console.say(f"dropped {counted(count, 'prompt')}: {reason}")
     if result.found:
-        console.say(f"{result.found:,} answers were there already")
+        console.say(f"{counted(result.found, 'answer')} {'was' if result.found == 1 else 'were'} there already")
     if result.made:
         speed = result.tokens / max(result.seconds, 1e-9)
         console.say(
-            f"{result.made:,} answers, {result.tokens / result.made:,.0f} tokens each, {speed:,.0f} tokens/s, "
+            f"{counted(result.made, 'answer')}, {result.tokens / result.made:,.0f} tokens each, {speed:,.0f} tokens/s, "
             f"{result.truncated:,} cut off at {max_new_tokens:,} tokens"
         )
     console.say(f"wrote {out}; learn from it with data.source={out}")
@@ -112,7 +113,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
         yield line
         return
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen) as bar:
+    columns = (TextColumn("prompts"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, expand=True) as bar:
         task = bar.add_task("prompts", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,6 +12,7 @@ import typer
 from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
 from distill.core import console
 from distill.core.folders import RECIPE_FILE, RESULT_FILE
+from distill.core.units import counted
 
 Line = tuple[str, str, bool]  # what was read, what it is like, whether it is sound
 
@@ -89,7 +90,7 @@ def _metrics(path: Path) -> str:
     steps = [row["step"] for row in rows]
     if steps != sorted(set(steps)):
         raise ValueError("steps come twice, or out of order")
-    return f"{len(steps)} rows"
+    return counted(len(steps), "row")
 
 
 def _checkpoint(path: Path) -> str:
@@ -138,7 +139,7 @@ def _cache(folder: Path) -> Iterator[Line]:
         yield folder.name, str(error), False
         return
     fault = fault_of_files(folder, cache.manifest.get("files", {}))
-    yield "files", fault or f"version {cache.manifest['version']}, {cache.stored:,} positions", fault is None
+    yield "files", fault or f"version {cache.manifest['version']}, {counted(cache.stored, 'position')}", fault is None
 
     def shard(number: int) -> str:
         arrays = cache.shards[number]

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import Console
@@ -17,6 +18,8 @@ from rich.table import Table
 
 # what moves a terminal's cursor, changes its colours or turns text around, and halves of surrogate pairs
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+KEY = 12  # columns of the key in a line such as `steps       40 of 512 tokens`
 
 
 def visible(text: str) -> str:
@@ -93,8 +96,27 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
 
 
 def say(line: str) -> None:
-    """Print a line, its control characters written out."""
-    print(visible(line), flush=True)
+    """Print lines, their control characters written out; a terminal gets them broken between words.
+
+    What follows a line that begins as `steps       40 of ...` does stands below its twelfth column.
+    """
+    lines = visible(line).split("\n")
+    if sys.stdout.isatty():
+        width = Console().width
+        lines = [part for line in lines for part in _wrapped(line, width)]
+    print("\n".join(lines), flush=True)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    if len(line) <= width:
+        return [line]
+    own = len(line) - len(line.lstrip())
+    indent = own or (KEY if line[KEY - 1 : KEY] == " " and "  " in line[: KEY + 1] else 0)
+    wrapped = textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False,
+        replace_whitespace=False, drop_whitespace=True,
+    )  # fmt: skip
+    return wrapped or [line]
 
 
 def complain(message: str) -> None:

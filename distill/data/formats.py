@@ -138,9 +138,7 @@ def detect(
             "chat": "a column messages",
         }
         expected = needs.get(wanted, "a column text, columns prompt and completion, or a column messages")
-        raise ValueError(
-            f"data.fields: expected {expected}; {there}; map them, as in data.fields.text={_first(columns)}"
-        )
+        raise ValueError(f"data.fields: expected {expected}; {there}; {_cure(columns, fields, wanted)}")
     if kind == "chat" and not has_template:
         raise ValueError(
             "data.chat_template: the data are chats and the tokenizer has no chat template; "
@@ -170,8 +168,15 @@ def _shape(columns: list[str], mapped: dict[str, str], wanted: str) -> tuple[str
     return next(((kind, found) for kind, found in shapes.items() if found), ("text", None))
 
 
-def _first(columns: Sequence[str]) -> str:
-    return columns[0] if columns else "NAME"
+def _cure(columns: Sequence[str], fields: FieldMap, wanted: str) -> str:
+    """The setting that lets these columns be read: another `data.format` where they have a known shape."""
+    known = None if wanted == "auto" else _shape(list(columns), {}, "auto")
+    if known is not None and known[1] is not None:
+        return f"they are {known[0]}: data.format={known[0]}"
+    first, second = [*columns, "NAME", "NAME"][:2]
+    pair = f"data.fields.prompt={first} data.fields.completion={second}"
+    maps = {"chat": f"data.fields.messages={first}", "prompt_completion": pair}
+    return f"map them, as in {maps.get(wanted, f'data.fields.text={first}')}"
 
 
 def _text(row: Row, column: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from distill.core.units import counted
 from distill.data.chat import ChatTemplate, load_template
 from distill.data.collator import Collator
 from distill.data.documents import tokenised
@@ -112,10 +113,12 @@ class DataReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.source}: {self.format}, {self.rows_read:,} rows read" + (" (cached)" if self.from_cache else ""),
-            f"train: {self.documents:,} documents, {self.tokens:,} tokens ({self.trained_share:.0%} learned) in "
-            f"{self.rows:,} rows of {self.max_length:,} ({self.packing_efficiency:.1%} full)",
-            f"held out: {self.validation_documents:,} documents, {self.validation_tokens:,} tokens",
+            f"{self.source}: {self.format}, {counted(self.rows_read, 'row')} read"
+            + (" (cached)" if self.from_cache else ""),
+            f"train: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
+            f"({self.trained_share:.0%} learned) in {counted(self.rows, 'row')} of {self.max_length:,} "
+            f"({self.packing_efficiency:.1%} full)",
+            f"held out: {counted(self.validation_documents, 'document')}, {counted(self.validation_tokens, 'token')}",
         ]
         for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
             lines.append(f"dropped {count:,}: {reason} ({self.examples.get(reason, '')})")
@@ -124,7 +127,7 @@ class DataReport:
         if self.merged:
             lines.append(f"one token across the end of the prompt, not learned: {self.merged:,}")
         if self.roles:
-            roles = ", ".join(f"{role!r:.40} in {count:,} rows" for role, count in self.roles.items())
+            roles = ", ".join(f"{role!r:.40} in {counted(count, 'row')}" for role, count in self.roles.items())
             lines.append(f"roles that templates do not usually know, given to this one as they are: {roles}")
         if self.frozen_date:
             lines.append(f"the chat template's date is frozen at {self.frozen_date}")
@@ -249,8 +252,8 @@ def _check(documents: Documents, tally: Tally, source: Source, field: str) -> No
     reasons = "; ".join(f"{count:,} {why} ({tally.examples[why]})" for why, count in tally.dropped.most_common(3))
     if len(documents.origin) == 0:
         raise ValueError(
-            f"{field}: no trainable tokens in {source.name}: {tally.rows_read:,} rows read, {dropped:,} dropped"
-            + (f": {reasons}" if reasons else "")
+            f"{field}: no trainable tokens in {source.name}: {counted(tally.rows_read, 'row')} read, "
+            f"{dropped:,} dropped" + (f": {reasons}" if reasons else "")
         )
     if dropped * 10 > tally.rows_read:
         logger.warning("%s: %s of %s rows dropped: %s", source.name, f"{dropped:,}", f"{tally.rows_read:,}", reasons)

@@ -123,8 +123,11 @@ _TEXT, _LIST = 8, 9
 MOST_ENTRIES = 1 << 20
 
 
-def check_gguf(path: Path, field: str) -> None:
+def check_gguf(path: Path, field: str) -> tuple[object, object]:
     """Read a GGUF file's header and hold that it stays within the file and tells of a model with layers to be counted.
+
+    Returns:
+        Its layers and hidden size.
 
     Raises:
         ValueError: naming the fault.
@@ -145,6 +148,7 @@ def check_gguf(path: Path, field: str) -> None:
     for name, value in values.items():
         if isinstance(value, int) and name.endswith(("_length", "_count")) and not 0 <= value <= 1 << 31:
             raise ValueError(f"{field}: {path} holds {value} for {name}")
+    return layers, values.get(f"{architecture}.embedding_length")
 
 
 def _header(file: BinaryIO, size: int) -> dict[str, Any]:

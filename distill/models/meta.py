@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from distill.models.adapters import add_lora
+from distill.models.guard import check_gguf, read_json
 from distill.models.load import load_config
 from distill.models.pruning import check_kept, cut_config, layers_to_keep
 from distill.models.shape import Shape, shape_of
-from distill.models.source import ModelSource, loading
+from distill.models.source import ModelSource, loading, resolve_model_source
 from distill.models.work import Work, work_of
 from distill.recipe import Lora, ModelSection, Student
 
@@ -45,6 +48,8 @@ class MetaModel:
         return work_of(self.model, trains=self.trains)
 
 
+log = logging.getLogger(__name__)
+_said: set[str] = set()  # warnings: a configuration is asked for many times
 _built: dict[tuple[str, ...], MetaModel] = {}
 
 
@@ -63,12 +68,67 @@ def meta_model(config: Any, field: str, lora: Lora | None = None, *, trains: boo
 
 
 def meta_config(section: ModelSection, field: str) -> Any:
-    """The configuration of `config` where that is named, which costs no download, else of `model`.
+    """The configuration of `model` where that is on this machine or no `config` is named, else of `config`.
+
+    So nothing is downloaded for a recipe that names both; a `config` that some other model left behind is not used.
 
     Raises:
         ValueError: it cannot be found.
     """
-    return load_config(section.model_copy(update={"init": "random"}) if section.config else section, field)
+    if section.config is None or section.init == "random":
+        return load_config(section, field)
+    if follows_model(section, field):
+        return load_config(section, field)
+    return load_config(section.model_copy(update={"init": "random"}), field)
+
+
+def follows_model(section: ModelSection, field: str) -> bool:
+    """Whether `config` is that of another model than `model`, which is on this machine; warns of it once."""
+    if section.config is None or section.init == "random" or (own := _layers_and_hidden(section, field)) is None:
+        return False
+    text = load_config(section.model_copy(update={"init": "random"}), field).get_text_config()
+    named = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
+    if own == named:
+        return False
+    line = (
+        f"{field}.config: {section.config} ({named[0]} layers of {named[1]}) is not {section.model} ({own[0]} of "
+        f"{own[1]}) and is not used; leave it out"
+    )
+    if line not in _said:
+        _said.add(line)
+        log.warning(line)
+    return True
+
+
+def sizes_of(section: ModelSection, field: str) -> str:
+    """A line where a model's sizes are those of a `config` beside it, since it is not on this machine; else empty."""
+    if section.config is None or section.init == "random" or section.model is None:
+        return ""
+    if _layers_and_hidden(section, field) is not None:
+        return ""
+    return f"{field}: {section.model} is not on this machine; sizes are those of {field}.config {section.config}"
+
+
+def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, object] | None:
+    """As the model's own files say, without its weights; None where it is not on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        source = resolve_model_source(section.model or "", f"{field}.model")
+        if source.gguf_file:
+            return check_gguf(Path(source.location, source.gguf_file), f"{field}.model")
+        path = source.location if source.local else None
+        if path is None:
+            cached = try_to_load_from_cache(source.location, "config.json", revision=section.revision)
+            if not isinstance(cached, str):
+                return None
+            path = str(Path(cached).parent)
+    except (ValueError, HFValidationError):  # said where the model is loaded
+        return None
+    values = read_json(Path(path, "config.json"), f"{field}.model")
+    values = values.get("text_config") or values
+    return (values.get("num_hidden_layers", values.get("n_layer")), values.get("hidden_size", values.get("n_embd")))
 
 
 def meta_student(section: Student, teacher_config: Any) -> MetaModel:

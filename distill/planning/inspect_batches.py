@@ -58,7 +58,10 @@ def _texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def plain_text(tokens: Sequence[Token]) -> str:
-    """The row for a file or pipe: what is only read stands in «», each document after a line of its own."""
+    """The row for a file or pipe: what is only read stands in «», each document after a line of its own.
+
+    A token's shade follows it as [0.52], in nats.
+    """
     out: list[str] = []
     document, masked = 0, False
     for token in tokens:
@@ -69,7 +72,7 @@ def plain_text(tokens: Sequence[Token]) -> str:
         if (token.state == "read") != masked:
             out.append("«" if not masked else "»")
             masked = not masked
-        out.append(token.text)
+        out.append(token.text if token.shade is None else f"{token.text}[{token.shade:.2f}]")
     return "".join(out) + ("»" if masked else "")
 
 

@@ -21,7 +21,7 @@ import torch
 
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
-from distill.models.meta import meta_config
+from distill.models.meta import meta_config, sizes_of
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import ALONE, Sharing
@@ -32,7 +32,7 @@ from distill.planning.memory import Memory, step_memory
 from distill.planning.sharing import as_requested, sharing_of
 from distill.planning.situation import Situation
 from distill.planning.step_time import StepTokens, step_time
-from distill.planning.steps import FUSED, require_arguments, total_steps
+from distill.planning.steps import FUSED, require_arguments, small_data_notes, total_steps
 from distill.recipe import Lora, ModelSection, Recipe
 from distill.teachers.base import TeacherSource
 from distill.teachers.losses import is_soft
@@ -60,6 +60,7 @@ class Preflight:
         vocabulary: the verdict in words; `vocabulary_ok` None where the tokenizers are not at hand.
         data: the data's report as lines; `trained_share` of its tokens are learned.
         problems: why the run cannot work as it is.
+        notes: what a person should know of it all the same: too few data, sizes that are not the model's own.
     """
 
     device: Device
@@ -85,6 +86,7 @@ class Preflight:
     data: str = ""
     trained_share: float | None = None
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def seconds(self) -> float | None:
@@ -139,6 +141,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
     report.advice = advise(situation, device)
     _check_lengths(situation, report)
+    models = {"teacher": source.config_section, "student": recipe.student}
+    report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
     vocabulary = _check_vocabulary(source, report)
     pairs = _check_data(source, vocabulary, report) if look_at_data else None
     if device.cuda and source.is_to_be_made:
@@ -313,6 +317,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     if facts.trained_share < 0.02:
         report.problems.append(f"data: only {facts.trained_share:.1%} of the tokens are learned; look at data.train_on")
     report.steps = total_steps(train, len(splits.train), report.accumulation, report.gpus)
+    report.notes += small_data_notes(source.recipe, facts, report.accumulation, report.gpus)
     return (facts.tokens / max(facts.documents, 1) + 1) / 2
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from distill.recipe import Data, Train
+from distill.core.units import counted
+from distill.data.load import DataReport
+from distill.recipe import Data, Recipe, Train
 
 FUSED = "fused_adamw"
+FEW_STEPS, FEW_HELD_OUT = 20, 2_000  # below these a run's figures are mostly chance
 
 
 def accumulation_steps(train: Train, data: Data, world: int) -> int:
@@ -38,6 +41,40 @@ def total_steps(train: Train, rows: int, accumulation: int, world: int) -> int:
     assert train.epochs is not None
     per_epoch = -(-rows // (train.batch_size * world * accumulation))
     return max(int(-(-train.epochs * per_epoch // 1)), 1)
+
+
+def small_data_notes(recipe: Recipe, data: DataReport, accumulation: int, world: int) -> list[str]:
+    """What is too small for a run to teach or its figures to be believed, with the settings to change.
+
+    Args:
+        recipe: the run's.
+        data: as read; nothing is said of random tokens.
+        accumulation: micro-batches of a step on a device.
+        world: devices.
+    """
+    if data.source.startswith("synthetic"):
+        return []
+    train, micro_rows = recipe.train, recipe.train.batch_size * world
+    micro, steps = micro_rows * data.max_length, total_steps(train, data.rows, accumulation, world)
+    faults, cures, notes = [], [], []
+    if accumulation * micro_rows > data.rows:
+        faults.append(f"a step of {accumulation * micro:,} tokens is more than all of the data ({data.tokens:,})")
+    if steps < FEW_STEPS:
+        faults.append(f"{counted(steps, 'optimizer step')} will teach little")
+    if faults and accumulation > 1:  # as many micro-batches as leave FEW_STEPS steps to a run, or 1
+        fewer = max(int(data.rows * train.epochs / FEW_STEPS) if train.epochs else data.rows, micro_rows) // micro_rows
+        then = total_steps(train, data.rows, fewer, world)
+        cures.append(f"train.tokens_per_step={fewer * micro} (makes {counted(then, 'step')})")
+    if steps < FEW_STEPS:
+        cures.append("more train.epochs" if train.epochs else "more train.steps")
+    if faults:
+        notes.append(f"{'; '.join(faults)}: {', '.join(cures)}, or more data")
+    if data.validation_tokens < FEW_HELD_OUT:
+        notes.append(
+            f"{counted(data.validation_tokens, 'held-out token')} (under {FEW_HELD_OUT:,}) make figures of chance: "
+            "a larger data.validation.fraction, a data.validation.source, or more data"
+        )
+    return notes
 
 
 def require_arguments(given: Mapping[str, Any]) -> None:

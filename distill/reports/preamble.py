@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from distill.core import console
-from distill.core.units import GIB
+from distill.core.units import GIB, counted
+from distill.data.load import DataReport
 from distill.evaluation.evaluate import HeldOut, gap_closed
 from distill.evaluation.samples import TITLES
 from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
 from distill.models.work import count_text, parameters_of
+from distill.planning.steps import small_data_notes
 from distill.teachers.base import TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
@@ -41,7 +43,7 @@ def preamble(
     objective: DistillationObjective,
     *,
     plan: Plan,
-    data: object,
+    data: DataReport,
     device: str,
     sharing: str | None = None,
 ) -> list[str]:
@@ -59,8 +61,8 @@ def preamble(
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
         "vocabulary": pair.verdict,
         "data": str(data).replace("\n", "\n" + " " * 12),
-        "steps": f"{plan.steps:,} of {plan.tokens_per_step:,} tokens ({plan.steps * plan.tokens_per_step:,} in all), "
-        f"{plan.accumulation} micro-batches a step on {plan.world} x {device}",
+        "steps": f"{plan.steps:,} of {_step_text(plan.tokens_per_step, data)}, "
+        f"{counted(plan.accumulation, 'micro-batch')} a step on {plan.world} x {device}",
         "workspace": f"logits are made in chunks; in full they would take {avoided:,.1f} GiB a micro-batch",
     }
     if sharing is not None:
@@ -72,9 +74,19 @@ def preamble(
             lines["quantised"] = (
                 f"linear layers of the teacher by {method}, its head not; what that costs is not measured"
             )
+    for note in small_data_notes(recipe, data, plan.accumulation, plan.world):
+        lines["few data"] = note if "few data" not in lines else f"{lines['few data']}\n{' ' * 12}{note}"
     if caveat := pair.teacher.format.caveat:
         lines["divergences"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
+
+
+def _step_text(tokens_per_step: int, data: DataReport) -> str:
+    """What a step sees: never more tokens than the data's rows have room for."""
+    room = data.rows * data.max_length
+    return (
+        f"{tokens_per_step:,} tokens" if tokens_per_step <= room else f"all {counted(data.tokens, 'token')} there are"
+    )
 
 
 def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:
@@ -90,8 +102,8 @@ def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tupl
     return (
         heading,
         rows,
-        f"gap closed  {gap_closed(before, after):.1%} of the {measure.name}, over {after.tokens:,} held-out "
-        f"{measure.unit}s",
+        f"gap closed  {gap_closed(before, after):.1%} of the {measure.name}, over "
+        f"{counted(after.tokens, f'held-out {measure.unit}')}",
     )
 
 

@@ -20,7 +20,10 @@ the resolved recipe, so that a run is not resumed with other code.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -71,7 +74,41 @@ def load_plugin(path: Path) -> Plugin:
         raise ValueError(
             f"--plugin {path}: expected TERMS, a dict of functions by name, as in TERMS = {{'mine': mine}}"
         )
-    return Plugin(dict(terms), hashlib.sha256(code).hexdigest())
+    sha256 = hashlib.sha256(code).hexdigest()
+    for name, function in terms.items():
+        try:
+            inspect.signature(function).bind(None, None, None)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"--plugin {path}: {name}: expected a function of three, (student_logits, teacher_logits, labels), "
+                f"got one that cannot be called so: {error}"
+            ) from None
+    return Plugin({name: _explained(function, name, path) for name, function in terms.items()}, sha256)
+
+
+def _explained(function: RowLosses, name: str, path: Path) -> RowLosses:
+    """`function`, whose mistakes are one line that names it and the line of the file."""
+
+    @functools.wraps(function)
+    def call(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = f"logits [{student.shape[0]}, {student.shape[1]}]"
+        try:
+            losses = function(student, teacher, labels)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever the user's own code raises
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+            place = f", line {lines[-1]}" if lines else ""
+            first = (str(error).splitlines() or [""])[0]
+            raise ValueError(f"--plugin {path}{place}: {name} with {rows}: {type(error).__name__}: {first}") from error
+        if not isinstance(losses, torch.Tensor) or losses.shape != student.shape[:1]:
+            shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(
+                f"--plugin {path}: {name} with {rows}: expected a loss a row, a tensor of [{len(student)}], got {shape}"
+            )
+        return losses
+
+    return call
 
 
 def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:

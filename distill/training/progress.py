@@ -82,7 +82,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class ProgressReport(TrainerCallback):
-    """A progress bar with loss, KL, agreement, tokens/s and time left; a plain line per logging step elsewhere.
+    """A line per logging step (loss, KL, agreement, tokens/s); in a terminal above a bar with the time left.
 
     `measure` says what the divergence is called.
     """
@@ -101,14 +101,15 @@ class ProgressReport(TrainerCallback):
             return
         self._bar = Progress(
             TextColumn("training"),
-            BarColumn(),
+            BarColumn(None),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
             console=self.console,
+            expand=True,
+            transient=True,
         )
-        self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step, figures="")
+        self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step)
         self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -120,14 +121,11 @@ class ProgressReport(TrainerCallback):
         """Show the figures of a logging step."""
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        figures = figures_line(logs, self.measure)
-        if self._bar is not None:
-            self._bar.update(self._task, figures=figures)
-        else:
-            self.console.print(
-                f"step {state.global_step}/{state.max_steps}  {figures}  {self._time_left(state)} left",
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
+        left = f"  {self._time_left(state)} left" if self._bar is None else ""
+        self.console.print(  # above the bar, where there is one
+            f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}",
+            highlight=False, markup=False, soft_wrap=self._bar is None,
+        )  # fmt: skip
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the bar down."""
