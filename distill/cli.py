@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, doctor, judge, plan, sample, settings, share, verify
+from distill.commands import cache, chat, doctor, judge, plan, sample, settings, share, verify
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -33,6 +33,7 @@ from distill.commands.arguments import (
     plugin_override,
     say_json,
 )
+from distill.commands.paths import path_notes
 from distill.core import console, launch, ranks
 from distill.core.faults import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
@@ -64,6 +65,7 @@ app = typer.Typer(
     distill eval quickstart                    held-out figures with intervals
     distill compare quickstart quickstart-2    runs beside each other
     distill generate quickstart -p "Hello"     let the student answer
+    distill chat quickstart --beside-teacher   talk with it
     distill export quickstart -o student       a folder to hand over
     distill verify quickstart                  is every file still as it was written?
     """,
@@ -77,6 +79,7 @@ cache.register(app)
 doctor.register(app)
 judge.register(app)
 share.register(app)
+chat.register(app)
 sample.register(app)
 verify.register(app)
 settings.register(app)
@@ -168,7 +171,7 @@ def run(
 
 @app.command()
 def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a recipe and print it with every setting filled in; loads no model.
+    """Check a recipe and print it with every setting filled in; loads no model, and names files that are not here.
 
     \b
     distill validate chat-8b-to-1b.yaml
@@ -178,7 +181,9 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
     if as_json:
         say_json(resolved.model_dump(mode="json"))
     else:
-        console.say(dump(resolved).rstrip())
+        print(dump(resolved).rstrip())  # as YAML, whose lines a terminal may break
+    for note in path_notes(resolved):
+        console.complain(note)
 
 
 @recipes_app.callback()

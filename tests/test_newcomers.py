@@ -190,7 +190,7 @@ def test_losses_stay_in_the_scrollback_of_a_narrow_terminal():
 )
 def test_columns_that_are_not_of_the_format_get_the_setting_that_reads_them(row, given, cure):
     data = Data(source="x.jsonl", **given)
-    with pytest.raises(ValueError, match="data.fields: expected") as error:
+    with pytest.raises(ValueError, match=r"data\.fields: expected") as error:
         detect(row, data.fields, data.format, has_template=True)
     assert str(error.value).endswith(cure)
 
@@ -213,7 +213,7 @@ def test_the_command_that_cache_prints_keeps_the_overrides(folder, capsys):
         ("def mine(student, teacher):\n    return student.sum(-1)", "mine: expected a function of three"),
         ("def mine(s, t, labels):\n    return s.sum()", r"expected a loss a row, a tensor of \[\d+\], got \[\]"),
         (
-            "def mine(s, t, labels):\n    x = 1\n    return s @ t",
+            "def mine(s, t, labels):\n    return s @ t",
             r"line 3: mine with logits \[\d+, 259\]: RuntimeError",
         ),
     ],
@@ -231,3 +231,52 @@ def test_shades_reach_a_pipe(folder, capsys):
     assert run_command(["inspect", "my.yaml", "--rows", "1", "--shade", "entropy"]) == 0
     out = capsys.readouterr().out
     assert len(re.findall(r"\[\d\.\d\d\]", out)) > 20 and "«" in out
+
+
+def test_validate_names_files_that_are_not_here_and_those_almost_so(folder, capsys):
+    assert run_command(["validate", "my.yaml"]) == 0
+    assert capsys.readouterr().err == ""
+    wrong = ["teacher.model=bigg", "student.model=./smal", "data.source=chat.jsonl", "data.chat_template=my.jinja"]
+    assert run_command(["validate", "my.yaml", *wrong]) == 0
+    captured = capsys.readouterr()
+    assert parse(captured.out).teacher.model == "bigg"
+    first, second, third, fourth = captured.err.splitlines()
+    assert first == "distill: teacher.model: bigg is not here and is taken for a hub id; did you mean big?"
+    assert second.startswith("distill: student.model: ./smal does not exist") and second.endswith("you mean small?")
+    assert "data.source: expected a local file" in third and third.endswith("did you mean chats.jsonl?")
+    assert fourth == "distill: data.chat_template: my.jinja does not exist"
+    assert run_command(["run", "my.yaml", "data.source=chat.jsonl"]) == 2
+    assert "did you mean chats.jsonl?" in capsys.readouterr().err
+    assert run_command(["check", "my.yaml", "data.source=chat.jsonl"]) == 1
+    assert "did you mean chats.jsonl?" in capsys.readouterr().out
+
+
+def test_chat_remembers_its_turns_and_ends_with_the_pipe(folder, monkeypatch, capsys):
+    asked = []
+
+    def answer(model, tokenizer, prompt, write, **_):
+        asked.append([turn["content"] for turn in prompt])
+        write(text := f"reply {len(asked)}")
+        return text
+
+    monkeypatch.setattr("distill.evaluation.generate.stream", answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nWho?\n/new\nAgain\n"))
+    assert run_command(["chat", "small", "--teacher", "big", "--system", "Be brief", "--max-new-tokens", "4"]) == 0
+    assert asked == [
+        ["Be brief", "Hello"], ["Be brief", "Hello"],
+        ["Be brief", "Hello", "reply 1", "Who?"], ["Be brief", "Hello", "reply 2", "Who?"],
+        ["Be brief", "Again"], ["Be brief", "Again"],
+    ]  # fmt: skip
+    said = capsys.readouterr().out
+    assert said.splitlines()[:4] == ["--- teacher", "reply 1", "--- student", "reply 2"]
+
+
+def test_chat_streams_what_generate_says_and_forgets_what_has_no_room(folder, monkeypatch, capsys):
+    assert run_command(["generate", "small", "-p", "Hello", "--max-new-tokens", "8"]) == 0
+    alone = capsys.readouterr().out.split("--- student\n")[1].strip()
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    assert run_command(["chat", "small", "--temperature", "0", "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out.strip() == alone
+    monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n" * 4))
+    assert run_command(["chat", "small", "--temperature", "0", "--max-new-tokens", "400"]) == 0
+    assert "the oldest turn is forgotten, since the model reads at most 512 tokens" in capsys.readouterr().err

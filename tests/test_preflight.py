@@ -356,7 +356,7 @@ def test_check_as_json(workplace, capsys):
     [
         (["student={model: other}"], "student.model: teacher and student cannot be compared"),
         (["data.max_length=1024"], "data.max_length: 1024 exceeds the teacher's 512 positions"),
-        (["data.source=gone.jsonl"], "data.source: gone.jsonl does not exist"),
+        (["data.source=gone.jsonl"], "or a hub id; 'gone.jsonl' does not exist"),
         (["--gpu", "0.0001GB"], "memory: the peak of"),
     ],
 )

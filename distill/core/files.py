@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 
 try:
@@ -148,3 +149,16 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def near_path(name: str) -> str:
+    """`; did you mean X?` where something that is called almost so lies beside a path that does not exist, else ""."""
+    path = Path(name).expanduser()
+    there = path
+    try:
+        while not there.parent.is_dir():
+            there = there.parent
+        near = get_close_matches(there.name, [entry.name for entry in there.parent.iterdir()], n=1, cutoff=0.6)
+    except (OSError, ValueError):  # a folder that may not be read, or a name that no file system takes
+        return ""
+    return f"; did you mean {there.parent / near[0] / path.relative_to(there)}?" if near else ""

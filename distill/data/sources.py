@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from distill.core.files import near_path
+
 logger = logging.getLogger(__name__)
 
 STDLIB = "python-stdlib"
@@ -95,13 +97,21 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
         return _of_files(source, _files_of_folder(path, split, field), field)
     if path.exists():
         raise ValueError(f"{field}: expected a file or folder; {source!r} is neither (a pipe or a device)")
-    looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
-    if looks_local:
-        raise ValueError(
-            f"{field}: expected a local file or folder, {STDLIB} or a hub id; {source!r} does not exist "
-            f"(looked in {Path.cwd()})"
-        )
+    if fault := missing_source(source, field):
+        raise ValueError(fault)
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
+
+
+def missing_source(source: str, field: str) -> str | None:
+    """What is wrong with the name of a local file that does not exist; None for what exists or may be a hub id."""
+    path = Path(source).expanduser()
+    looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
+    if path.exists() or not looks_local:
+        return None
+    return (
+        f"{field}: expected a local file or folder, {STDLIB} or a hub id; {source!r} does not exist "
+        f"(looked in {Path.cwd()}){near_path(source)}"
+    )
 
 
 def _stdlib() -> Source:

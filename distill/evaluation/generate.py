@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from distill_kernels.launch import runs_on_triton
 from transformers.generation.streamers import BaseStreamer
 
-from distill.generation.answers import encode_prompt
+from distill.generation.answers import Turn, encode_prompt
 from distill.generation.decode_loop import DecodeLoop, why_not
 from distill.generation.engines import as_asked, end_tokens
 from distill.models.triton_only import use_triton_only
@@ -52,9 +52,12 @@ class Stream(BaseStreamer):
 
 @torch.no_grad()
 def stream(
-    model: Any, tokenizer: Any, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float
-) -> str:
-    """Generate an answer to `prompt`, writing it as it comes: tokens from softmax(logits / temperature), greedy at 0.
+    model: Any, tokenizer: Any, prompt: str | Sequence[Turn], write: Callable[[str], None], *, max_new_tokens: int,
+    temperature: float,
+) -> str:  # fmt: skip
+    """Generate an answer to `prompt`, a text or the turns of a chat, writing it as it comes.
+
+    Tokens are drawn from softmax(logits / temperature), greedy at 0.
 
     Returns:
         The answer.

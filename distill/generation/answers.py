@@ -10,6 +10,8 @@ from torch import nn
 
 from distill.generation.engines import as_asked, end_tokens
 
+Turn = dict[str, str]  # role and content
+
 
 @torch.no_grad()
 def generate(model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
@@ -34,12 +36,14 @@ def generate(model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_t
         model.train(training)
 
 
-def encode_prompt(tokenizer: Any, prompt: str) -> torch.Tensor:
-    """Token ids [1, S]: the prompt as a user's turn of the chat template, or as it is where there is none."""
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> torch.Tensor:
+    """Token ids [1, S]: the prompt as a user's turn of the chat template, or as it is where there is none.
+
+    Several turns are those of a chat, which only a template can write.
+    """
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-        )
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, add_special_tokens=False).input_ids
     else:
         ids = tokenizer(prompt).input_ids

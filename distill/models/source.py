@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core.files import near_path
 from distill.models.guard import check_folder, check_gguf
 from distill.recipe import ModelSection
 
@@ -70,7 +71,9 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
         check_gguf(path, field)
         return ModelSource(str(path.resolve().parent), path.name)
     if path.suffix == ".gguf" or path.is_absolute() or spec.startswith((".", "~")) or not HUB_ID.fullmatch(spec):
-        raise ValueError(f"{field}: {spec} does not exist; expected a hub id, a local folder or a .gguf file")
+        raise ValueError(
+            f"{field}: {spec} does not exist; expected a hub id, a local folder or a .gguf file" + near_path(spec)
+        )
     return ModelSource(spec, local=False)
 
 

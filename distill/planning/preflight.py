@@ -21,6 +21,7 @@ import torch
 
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
+from distill.data.sources import missing_source
 from distill.models.meta import meta_config, sizes_of
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
@@ -298,9 +299,8 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     synthetic = is_synthetic(data)
     local = synthetic or data.source == "python-stdlib" or Path(data.source).expanduser().exists()
     if not local or (vocabulary is None and not synthetic):
-        # a path that does not exist is a mistake; a name may be a hub's data set
-        if not local and Path(data.source).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt"):
-            report.problems.append(f"data.source: {data.source} does not exist")
+        if fault := missing_source(data.source, "data.source") if not local else None:
+            report.problems.append(fault)
         report.data = f"{data.source}: not read ({'not on this machine' if not local else 'no tokenizer at hand'})"
         return None
     try:

@@ -1,0 +1,121 @@
+"""The command `chat`: talk with a run's student, beside its teacher if asked."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distill.commands.arguments import complete_run, without_bars
+from distill.core import console
+
+if TYPE_CHECKING:
+    from distill.generation.answers import Turn
+
+NEW = "/new"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this file to `app`."""
+    app.command()(chat)
+
+
+def chat(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run
+        ),
+    ],
+    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")] = None,
+    beside: Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")] = False,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")] = 512,
+    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 0.7,
+) -> None:
+    """Talk with a student, turn by turn; each model remembers its own answers.
+
+    Ctrl-D ends it, Ctrl-C ends an answer, /new begins anew. Of a pipe each line is a turn. A model without a chat
+    template continues each line by itself.
+
+    \b
+    distill chat support-bot
+    distill chat support-bot --beside-teacher --temperature 0
+    printf 'Hello!\\nAnd who are you?\\n' | distill chat support-bot
+    """
+    from distill.evaluation.targets import find_target, load_its_teacher, load_target
+
+    without_bars()
+    source = find_target(target)
+    with console.working("loading"):
+        student, tokenizer = load_target(source)
+        models = {"student": student}
+        if teacher is not None or beside:
+            models = {"teacher": load_its_teacher(source, teacher), **models}
+    remembers = bool(getattr(tokenizer, "chat_template", None))
+    if not remembers:
+        console.complain("the tokenizer has no chat template: each line is continued as text, by itself")
+    beginning: list[Turn] = [{"role": "system", "content": system}] if system is not None else []
+    history = {name: [*beginning] for name in models}
+    for line in _lines():
+        if line == NEW:
+            history = {name: [*beginning] for name in models}
+            continue
+        for name, model in models.items():
+            if len(models) > 1:
+                console.say(f"--- {name}")
+            turns = history[name]
+            turns.append({"role": "user", "content": line})
+            if remembers:
+                _forget_what_has_no_room(turns, len(beginning), model, tokenizer, max_new_tokens)
+            answer = _answer(model, tokenizer, turns if remembers else line, max_new_tokens, temperature)
+            turns.append({"role": "assistant", "content": answer})
+
+
+def _lines() -> Iterator[str]:
+    """What the person says, until Ctrl-D or the pipe's end; empty lines say nothing."""
+    asks = sys.stdin.isatty()
+    if asks:
+        with contextlib.suppress(ImportError):  # Windows
+            import readline  # noqa: F401  (input() then knows the arrow keys)
+    while True:
+        try:
+            line = input("> " if asks else "").strip()
+        except EOFError:
+            if asks:
+                console.say("")
+            return
+        if line:
+            yield line
+
+
+def _forget_what_has_no_room(turns: list[Turn], kept: int, model: Any, tokenizer: Any, max_new_tokens: int) -> None:
+    """Drop the oldest question and answer until the rest and an answer fit the model's positions."""
+    from distill.generation.answers import encode_prompt
+
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    while most and len(turns) > kept + 2 and encode_prompt(tokenizer, turns).shape[1] + max_new_tokens > most:
+        del turns[kept : kept + 2]
+        console.complain(f"the oldest turn is forgotten, since the model reads at most {most:,} tokens")
+
+
+def _answer(model: Any, tokenizer: Any, prompt: str | list[Turn], max_new_tokens: int, temperature: float) -> str:
+    """Stream an answer; of one that Ctrl-C ends, what was written."""
+    from distill.evaluation.generate import stream
+
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        sys.stdout.write(console.visible(piece))
+        sys.stdout.flush()
+
+    try:
+        return stream(model, tokenizer, prompt, write, max_new_tokens=max_new_tokens, temperature=temperature)
+    except KeyboardInterrupt:
+        return "".join(pieces)
+    finally:
+        console.say("")

@@ -1,0 +1,50 @@
+"""Are the files that a recipe names on this machine? Looked at by `validate`, which opens none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from distill.core.files import near_path
+from distill.data.sources import STDLIB, missing_source
+from distill.models.source import resolve_model_source
+from distill.recipe import ModelSection, Recipe
+
+
+def path_notes(recipe: Recipe) -> list[str]:
+    """What is not here, and names that are taken for the hub's where a file here is called almost so; a line each."""
+    return [note for note in (*_of_models(recipe), *_of_data(recipe)) if note]
+
+
+def _of_models(recipe: Recipe) -> Iterator[str]:
+    teachers = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
+    sections: dict[str, ModelSection] = {**(teachers or {"teacher": recipe.teacher}), "student": recipe.student}
+    for name, section in sections.items():
+        if section.model is not None and section.init == "pretrained":
+            try:
+                source = resolve_model_source(section.model, f"{name}.model")
+                yield "" if source.local else _taken_for_a_hub_id(f"{name}.model", section.model)
+            except ValueError as error:
+                yield str(error)
+    if (path := recipe.teacher.path) is not None and not Path(path).expanduser().exists():
+        yield f"teacher.path: {path} does not exist yet{near_path(path)}; distill cache makes it"
+    adapter = recipe.teacher.adapter
+    if adapter is not None and not Path(adapter).expanduser().exists():
+        yield _taken_for_a_hub_id("teacher.adapter", adapter)
+
+
+def _of_data(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    for field, name in (("data.source", data.source), ("data.validation.source", data.validation.source)):
+        if name is None or name == STDLIB or name.startswith("synthetic"):
+            continue
+        place = name if Path(name).expanduser().exists() else name.rpartition(":")[0] or name
+        yield missing_source(place, field) or _taken_for_a_hub_id(field, place)
+    template = data.chat_template
+    if template not in ("tokenizer", "none") and not Path(template).expanduser().is_file():
+        yield f"data.chat_template: {template} does not exist{near_path(template)}"
+
+
+def _taken_for_a_hub_id(field: str, name: str) -> str:
+    near = "" if Path(name).expanduser().exists() else near_path(name)
+    return f"{field}: {name} is not here and is taken for a hub id{near}" if near else ""
