@@ -155,9 +155,11 @@ def _run(
     # --- data and models, nothing written yet
     source = source_of(recipe)
     vocabulary = source.vocabulary()
-    splits = vocabulary.read(recipe.data, recipe.train.seed)
+    with console.working(f"reading {recipe.data.source}"):
+        splits = vocabulary.read(recipe.data, recipe.train.seed)
     require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
-    pair = open_pair(source, vocabulary, OpenContext(device, precision, sharing, attention))
+    with console.working("loading teacher and student"):
+        pair = open_pair(source, vocabulary, OpenContext(device, precision, sharing, attention))
     if problems := source.data_problems(splits):
         raise ValueError(problems[0])
     if own_terms is not None:
@@ -248,11 +250,18 @@ def _run(
 
     # --- what came of it
     held.check()
+    _begin("measuring", "the trained student")
     after = _held_out(recipe, pair, trainer, splits, precision)
     result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
     _save(recipe, pair, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
+
+
+def _begin(activity: str, what: str) -> None:
+    """Say what takes a while, before it does."""
+    if is_first():
+        console.say(f"{activity:<12}{what}")
 
 
 def _same_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
@@ -318,9 +327,11 @@ def _before(
             return HeldOut(**figures), dict(kept["answers"])
         except (ValueError, KeyError, TypeError):
             log.warning("%s is damaged; its figures are made again", path)
+    _begin("measuring", "the student before training, on held-out rows")
     before = _held_out(recipe, pair, trainer, splits, precision)
     answers: dict[str, list[str]] = {}
     if recipe.generate.prompts:
+        _begin("answering", "the prompts of the samples, teacher and student")
         with uncompiled():
             if (texts := pair.teacher.respond(recipe.generate.prompts, recipe.generate)) is not None:
                 answers["teacher"] = texts
@@ -353,6 +364,7 @@ def _save(
     folder, sharded, source = result.folder, trainer.is_fsdp_enabled, source_of(recipe)
     student: Any = trainer.accelerator.unwrap_model(trainer.model)
     if pair.tokenizer is not None and recipe.generate.prompts and (is_first() or sharded):
+        _begin("answering", "the prompts of the samples again")
         answers["after"] = _generate(recipe, pair, student)
     if sharded:
         student = whole_student(trainer.accelerator, student)

@@ -72,9 +72,9 @@ def show_table(
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show on standard error that something takes a while; nothing where that is no terminal."""
+    """Show on standard error that something takes a while; nothing where that is no terminal, or from later ranks."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or os.environ.get("RANK", "0") != "0":
         yield
         return
     with console.status(escape(visible(what))):
