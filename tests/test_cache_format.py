@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import Loss
 from distill.teachers.cache import format as layout
-from distill.teachers.cache.encode import CHUNK_ELEMENTS, encode, normalised, surplus_of
+from distill.teachers.cache.encode import CHUNK_ELEMENTS, Encoding, encode, normalised, surplus_of
 from distill.teachers.cache.settings import default_tail
 
 
@@ -36,7 +36,7 @@ def test_encoding_against_full_softmax(monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 7 * 50)
     hidden, head = head_of()
     labels = torch.arange(64) % 48
-    said = encode(hidden, head, LogitTransform(0.5, 9.0), labels, columns=48, k=5, tail="bucket", temperature=2.0)
+    said = encode(hidden, head, LogitTransform(0.5, 9.0), labels, Encoding(48, 5, "bucket", 2.0))
     raw = hidden.double() @ head.weight.double()[:48].T + head.bias.double()[:48]
     logits = 9 * torch.tanh(0.5 * raw / 9)
     hard, soft = F.log_softmax(logits, -1), F.log_softmax(logits / 2, -1)
@@ -51,7 +51,7 @@ def test_encoding_against_full_softmax(monkeypatch):
 
 def test_rounding_is_made_good_by_the_tail():
     hidden, head = head_of(std=3.0)
-    said = encode(hidden, head, LogitTransform(), torch.zeros(64, dtype=torch.long), columns=50, k=8, tail="bucket")
+    said = encode(hidden, head, LogitTransform(), torch.zeros(64, dtype=torch.long), Encoding(50, 8, "bucket"))
     rounded = said.to(torch.float16)
     given = normalised(rounded.logprobs, rounded.tail)
     tail, wanted = 1 - given.double().exp().sum(-1), said.tail.double().exp().clamp_min(1e-6)
@@ -69,7 +69,7 @@ def test_sampled_weights_are_right_on_average_and_close_each_time():
     generator = torch.Generator().manual_seed(3)
     labels = torch.zeros(times, dtype=torch.long)
     said = encode(
-        hidden.expand(times, -1), head, LogitTransform(), labels, columns=50, k=k, tail="sampled", generator=generator
+        hidden.expand(times, -1), head, LogitTransform(), labels, Encoding(50, k, "sampled"), generator=generator
     )
     ids = said.ids.long()
     assert (ids.sort(-1).values.diff(dim=-1) > 0).all(), "ids are distinct"
@@ -92,11 +92,11 @@ def test_sampling_where_nothing_is_left():
     """All tokens, and probabilities that are 0 but for a few."""
     hidden, head = head_of()
     labels = torch.zeros(64, dtype=torch.long)
-    said = encode(hidden, head, LogitTransform(), labels, columns=50, k=50, tail="sampled")
+    said = encode(hidden, head, LogitTransform(), labels, Encoding(50, 50, "sampled"))
     p = F.softmax(hidden @ head.weight.T + head.bias, -1)
     torch.testing.assert_close(p.gather(-1, said.ids.long()), said.logprobs.exp())
     sharp = HeadWeights(head.weight * 400, None, None)
-    said = encode(hidden, sharp, LogitTransform(), labels, columns=50, k=8, tail="sampled")
+    said = encode(hidden, sharp, LogitTransform(), labels, Encoding(50, 8, "sampled"))
     assert (said.ids.long().sort(-1).values.diff(dim=-1) > 0).all() and not said.logprobs.isnan().any()
     torch.testing.assert_close(said.logprobs.exp().sum(-1), torch.ones(64))
     assert (said.logprobs == -torch.inf).any()
@@ -109,7 +109,7 @@ def test_what_sampling_adds_to_a_loss_is_known():
     generator = torch.Generator().manual_seed(1)
     said = encode(
         x_t.expand(times, -1), HeadWeights(w_t, None, None), LogitTransform(), torch.zeros(times, dtype=torch.long),
-        columns=512, k=16, tail="sampled", generator=generator,
+        Encoding(512, 16, "sampled"), generator=generator,
     )  # fmt: skip
     full = FusedKLLoss()(x, w, x_t, w_t)
     loss = FusedTopKKLLoss(tail="sampled")
@@ -133,8 +133,8 @@ def test_errors_of_few_tokens_on_peaked_distributions():
     errors = []
     for k in (8, 64, 256):
         said = encode(
-            x_t, HeadWeights(w_t, None, None), LogitTransform(), torch.zeros(96, dtype=torch.long), columns=4096, k=k,
-            tail="bucket",
+            x_t, HeadWeights(w_t, None, None), LogitTransform(), torch.zeros(96, dtype=torch.long),
+            Encoding(4096, k, "bucket"),
         ).to(torch.float16)  # fmt: skip
         found = gradient(FusedTopKKLLoss()(x, w, said.ids, normalised(said.logprobs, said.tail)))
         errors.append(float((found - full).norm() / full.norm()))

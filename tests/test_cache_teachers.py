@@ -68,7 +68,7 @@ def hold_to(teacher, loaded, cache):
             hidden = teacher.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
             logp = F.linear(hidden[0, :-1].float(), teacher.lm_head.weight.float()).log_softmax(-1)
         learned = torch.tensor(row["labels"])[1:] != -100
-        said = cache.said([row])
+        said = cache.look_up([row])
         wanted = logp.cpu()[learned].gather(-1, said["cached_ids"].long())
         torch.testing.assert_close(said["cached_logprobs"], wanted, rtol=1e-5, atol=1e-5)
 
@@ -130,6 +130,6 @@ def test_an_int8_teacher_is_cached_in_int8(here):
     assert cache.manifest["teacher"]["dtype"] == "int8"
     _, plain = cached("cuda", "plain", "teacher.dtype=bfloat16", "train.precision=bfloat16")
     row = loaded.splits.train[0]
-    eight, whole = (which.said([row]) for which in (cache, plain))
+    eight, whole = (which.look_up([row]) for which in (cache, plain))
     moved = (eight["cached_entropy"] - whole["cached_entropy"]).abs().mean()
     assert 0 < moved < 0.1 * whole["cached_entropy"].abs().mean()

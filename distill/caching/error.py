@@ -23,7 +23,7 @@ from distill.caching.make import Loaded
 from distill.data.collator import Collator
 from distill.data.labels import shift_labels
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
-from distill.teachers.cache.encode import Said, encode, log_probabilities, normalised, surplus_of
+from distill.teachers.cache.encode import Encoding, TopK, encode, log_probabilities, normalised, surplus_of
 from distill.teachers.cache.settings import TAILS
 from distill.teachers.losses import LogitTransforms
 
@@ -122,22 +122,22 @@ def measure(
     for k in [k for k in ks if k <= s.columns]:
         for tail in TAILS:
             generator = torch.Generator(s.labels.device).manual_seed(seed)
-            said = encode(
-                s.teacher_hidden, s.teacher_head, s.teacher_transform, s.labels, columns=s.columns, k=k, tail=tail,
-                temperature=temperature, generator=generator,
+            stored = encode(
+                s.teacher_hidden, s.teacher_head, s.teacher_transform, s.labels,
+                Encoding(s.columns, k, tail, temperature), generator,
             ).to(dtype)  # fmt: skip
-            given = said.logprobs.float() if tail == "sampled" else normalised(said.logprobs, said.tail)
+            given = stored.logprobs.float() if tail == "sampled" else normalised(stored.logprobs, stored.tail)
             loss = FusedTopKKLLoss(
                 "forward", tail, temperature, student_logit_scale=s.student_transform.scale,
                 student_softcap=s.student_transform.softcap,
             )  # fmt: skip
-            ids = said.ids
+            ids = stored.ids
             made = _differentiated(s, lambda x, w: loss(x, w, ids, given, **shared))  # noqa: B023
             if tail == "sampled":
-                made[0] -= temperature**2 * surplus_of(given, said.tail).mean()
+                made[0] -= temperature**2 * surplus_of(given, stored.tail).mean()
             table.append(
                 Lossiness(
-                    k, tail, float(p.gather(-1, ids.long()).exp().sum(-1).mean()), divergence(p, said, given, tail),
+                    k, tail, float(p.gather(-1, ids.long()).exp().sum(-1).mean()), divergence(p, stored, given, tail),
                     *(_ratio(a, b) for a, b in zip(made[:1], exact[:1], strict=True)),
                     *(_distance(a, b) for a, b in zip(made[1:], exact[1:], strict=True)),
                 )
@@ -146,18 +146,18 @@ def measure(
     return table
 
 
-def divergence(p: torch.Tensor, said: Said, given: torch.Tensor, tail: str) -> float:
+def divergence(p: torch.Tensor, stored: TopK, given: torch.Tensor, tail: str) -> float:
     """KL of log-probabilities p [M, V] from what is stored, as the reading spreads it over all tokens."""
     others = p.shape[1] - given.shape[1]
     if tail == "bucket" and others:
         rest = torch.log1p(-given.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-7))
-        stored = (rest - torch.tensor(float(others)).log()).expand_as(p)
+        spread = (rest - torch.tensor(float(others)).log()).expand_as(p)
     else:
-        stored = torch.full_like(p, -torch.inf)
+        spread = torch.full_like(p, -torch.inf)
     if tail == "renormalize":
         given = given.log_softmax(-1)
-    stored = stored.scatter(-1, said.ids.long(), given)
-    return float(torch.where(p > -torch.inf, p.exp() * (p - stored), 0.0).sum(-1).mean())
+    spread = spread.scatter(-1, stored.ids.long(), given)
+    return float(torch.where(p > -torch.inf, p.exp() * (p - spread), 0.0).sum(-1).mean())
 
 
 def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor], Any]) -> list[torch.Tensor]:

@@ -28,13 +28,14 @@ from distill.data.collator import Collator
 from distill.data.labels import IGNORE_INDEX, shift_labels
 from distill.data.packing import best_fit
 from distill.models.head import HeadWeights, LogitTransform
-from distill.teachers.cache.encode import encode
+from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.format import (
     DTYPES,
     FIGURES,
     KEY_BYTES,
     MANIFEST,
     PLAN,
+    as_arrays,
     bytes_a_token,
     document_sums,
     documents_of,
@@ -298,9 +299,7 @@ def shard_tensors(
     tensors = {name: torch.cat(values) for name, values in parts.items()}
     assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"
     tensors |= {"keys": torch.from_numpy(keys.copy()), "offsets": torch.from_numpy(offsets)}
-    # bfloat16, which numpy does not know, as its bits
-    arrays = {name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy() for name, t in tensors.items()}
-    return tensors | {"sums": torch.tensor(document_sums(arrays, range(len(documents))))}
+    return tensors | {"sums": torch.tensor(document_sums(as_arrays(tensors), range(len(documents))))}
 
 
 def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -325,13 +324,11 @@ def _stored(
     if plan["kind"] == "hidden":
         return {"hidden": hidden.to(dtype).cpu()}
     labels = shift_labels(batch["labels"]).flatten()[batch["valid_rows"]]
-    said = encode(
-        hidden, teacher.head, teacher.transform, labels, columns=plan["vocabulary"], k=plan["k"], tail=plan["tail"],
-        temperature=plan["temperature"], generator=generator,
-    ).to(dtype)  # fmt: skip
-    low, high = split_ids(said.ids.cpu().numpy(), plan["vocabulary"])
-    tensors = {"ids": torch.from_numpy(low), "logprobs": said.logprobs.cpu()}
-    tensors |= {name: getattr(said, name).cpu() for name in FIGURES}
+    encoding = Encoding(*(plan[name] for name in ("vocabulary", "k", "tail", "temperature")))
+    top = encode(hidden, teacher.head, teacher.transform, labels, encoding, generator).to(dtype)
+    low, high = split_ids(top.ids.cpu().numpy(), plan["vocabulary"])
+    tensors = {"ids": torch.from_numpy(low), "logprobs": top.logprobs.cpu()}
+    tensors |= {name: getattr(top, name).cpu() for name in FIGURES}
     return tensors if high is None else tensors | {"ids_high": torch.from_numpy(high)}
 
 

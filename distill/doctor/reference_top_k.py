@@ -46,7 +46,7 @@ class TopKReference(Reference):
         labels = shifted(batch["labels"])
         keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
-        stored = {name: value.to(z_s.device) for name, value in self.teacher.cache.said(list(rows)).items()}
+        stored = {name: value.to(z_s.device) for name, value in self.teacher.cache.look_up(list(rows)).items()}
         tail = self.manifest["tail"]
         ids, probabilities = stored["cached_ids"].long(), stored["cached_logprobs"].double().exp()
         if tail != "sampled":  # rounding moved their sum; the tail is stored on its own and is what counts

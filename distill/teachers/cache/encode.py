@@ -31,8 +31,24 @@ CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 25}
 LEAST_TAIL = -13.8  # log of 1e-6: what float32 sums of K probabilities still tell from 1
 
 
-class Said(NamedTuple):
-    """What a teacher said of M positions.
+class Encoding(NamedTuple):
+    """How distributions are made small.
+
+    Attributes:
+        columns: of the vocabulary that count.
+        k: how many tokens are taken of each.
+        tail: `bucket`, `renormalize` or `sampled`.
+        temperature: of the stored probabilities.
+    """
+
+    columns: int
+    k: int
+    tail: str
+    temperature: float = 1.0
+
+
+class TopK(NamedTuple):
+    """K tokens of a teacher's distribution at M positions.
 
     Attributes:
         ids: int32 [M, K], distinct, the likeliest (or the most often drawn) first.
@@ -50,19 +66,19 @@ class Said(NamedTuple):
     entropy: torch.Tensor
     label_logprob: torch.Tensor
 
-    def to(self, dtype: torch.dtype) -> Said:
+    def to(self, dtype: torch.dtype) -> TopK:
         """The numbers in `dtype`."""
-        return Said(self.ids, *(value.to(dtype) for value in self[1:]))
+        return TopK(self.ids, *(value.to(dtype) for value in self[1:]))
 
 
 @torch.no_grad()
 def log_probabilities(
-    hidden: torch.Tensor, head: HeadWeights, shape: LogitTransform, columns: int, temperature: float
+    hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform, columns: int, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits [n, columns] and log-probabilities at the temperature, fp32 (fp64 for fp64), of hidden states [n, H]."""
     narrow = Head(hidden, head.weight, head.bias).cut(columns, head.weight.dtype)
     raw = raw_logits(narrow, narrow.hidden.to(head.weight.dtype))
-    logits = transform_logits(raw, shape.scale, shape.softcap or 0.0)
+    logits = transform_logits(raw, transform.scale, transform.softcap or 0.0)
     return logits, torch.log_softmax(logits / temperature, -1)
 
 
@@ -70,41 +86,35 @@ def log_probabilities(
 def encode(
     hidden: torch.Tensor,
     head: HeadWeights,
-    shape: LogitTransform,
+    transform: LogitTransform,
     labels: torch.Tensor,
-    *,
-    columns: int,
-    k: int,
-    tail: str,
-    temperature: float = 1.0,
+    encoding: Encoding,
     generator: torch.Generator | None = None,
-) -> Said:
+) -> TopK:
     """K tokens of each position's distribution, chunk by chunk.
 
     Args:
         hidden: last hidden states, [M, H].
-        head: what makes logits of them; likewise `shape`.
+        head: what makes logits of them; likewise `transform`.
         labels: int64 [M], the next tokens.
-        columns: of the vocabulary that count.
-        k: how many tokens.
-        tail: `bucket`, `renormalize` or `sampled`.
-        temperature: of the stored probabilities.
+        encoding: what is kept of each.
         generator: on the device, for `sampled`.
     """
+    columns, k, tail, temperature = encoding
     rows = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // columns, 1)
     parts = []
     for start in range(0, len(hidden), rows):
         here = slice(start, start + rows)
-        logits, logp = log_probabilities(hidden[here], head, shape, columns, temperature)
+        logits, logp = log_probabilities(hidden[here], head, transform, columns, temperature)
         hard = logp if temperature == 1.0 else torch.log_softmax(logits, -1)
         entropy = -torch.where(hard > -torch.inf, hard.exp() * hard, 0.0).sum(-1)
         label = hard.gather(-1, labels[here, None]).squeeze(-1)
         chosen = _sampled(logp, k, generator) if tail == "sampled" else _likeliest(logp, k)
-        parts.append(Said(*chosen, entropy, label))
+        parts.append(TopK(*chosen, entropy, label))
     if not parts:
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        return Said(empty.new_zeros(0, k, dtype=torch.int32), empty.new_zeros(0, k), empty, empty, empty)
-    return Said(*(torch.cat(values) for values in zip(*parts, strict=True)))
+        return TopK(empty.new_zeros(0, k, dtype=torch.int32), empty.new_zeros(0, k), empty, empty, empty)
+    return TopK(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
 
 def _likeliest(logp: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,12 +135,12 @@ def _sampled(
     certain = (top >= left / places).cumprod(-1).bool()
     sure = torch.zeros_like(p, dtype=torch.bool).scatter(-1, ids, certain)
     ends = p.masked_fill(sure, 0.0).cumsum(-1, dtype=torch.float64)
-    mass, wanted = ends[:, -1:].clone(), k - certain.sum(-1, keepdim=True)
-    ends.mul_(wanted / mass.clamp_min(torch.finfo(torch.float64).tiny))
+    mass, left_over = ends[:, -1:].clone(), k - certain.sum(-1, keepdim=True)
+    ends.mul_(left_over / mass.clamp_min(torch.finfo(torch.float64).tiny))
     u = torch.rand(len(p), 1, generator=generator, device=p.device, dtype=torch.float64)
-    passed = ends.sub_(u).ceil_().clamp_min_(0).minimum(wanted)  # points j + u below the end of a token's interval
+    passed = ends.sub_(u).ceil_().clamp_min_(0).minimum(left_over)  # points j + u below the end of a token's interval
     drawn = passed.diff(dim=-1, prepend=torch.zeros_like(mass)) > 0
-    threshold = (mass / wanted.clamp_min(1)).to(p.dtype)
+    threshold = (mass / left_over.clamp_min(1)).to(p.dtype)
     weights = torch.where(sure, p, torch.where(drawn, threshold, 0.0))
     # where all other probabilities are 0, places are left over: filled up with weight 0
     _, chosen = ((weights > 0) + p / 2).topk(k, -1)
@@ -145,8 +155,8 @@ def normalised(logprobs: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     below 1e-6 counts as 1e-6: float32 sums tell no less apart, and with none the reverse KL would be infinite.
     """
     wide = logprobs.float()
-    kept = torch.log1p(-tail.float().clamp_min(LEAST_TAIL).exp())
-    return wide + (kept - wide.logsumexp(-1))[..., None]
+    stored = torch.log1p(-tail.float().clamp_min(LEAST_TAIL).exp())
+    return wide + (stored - wide.logsumexp(-1))[..., None]
 
 
 def surplus_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from distill.core.faults import show
 from distill.core.files import replacing
@@ -54,7 +56,6 @@ KEY_BYTES = 16
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FIGURES = ("tail", "entropy", "label_logprob")
 DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard that hold a value a document, not a position
-STORED_AS = {"U8": np.uint8, "U16": np.uint16, "I64": np.int64, "F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 
 
 class Document(NamedTuple):
@@ -111,7 +112,7 @@ def high_bits(vocabulary: int) -> int:
     """Bits of an id beyond 16, rounded up to 0, 1, 2, 4 or 8."""
     needed = max((vocabulary - 1).bit_length() - 16, 0)
     if needed > 8:
-        raise ValueError(f"vocabulary: expected at most {1 << 24:,} tokens, came {vocabulary:,}")
+        raise ValueError(f"vocabulary: expected at most {1 << 24:,} tokens, got {vocabulary:,}")
     return next(width for width in (0, 1, 2, 4, 8) if width >= needed)
 
 
@@ -136,7 +137,7 @@ def join_ids(low: np.ndarray, high: np.ndarray | None, vocabulary: int) -> np.nd
     bits = high_bits(vocabulary)
     shifts = (np.arange(8 // bits) * bits).astype(np.uint8)
     apart = (high[:, :, None] >> shifts) & np.uint8((1 << bits) - 1)
-    return ids | (apart.reshape(len(ids), -1)[:, : ids.shape[1]].astype(np.int32) << 16)
+    return ids | (apart.reshape(len(ids), high.shape[1] * len(shifts))[:, : ids.shape[1]].astype(np.int32) << 16)
 
 
 def bytes_a_token(plan: Mapping[str, Any]) -> int:
@@ -151,7 +152,7 @@ def bytes_a_token(plan: Mapping[str, Any]) -> int:
 # ------------------------------------------------------------------ files
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON file's content, a dictionary; None where there is no such file.
 
     Raises:
@@ -175,35 +176,28 @@ def shard_path(folder: Path, number: int) -> Path:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """A safetensors file that is whole, and on the disk, or absent."""
-    from safetensors.torch import save_file
-
     with replacing(path) as beside:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, beside)
 
 
+def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """numpy arrays over the same memory; bfloat16, which numpy does not know, as its bits, uint16."""
+    return {
+        name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for name, tensor in tensors.items()
+    }
+
+
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file, mapped: read from disk as they are used. bfloat16 comes as uint16 bits.
+    """The tensors of a safetensors file as `as_arrays`, mapped: read from disk as they are used.
 
     Raises:
         ValueError: the file is damaged.
     """
     try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(size, path.stat().st_size)))
-        arrays: dict[str, np.ndarray] = {}
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            shape, (start, stop) = tuple(entry["shape"]), entry["data_offsets"]
-            dtype = np.dtype(STORED_AS[entry["dtype"]])
-            if stop == start:
-                arrays[name] = np.zeros(shape, dtype)
-            else:
-                arrays[name] = np.memmap(path, dtype=dtype, mode="r", offset=8 + size + start, shape=shape)
-        return arrays
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"teacher.path: {path} is damaged: {type(error).__name__}: {error!s:.80}") from None
+        return as_arrays(load_file(path))
+    except SafetensorError as error:
+        raise ValueError(f"teacher.path: {path} is damaged: {error!s:.80}") from None
 
 
 def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) -> list[int]:
@@ -247,23 +241,32 @@ def sizes_of(folder: Path, count: int) -> Sequence[int]:
     return sizes
 
 
-def cache_hash(path: str | Path) -> str:
-    """SHA-256 of a cache's manifest, which names its teacher, its documents and the size of every shard."""
-    return hashlib.sha256((Path(path).expanduser() / MANIFEST).read_bytes()).hexdigest()
+def manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest of a complete cache.
+
+    Raises:
+        ValueError: there is none.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if manifest is not None:
+        return manifest
+    if (folder / PLAN).is_file():
+        raise ValueError(
+            f"teacher.path: the cache in {folder} is unfinished; the same distill cache command finishes it"
+        )
+    raise ValueError(f"teacher.path: no cache in {folder}; expected a folder that distill cache wrote")
 
 
-def stored_folder(path: str | Path, name: str) -> str:
+def stored_folder(cache: Path, name: str) -> str:
     """The folder of the tokenizer or of the teacher's configuration inside a complete cache.
 
     Raises:
         ValueError: there is no cache, or it has none.
     """
-    folder = Path(path).expanduser()
-    if read_json(folder / MANIFEST) is None:
-        raise ValueError(no_cache(folder))
-    if not (folder / name).is_dir():
-        raise ValueError(f"teacher.path: the cache {folder} was made without a {name}: its data were random tokens")
-    return str(folder / name)
+    manifest_of(cache)
+    if not (cache / name).is_dir():
+        raise ValueError(f"teacher.path: the cache {cache} was made without a {name}: its data were random tokens")
+    return str(cache / name)
 
 
 def maker_of(section: Teacher) -> Teacher:
@@ -273,19 +276,10 @@ def maker_of(section: Teacher) -> Teacher:
         ValueError: there is no complete cache.
     """
     folder = Path(section.path or "").expanduser()
-    manifest = read_json(folder / MANIFEST)
-    if manifest is None:
-        raise ValueError(no_cache(folder))
+    manifest = manifest_of(folder)
     named = {name: manifest["teacher"][name] for name in ("model", "revision", "adapter", "init", "config")}
     if section.model is not None:
         named = {"model": section.model, "revision": section.revision, "adapter": section.adapter}
     log.info("the weights of %s are needed, which made the cache %s", named["model"] or named["config"], folder)
     rest = {name: getattr(section, name) for name in ("dtype", "attention", "trust_remote_code")}
     return Teacher(**named, **rest)
-
-
-def no_cache(folder: Path) -> str:
-    """The error for a folder without a complete cache."""
-    if (folder / PLAN).is_file():
-        return f"teacher.path: the cache in {folder} is unfinished; the same distill cache command finishes it"
-    return f"teacher.path: no cache in {folder}; expected a folder that distill cache wrote"

@@ -10,7 +10,6 @@ from typing import Any
 from distill.data.chat import load_template
 from distill.data.token_cache import tokenizer_hash
 from distill.recipe import Recipe
-from distill.teachers.cache.format import MANIFEST, no_cache, read_json
 from distill.teachers.identity import teacher_identity
 
 
@@ -29,17 +28,17 @@ def require_same_teacher(recipe: Recipe, tokenizer: Any, manifest: Mapping[str, 
     Raises:
         ValueError: with the first difference.
     """
-    kept, section = manifest["teacher"], recipe.teacher
+    maker, section = manifest["teacher"], recipe.teacher
     if section.model is not None or section.init == "random":
         here = teacher_identity(section)
-        by_files = bool(here["files_sha256"] and kept["files_sha256"])
+        by_files = bool(here["files_sha256"] and maker["files_sha256"])
         names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
         for name in names:
-            if here[name] != kept[name]:
+            if here[name] != maker[name]:
                 shown = "the model's files differ: " if name == "files_sha256" else ""
                 raise ValueError(
                     f"teacher.{'model' if shown else name}: {shown}the cache {path} was made by "
-                    f"{kept['model'] if shown else kept[name]!r}, the recipe names "
+                    f"{maker['model'] if shown else maker[name]!r}, the recipe names "
                     f"{here['model'] if shown else here[name]!r}; leave it out to take the cache as it is"
                 )
     now = text_hashes(recipe, tokenizer)
@@ -60,17 +59,3 @@ def description(manifest: Mapping[str, Any]) -> str:
         }[manifest["tail"]]
         held = f"{read}, temperature {manifest['temperature']:g}"
     return f"{manifest['positions']:,} positions of {manifest['documents']:,} documents: {held}"
-
-
-def on_disk(path: str) -> str:
-    """What a cache holds and takes on disk, in words; of a teacher whose weights are not loaded.
-
-    Raises:
-        ValueError: there is no complete cache.
-    """
-    folder = Path(path).expanduser()
-    manifest = read_json(folder / MANIFEST)
-    if manifest is None:
-        raise ValueError(no_cache(folder))
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return f"not loaded: {folder}, {size / 2**30:,.2f} GiB on disk; {description(manifest)}"

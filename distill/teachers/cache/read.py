@@ -33,8 +33,8 @@ from distill.teachers.cache.format import (
     document_sums,
     documents_of,
     join_ids,
+    manifest_of,
     map_tensors,
-    no_cache,
     read_json,
     rows_of,
     shard_path,
@@ -66,14 +66,12 @@ class TeacherCache:
             ValueError: there is none, or it is unfinished, damaged or of another version.
         """
         self.path = Path(path).expanduser()
-        manifest = read_json(self.path / MANIFEST)
-        if manifest is None:
-            raise ValueError(no_cache(self.path))
+        manifest = manifest_of(self.path)
         if manifest.get("version") != VERSION:
             raise ValueError(
                 f"teacher.path: {self.path} is of cache version {manifest.get('version')}, this distill reads {VERSION}"
             )
-        self.manifest: dict[str, Any] = manifest
+        self.manifest = manifest
         try:
             self._open(manifest["shards"], manifest.get("sums"))
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -108,8 +106,8 @@ class TeacherCache:
         return int(self.manifest["vocabulary"])
 
     def _index(self) -> None:
-        keys = np.concatenate([shard["keys"].reshape(-1, KEY_BYTES) for shard in self.shards] or [np.zeros((0, 16))])
-        halves = np.ascontiguousarray(keys, dtype=np.uint8).view(np.uint64).reshape(-1, 2)
+        keys = np.concatenate([shard["keys"].reshape(-1, KEY_BYTES) for shard in self.shards])
+        halves = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
         owner = np.concatenate(
             [np.full(len(shard["keys"]), number, np.int32) for number, shard in enumerate(self.shards)]
         )
@@ -154,8 +152,8 @@ class TeacherCache:
                 f"the first in {first}; {hint or 'it was made from other data'}"
             )
 
-    def said(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """What the teacher said of the learned positions of some rows, in their order.
+    def look_up(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """What is stored of the learned positions of some rows, in their order.
 
         Returns:
             Tensors named as the batch calls them: `cached_ids` int32 [M, K], `cached_logprobs` [M, K], `cached_tail`,
@@ -164,16 +162,14 @@ class TeacherCache:
         Raises:
             ValueError: a document is not in the cache.
         """
-        pieces: dict[str, list[np.ndarray]] = {}
+        names = self.shards[0].keys() - set(DOCUMENTS)
+        pieces = {name: [self.shards[0][name][:0]] for name in names}  # nothing may be learned
         for number, row in enumerate(rows):
             for document in documents_of(row):
-                shard, start, stop = self._found(document, number, row)
-                for name, values in self.shards[shard].items():
-                    if name not in DOCUMENTS:
-                        pieces.setdefault(name, []).append(values[start:stop])
+                shard, start, stop = self._place(document, number, row)
+                for name in names:
+                    pieces[name].append(self.shards[shard][name][start:stop])
         whole = {name: np.concatenate(parts) for name, parts in pieces.items()}
-        if not whole:
-            return self._nothing()
         if self.is_hidden:
             bits = torch.from_numpy(whole["hidden"])
             return {f"{PREFIX}hidden": bits.view(torch.bfloat16) if bits.dtype == torch.uint16 else bits}
@@ -183,7 +179,7 @@ class TeacherCache:
             **{f"{PREFIX}{name}": torch.from_numpy(whole[name]) for name in ("logprobs", *FIGURES)},
         }
 
-    def _found(self, document: Document, number: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
+    def _place(self, document: Document, number: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
         place = self.find(document.key)
         if place is None:
             ids = [int(token) for token in row["input_ids"][document.start : document.start + 8]]
@@ -213,13 +209,6 @@ class TeacherCache:
         start, stop = arrays["offsets"][number : number + 2].tolist()
         return start, stop
 
-    def _nothing(self) -> dict[str, torch.Tensor]:
-        if self.is_hidden:
-            return {f"{PREFIX}hidden": torch.zeros(0, self.manifest["hidden"])}
-        empty = {f"{PREFIX}{name}": torch.zeros(0) for name in FIGURES}
-        k = self.manifest["k"]
-        return {f"{PREFIX}ids": torch.zeros(0, k, dtype=torch.int32), f"{PREFIX}logprobs": torch.zeros(0, k), **empty}
-
     def require_data(self, recipe: Recipe, splits: Splits) -> None:
         """Hold that every document of a run is in the cache.
 
@@ -230,17 +219,17 @@ class TeacherCache:
         self.require(splits.train, "training data", hint)
         self.require(splits.validation, "held-out data", hint)
 
-    def answers(self, asked: Generate) -> dict[str, list[str]]:
-        """The teacher's answers to the recipe's prompts, under "teacher"; nothing where others were asked then."""
-        kept = read_json(self.path / ANSWERS)
-        if not asked.prompts or not kept or kept["max_new_tokens"] != asked.max_new_tokens:
-            return {}
-        found = [kept["answers"].get(prompt) for prompt in asked.prompts]
-        return {} if None in found else {"teacher": found}
+    def answers(self, settings: Generate) -> list[str] | None:
+        """The teacher's answers to the recipe's prompts; None where others were asked when the cache was made."""
+        stored = read_json(self.path / ANSWERS)
+        if not settings.prompts or not stored or stored["max_new_tokens"] != settings.max_new_tokens:
+            return None
+        answers = [stored["answers"].get(prompt) for prompt in settings.prompts]
+        return None if None in answers else answers
 
 
 class CachedRows:
-    """A collator that puts what the teacher said of the rows beside what another collator makes of them."""
+    """A collator that puts what is stored of the rows beside what another collator makes of them."""
 
     def __init__(self, collate: Callable[[Any], dict[str, torch.Tensor]], cache: TeacherCache) -> None:
         self.collate, self.cache = collate, cache
@@ -250,7 +239,7 @@ class CachedRows:
         batch = self.collate(rows)
         if "valid_rows" not in batch:
             batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
-        return {**batch, **self.cache.said(rows)}
+        return {**batch, **self.cache.look_up(rows)}
 
 
 def spread(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from distill.core.units import GIB
 from distill.data.load import Splits
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load import load_student
-from distill.models.meta import meta_model
+from distill.models.meta import meta_config, meta_model
 from distill.models.pruning import check_kept, layers_to_keep
 from distill.models.shape import Shape
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe, Student
@@ -39,21 +40,18 @@ from distill.teachers.cache.format import (
     TEACHER,
     TOKENIZER,
     bytes_a_token,
-    cache_hash,
     maker_of,
+    manifest_of,
     read_json,
     stored_folder,
 )
-from distill.teachers.cache.identity import description, on_disk, require_same_teacher
+from distill.teachers.cache.identity import description, require_same_teacher
 from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache, spread
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.top_k import TopKFormat, TopKTargets
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.measure import Measure, over_stored
-from distill.teachers.model import ModelSource
-from distill.teachers.vocabulary import Match, Vocabulary
-
-log = logging.getLogger(__name__)
+from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
 
 
 class CachedTeacher(Teacher):
@@ -80,11 +78,9 @@ class CachedTeacher(Teacher):
             self.head, self.format = None, TopKFormat(manifest)
 
     def collate(self, plain: Collate) -> Collate:
-        """`plain` with what was stored of the rows beside it."""
         return CachedRows(plain, self.cache)
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        """Without what was stored."""
         if needs_targets and not any(name.startswith(PREFIX) for name in batch):
             raise ValueError("batch: expected the cache's targets in it; batches come from objective.collator(...)")
         return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
@@ -115,16 +111,13 @@ class CachedTeacher(Teacher):
         return [self.cache.columns]
 
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The stored head."""
         if self.head is not None:
             yield "the head in the teacher's cache", self.head.weights.weight
 
     def parameters_text(self) -> str:
-        """What is stored."""
         return description(self.cache.manifest)
 
     def to(self, device: torch.device) -> None:
-        """Move the stored head."""
         if self.head is not None:
             weight, bias, _ = self.head.weights
             self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
@@ -137,16 +130,14 @@ class CachedTeacher(Teacher):
         return CutStudent(load_student(stored, device=device, dtype=dtype), indices)
 
     def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
-        """The answers that were stored; None where other questions were asked then."""
-        return self.cache.answers(settings).get("teacher")
+        return self.cache.answers(settings)
 
     def small(self, layers: Sequence[int]) -> CachedTeacher:
-        """What was stored stays."""
         return copy.copy(self)
 
     def fingerprint(self) -> dict[str, object]:
-        """The hash of the cache."""
-        return {"cache_sha256": cache_hash(str(self.cache.path))}
+        """The hash of the manifest, which names teacher and documents, and the size and checksums of every shard."""
+        return {"cache_sha256": hashlib.sha256((self.cache.path / MANIFEST).read_bytes()).hexdigest()}
 
 
 def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
@@ -189,34 +180,21 @@ class CacheSource(TeacherSource):
         named = self.section.model is not None or self.section.init == "random"
         return named and not (self.folder / MANIFEST).is_file()
 
-    def maker(self) -> ModelSource:
-        """The model that made the cache, or will, as a teacher to load.
-
-        Raises:
-            ValueError: there is neither a complete cache nor a model beside it.
-        """
-        if self.is_to_be_made:
-            return ModelSource(self.recipe, self.section.model_copy(update={"type": "model", "path": None}))
-        return ModelSource(self.recipe, maker_of(self.section))
-
     @property
     def config_section(self) -> ModelSection:
         """The configuration that the recipe names, else the one that lies in the cache."""
         if self.is_to_be_made or self.section.config is not None:
             return self.section.model_copy(update={"type": "model", "path": None})
-        return ModelSection(init="random", config=stored_folder(str(self.folder), TEACHER))
+        return ModelSection(init="random", config=stored_folder(self.folder, TEACHER))
 
     @property
     def tokenizer_section(self) -> ModelSection:
-        """The tokenizer that lies in the cache."""
         if self.is_to_be_made:
             return self.section
-        return ModelSection(model=stored_folder(str(self.folder), TOKENIZER))
+        return ModelSection(model=stored_folder(self.folder, TOKENIZER))
 
     def shapes(self) -> list[Shape]:
         """Of the model that made it, though its weights are not loaded."""
-        from distill.models.meta import meta_config
-
         return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
 
     def vocabulary(self) -> Vocabulary:
@@ -224,12 +202,10 @@ class CacheSource(TeacherSource):
         return CacheVocabulary(self)
 
     def measure(self) -> Measure:
-        """Over the outcomes that are stored."""
         manifest = self.manifest
         return Measure("KL over what is cached") if manifest is None else over_stored(manifest)
 
     def data_problems(self, splits: Splits) -> list[str]:
-        """Documents that are not in the cache."""
         try:
             TeacherCache(self.folder).require_data(self.recipe, splits)
         except ValueError as error:
@@ -255,12 +231,14 @@ class CacheSource(TeacherSource):
     def size_text(self) -> str:
         """What is stored; of a cache that is still to be made, what it will take."""
         if not self.is_to_be_made:
-            return on_disk(str(self.folder))
+            manifest = manifest_of(self.folder)
+            size = sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+            return f"not loaded: {self.folder}, {size / GIB:,.2f} GiB on disk; {description(manifest)}"
         columns = self.shapes()[0].vocabulary
         each = bytes_a_token({"kind": "top_k", "k": Settings().k, "vocabulary": columns, "dtype": "float16"})
         return (
             f"not loaded: {self.section.path}, which is still to be made: distill cache takes {each} bytes a learned "
-            f"token (k = {Settings().k}), {each * 1e8 / 2**30:.1f} GiB for each 100 M"
+            f"token (k = {Settings().k}), {each * 1e8 / GIB:.1f} GiB for each 100 M"
         )
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> CachedTeacher:
@@ -280,18 +258,14 @@ class CacheVocabulary(Vocabulary):
     def __init__(self, source: CacheSource) -> None:
         manifest = source.manifest
         bound = None if manifest is None or manifest.get("ids_below") is None else int(manifest["ids_below"])
-        super().__init__(source.recipe, source.tokenizer_section if self.is_text(source) else source.section, bound)
+        section = source.section if is_synthetic(source.recipe.data) else source.tokenizer_section
+        super().__init__(source.recipe, section, bound)
         self._top_k = manifest is not None and manifest.get("kind") != "hidden"
-
-    @staticmethod
-    def is_text(source: CacheSource) -> bool:
-        """Whether the recipe's data need a tokenizer."""
-        return source.recipe.data.source.partition(":")[0] != "synthetic"
 
     def match(self, teacher_rows: list[int], student_rows: int) -> Match:
         """K tokens were taken among the cache's columns: the format holds that the student has them all."""
-        found = super().match(teacher_rows, student_rows)
-        return found._replace(columns=None) if self._top_k else found
+        match = super().match(teacher_rows, student_rows)
+        return match._replace(columns=None) if self._top_k else match
 
 
 def section_to_load(recipe: Recipe) -> TeacherSection:
