@@ -306,7 +306,6 @@ def _held_out(
         pair.teacher,
         splits.validation,
         batch_size=recipe.train.batch_size,
-        vocab_size=pair.vocab_size,
         autocast=precision.autocast,
         objective=trainer.objective,
     )

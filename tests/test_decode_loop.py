@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from distill.generation.decode_loop import DecodeLoop, why_not
+from distill.generation.decode_loop import DecodeLoop, EngineSettings, why_not
 from distill.models.attention import keep_soft_cap, use_fused_attention
 from distill.models.head import decoder_of
 from distill.models.patching import patch
@@ -43,7 +43,7 @@ def theirs(model, prompts, new, **more):
 
 
 def ours(model, prompts, new, ends=(0,), **more):
-    return DecodeLoop(model, pad_token_id=2, eos_token_ids=ends).generate(prompts, max_new_tokens=new, **more)
+    return DecodeLoop(model, EngineSettings(2, ends)).generate(prompts, max_new_tokens=new, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +81,7 @@ def test_limits_of_each_and_batches(tmp_path):
 
 def test_buffers_serve_call_after_call_while_weights_change():
     model = tiny_model(dtype=torch.float64)
-    loop = DecodeLoop(model, pad_token_id=2, eos_token_ids=[0])
+    loop = DecodeLoop(model, EngineSettings(2, [0]))
     for count, new in ((3, 8), (2, 4), (5, 12)):
         assert loop.generate(PROMPTS[:count], max_new_tokens=new).tokens == theirs(model, PROMPTS[:count], new)[0]
         with torch.no_grad():
@@ -143,7 +143,7 @@ def test_drawn_tokens_depend_on_the_seed_alone():
 
 def test_tokens_beyond_the_shared_vocabulary_are_never_generated():
     model = tiny_model(dtype=torch.float64)
-    loop = DecodeLoop(model, pad_token_id=2, eos_token_ids=[0], vocab_size=60)
+    loop = DecodeLoop(model, EngineSettings(2, [0], vocab_size=60))
     for temperature in (0.0, 5.0):
         found = loop.generate([[5, 6]] * 8, max_new_tokens=8, temperature=temperature)
         assert max(max(tokens) for tokens in found.tokens) < 60
@@ -153,7 +153,7 @@ def test_autocast_computes_in_its_dtype():
     model = tiny_model()
     seen = []
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *a: seen.append(a[2].dtype))
-    DecodeLoop(model, pad_token_id=2, eos_token_ids=[0], autocast=torch.bfloat16).generate(PROMPTS, max_new_tokens=2)
+    DecodeLoop(model, EngineSettings(2, [0], autocast=torch.bfloat16)).generate(PROMPTS, max_new_tokens=2)
     assert set(seen) == {torch.bfloat16}
 
 
@@ -237,18 +237,16 @@ def test_a_model_on_triton_kernels_alone(kernel_device):
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
 def test_the_captured_step_on_the_gpu(kind):
     model = tiny_model(**KINDS[kind]).cuda()
-    loop = DecodeLoop(model, pad_token_id=2, eos_token_ids=[0])
+    loop = DecodeLoop(model, EngineSettings(2, [0]))
     for change in (False, True):  # a graph that kept old weights would show
         if change:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter += 0.05 * torch.randn_like(parameter)
-        expected = DecodeLoop(model.double().cpu(), pad_token_id=2, eos_token_ids=[0]).generate(
-            PROMPTS, max_new_tokens=20
-        )
+        expected = DecodeLoop(model.double().cpu(), EngineSettings(2, [0])).generate(PROMPTS, max_new_tokens=20)
         model.float().cuda()
         assert loop.generate(PROMPTS, max_new_tokens=20).tokens == expected.tokens
-        assert loop.kept[-1].graph is not None
+        assert loop.buffers[-1].graph is not None
 
 
 AFTER_OTHERS = """
@@ -260,14 +258,14 @@ config = AutoConfig.from_pretrained("recipes/architectures/llama-3.2-1b", num_hi
 def loop(seed):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().eval()
-    return DecodeLoop(model, pad_token_id=0, eos_token_ids=[])
+    return DecodeLoop(model, EngineSettings(0, []))
 prompts = [list(range(3, 20 + n)) for n in range(32)]
 answer = lambda loop: loop.generate(prompts, max_new_tokens=8, batch_size=32).tokens
 first = loop(0)
 answer(first)
 second = loop(1)
 right = answer(second)
-assert second.kept[-1].graph is not None
+assert second.buffers[-1].graph is not None
 del first
 gc.collect()
 torch._C._cuda_clearCublasWorkspaces()  # as torch.compile's graphs do

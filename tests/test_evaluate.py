@@ -69,7 +69,7 @@ def test_figures_equal_full_logits(kind, rows):
     expected = exact(student.eval(), teacher, rows)
     student.train()
     for batch_size in (1, 3, 8):
-        figures = evaluate(student, teacher, rows, collator=Collator(0), batch_size=batch_size)
+        figures = evaluate(student, teacher, rows, batch_size=batch_size)
         assert figures.tokens == expected.tokens
         assert figures == pytest.approx(expected, rel=2e-5), batch_size
     assert student.training, "the mode must be given back"

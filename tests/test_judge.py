@@ -9,13 +9,17 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill.cli import app
-from distill.evaluation.bootstrap import interval, share_interval
+from distill.evaluation.bootstrap import intervals, share_interval
 from distill.evaluation.evaluate import evaluate
 from distill.evaluation.judge import FIGURES, _calibration_error, _count, _product, judge
 from distill.evaluation.targets import Target, held_out_rows
 from distill.recipe import Student, parse
 
 KINDS = {"llama": {}, "gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 4.0}}
+
+
+def interval(sums, counts, **more):
+    return intervals(sums[:, None], counts, **more)[0]
 
 
 def rows(count=6, length=24):

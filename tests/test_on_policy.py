@@ -13,7 +13,7 @@ from two_ranks import run_as_two
 
 from distill.core.ranks import leave
 from distill.data.collator import Collator
-from distill.generation.decode_loop import DecodeLoop, Generated
+from distill.generation.decode_loop import DecodeLoop, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
 from distill.recipe import RecipeError, parse
@@ -45,7 +45,7 @@ def packed(rows, size=3):
 
 
 def loop(model):
-    return DecodeLoop(model, pad_token_id=2, eos_token_ids=[0])
+    return DecodeLoop(model, EngineSettings(2, [0]))
 
 
 def on_policy(model, **settings):

@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-from distill.caching.sample import sample
+from distill.caching.sample import AnswerSettings, sample
 from distill.cli import run_command
 from distill.data.chat import load_template
 from distill.data.load import load_data
-from distill.generation.decode_loop import Generated
+from distill.generation.decode_loop import EngineSettings, Generated
 from distill.generation.prompts import read_prompts
 from distill.recipe import parse
 from distill.recipe.data import Fields
@@ -38,9 +38,10 @@ def workplace(tmp_path, monkeypatch):
 
 
 def run(workplace, **more):
-    settings = {"who": "teacher", "max_new_tokens": 6, "batch_size": 3, "temperature": 0.0}
+    who, progress = more.pop("who", "teacher"), more.pop("progress", lambda done, total: None)
     prompts, out = more.pop("prompts", "questions.txt"), workplace / more.pop("out", "answers.jsonl")
-    return sample(parse(RECIPE), str(prompts), out, **(settings | more))
+    settings = AnswerSettings(**({"max_new_tokens": 6, "batch_size": 3, "temperature": 0.0} | more))
+    return sample(parse(RECIPE), str(prompts), out, who, settings, progress)
 
 
 def lines(workplace, name="answers.jsonl"):
@@ -236,7 +237,9 @@ def test_vllm_is_asked_as_it_documents(workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: object())
     model = tiny_model(tiny_tokenizer())
-    made = engines.engine_for("vllm", model, tiny_tokenizer(), ends=[0], vocab_size=200, max_length=64, trains=True)
+    made = engines.engine_for(
+        "vllm", model, EngineSettings(0, [0], vocab_size=200, max_length=64), tokenizer=tiny_tokenizer(), trains=True
+    )
     assert made.allowed == list(range(200))
     with torch.no_grad():
         model.model.norm.weight.fill_(0.5)

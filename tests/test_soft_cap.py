@@ -10,7 +10,7 @@ from tiny import save_tiny, tiny_config, tiny_model
 from transformers import Gemma2PreTrainedModel, TrainingArguments, VaultGemmaPreTrainedModel
 
 from distill.generation import decode_loop
-from distill.generation.decode_loop import DecodeLoop, why_not
+from distill.generation.decode_loop import DecodeLoop, EngineSettings, why_not
 from distill.models import ragged_cache
 from distill.models.adoption import AutoFusedModelForCausalLM
 from distill.models.attention import keep_soft_cap, soft_cap_kept, stop_fused_attention, use_fused_attention
@@ -157,7 +157,7 @@ def test_decoding_says_what_whole_forwards_say(kind):
     prompts = [[5, 6, 7, 8, 9, 10, 11], [40], list(range(30, 52))]
     model = capped(kind)
     assert why_not(model) is None
-    found = DecodeLoop(model, pad_token_id=2, eos_token_ids=[]).generate(prompts, max_new_tokens=6).tokens
+    found = DecodeLoop(model, EngineSettings(2, [])).generate(prompts, max_new_tokens=6).tokens
     exact, dropped = (capped(kind, cap, torch.float64, "eager") for cap in (1.0, None))
     assert found == [whole_forwards(exact, prompt, 6) for prompt in prompts]
     assert found != [whole_forwards(dropped, prompt, 6) for prompt in prompts]

@@ -85,7 +85,7 @@ def test_a_model_alone_needs_no_teacher(folder, harness, capsys):
     "arguments, message",
     [
         (["mine", "--tasks", "arc_easy,nonsense"], "--tasks: expected tasks of lm-evaluation-harness"),
-        (["mine", "--tasks", ","], "came none"),
+        (["mine", "--tasks", ","], "got none"),
         (["mine", "--tasks", "arc_easy", "--task-folder", "gone"], "--task-folder: gone is no folder"),
         (["mine", "--limit", "3"], "belong to --tasks"),
     ],
@@ -120,7 +120,7 @@ def test_the_real_harness_on_a_task_of_ones_own(folder):
     )
     tokenizer = tiny_tokenizer()
     models = {"one": tiny_model(tokenizer, seed=2), "two": tiny_model(tokenizer, seed=3)}
-    (row,) = run_tasks(models, tokenizer, ["sums"], manager=check_tasks(["sums"], Path("tasks")))
+    (row,) = run_tasks(models, tokenizer, check_tasks(["sums"], Path("tasks")))
     assert (row.task, row.metric) == ("sums", "acc") and not math.isnan(row.of["one"].error)
 
     def likelihood(model, text, answer):

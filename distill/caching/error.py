@@ -20,6 +20,7 @@ import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
 
 from distill.caching.make import Loaded
+from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.data.labels import shift_labels
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
@@ -66,11 +67,9 @@ class Sample(NamedTuple):
 @torch.no_grad()
 def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
     """Run both models over held-out rows until that many positions are had."""
-    student = loaded.pair.student
-    training, device = student.training, loaded.teacher.device
-    student.eval()
-    found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    try:
+    student, device = loaded.pair.student, loaded.teacher.device
+    parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    with eval_mode(student):
         for number in range(len(loaded.splits.validation)):
             row = Collator(0, omit_plain_positions=True)([loaded.splits.validation[number]])
             batch = {name: tensor.to(device) for name, tensor in row.items()}
@@ -78,12 +77,10 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
             body = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
             hidden = decoder_of(student)(**body, use_cache=False).last_hidden_state
             labels = shift_labels(batch["labels"]).flatten()[rows]
-            found.append((loaded.teacher.hidden_states(batch).flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
-            if sum(len(part[2]) for part in found) >= positions:
+            parts.append((loaded.teacher.hidden_states(batch).flatten(0, 1)[rows], hidden.flatten(0, 1)[rows], labels))
+            if sum(len(part[2]) for part in parts) >= positions:
                 break
-    finally:
-        student.train(training)
-    teacher_hidden, student_hidden, labels = (torch.cat(parts)[:positions] for parts in zip(*found, strict=True))
+    teacher_hidden, student_hidden, labels = (torch.cat(part)[:positions] for part in zip(*parts, strict=True))
     return Sample(
         teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.transform,
         loaded.student_transform, labels, loaded.columns,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from accelerate import PartialState
 
 from distill.caching.write import (
     EncodableTeacher,
-    Work,
+    Job,
     close,
     missing_shards,
     open_folder,
@@ -148,7 +147,7 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
     """
     recipe, head, held = loaded.recipe, loaded.teacher.head, loaded.recipe.teacher.dtype
     if not settings.hidden and settings.k > loaded.columns:
-        raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, came {settings.k}")
+        raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}")
     kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
     return {
         "version": VERSION,
@@ -161,16 +160,13 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
         "softcap": loaded.teacher.transform.softcap,
         "seed": recipe.train.seed,
         "ids_below": loaded.ids_below,
-        "teacher": teacher_identity(recipe.teacher) | {"dtype": held if held in EIGHT_BITS else _name(head.weight)},
+        "teacher": teacher_identity(recipe.teacher)
+        | {"dtype": held if held in EIGHT_BITS else str(head.weight.dtype).removeprefix("torch.")},
         "text": text_hashes(recipe, loaded.tokenizer),
         "data": data_settings(recipe, loaded.splits.report.digest),
         "student_layers": loaded.pair.layer_indices,
         "versions": environment(),
     }
-
-
-def _name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def make_cache(
@@ -207,26 +203,25 @@ def make_cache(
     )  # fmt: skip
     plan["work"] = work.digest()
 
+    job = Job(folder, plan, work)
+
     def begin() -> list[int]:
         finished = open_folder(folder, plan, first=is_first())
         if is_first():
-            _announce(loaded, folder, plan, work, say, finished)
+            _announce(loaded, job, say, finished)
         return missing_shards(folder, work)
 
     missing = of_the_first(begin) if loaded.teacher.sharded else begin()
     batch_size = settings.batch_size or recipe.train.batch_size
     with progress(work.learned) as advance:
-        write_shards(
-            folder, plan, work, splits, loaded.teacher, batch_size=batch_size, rank=_rank(), world=world_size(),
-            missing=missing, advance=advance,
-        )  # fmt: skip
+        write_shards(job, splits, loaded.teacher, batch_size=batch_size, missing=missing, advance=advance)
     answers = _answers(loaded)  # shards answer together
     if not is_first():
         return None
     if answers is not None:
         write_json(folder / ANSWERS, {"max_new_tokens": recipe.generate.max_new_tokens, "answers": answers})
     _write_what_goes_with_it(loaded, folder, plan)
-    return close(folder, plan, work, {})
+    return close(job)
 
 
 def _answers(loaded: Loaded) -> dict[str, str] | None:
@@ -237,19 +232,13 @@ def _answers(loaded: Loaded) -> dict[str, str] | None:
     return dict(zip(settings.prompts, answers, strict=True))
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _announce(
-    loaded: Loaded, folder: Path, plan: dict[str, Any], work: Work, say: Callable[[str], None], finished: bool
-) -> None:
-    extra = 0
+def _announce(loaded: Loaded, job: Job, say: Callable[[str], None], finished: bool) -> None:
+    (folder, plan, work), extra = job, 0
     if plan["kind"] == "hidden":
         extra += loaded.teacher.head.weight.nbytes
     if loaded.cut is not None:
         extra += sum(parameter.nbytes for parameter in loaded.cut.parameters())
-    total, left = require_room(folder, plan, work, extra)
+    total, left = require_room(job, extra)
     state = "complete already" if finished else f"{_size(left)} to be written"
     if loaded.sharing is not ALONE:
         held = "in shards (FSDP2)" if loaded.sharing.teacher_sharded else "copied"

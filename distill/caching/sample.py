@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from accelerate import PartialState
 
 from distill.core.ranks import is_first, of_the_first, world_size
 from distill.data.chat import load_template
-from distill.generation.engines import Engine, TransformersEngine, end_tokens, engine_for
+from distill.generation.decode_loop import Engine
+from distill.generation.engines import TransformersEngine, engine_for, settings_for
 from distill.generation.prompts import Prompt, read_prompts
 from distill.generation.together import AnswersTogether
 from distill.models.head import bare
@@ -61,17 +62,30 @@ class Sampled:
     dropped: dict[str, int] | None = None
 
 
+class AnswerSettings(NamedTuple):
+    """How answers are made.
+
+    Attributes:
+        engine: See `engine_for`.
+        batch_size: Prompts at once.
+        max_new_tokens: The most an answer may have.
+        temperature: 0 for the likeliest token.
+        seed: Of what is drawn.
+    """
+
+    engine: str = "distill"
+    batch_size: int = 32
+    max_new_tokens: int = 512
+    temperature: float = 1.0
+    seed: int = 0
+
+
 def sample(
     recipe: Recipe,
     prompts: str,
     out: Path,
-    *,
     who: Literal["teacher", "student"],
-    engine: str = "distill",
-    batch_size: int = 32,
-    max_new_tokens: int = 512,
-    temperature: float = 1.0,
-    seed: int = 0,
+    settings: AnswerSettings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Sampled:
     """Let the recipe's teacher or student answer every prompt.
@@ -81,11 +95,7 @@ def sample(
         prompts: See `read_prompts`.
         out: A .jsonl file; if it exists, its complete lines are kept and the rest is added.
         who: Which of the two answers.
-        engine: See `engine_for`.
-        batch_size: Prompts at once.
-        max_new_tokens: The most an answer may have.
-        temperature: 0 for the likeliest token.
-        seed: Of what is drawn.
+        settings: How.
         progress: Called with the lines done and their number in all.
 
     Several processes, which must all call this, hold the teacher in shards.
@@ -98,71 +108,56 @@ def sample(
     section: Any = recipe.teacher if who == "teacher" else recipe.student
     tokenizer = _tokenizer(recipe, who)
     template = load_template(recipe.data.chat_template, tokenizer)
-    longest = _positions(recipe, who)
-    asked = read_prompts(prompts, tokenizer, template, recipe.data.fields, longest=longest - 1)
-    settings = {
-        "by": section.model or who, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
+    longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
+    usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, longest=longest - 1)
+    made_by = {
+        "by": section.model or who, "max_new_tokens": most, "temperature": settings.temperature, "seed": settings.seed,
     }  # fmt: skip
-    settings |= {"revision": section.revision} if section.revision else {}
-    ways = _processes(recipe, who, engine, batch_size, max_new_tokens)
+    made_by |= {"revision": section.revision} if section.revision else {}
+    processes = _processes(recipe, who, settings)
 
     def look() -> int:
-        return _finished(out, asked.prompts, settings)
+        return _finished(out, usable.prompts, made_by)
 
-    done = of_the_first(look) if ways > 1 else look()
-    result = Sampled(done, dropped=dict(asked.dropped))
-    progress(done, len(asked.prompts))
-    if done == len(asked.prompts):
+    done = of_the_first(look) if processes > 1 else look()
+    result = Sampled(done, dropped=dict(usable.dropped))
+    progress(done, len(usable.prompts))
+    if done == len(usable.prompts):
         return result
-    model = _load(recipe, who, in_shards=ways > 1)
-    widest = max(len(prompt.ids) for prompt in asked.prompts)
-    ends, columns = end_tokens(tokenizer, model, template), len(tokenizer)
-    made: Engine
-    if ways > 1:
-        pad = tokenizer.pad_token_id
-        made = AnswersTogether(TransformersEngine(model, pad=pad, ends=ends, vocab_size=columns, together=True))
+    model = _load(recipe, who, in_shards=processes > 1)
+    widest = max(len(prompt.ids) for prompt in usable.prompts)
+    made_for = settings_for(
+        model, tokenizer, template, vocab_size=len(tokenizer), max_length=min(longest, widest + most),
+        max_new_tokens=most,
+    )  # fmt: skip
+    engine: Engine
+    if processes > 1:
+        engine = AnswersTogether(TransformersEngine(model, made_for, together=True))
     else:
-        made = engine_for(
-            engine, model, tokenizer, ends=ends, vocab_size=columns,
-            max_length=min(longest, widest + max_new_tokens), max_new_tokens=max_new_tokens, field="--engine",
-        )  # fmt: skip
+        engine = engine_for(settings.engine, model, made_for, tokenizer=tokenizer, field="--engine")
     start = time.perf_counter()
     with (out if is_first() else Path(os.devnull)).open("a", encoding="utf-8") as file:
-        for first in range(done, len(asked.prompts), batch_size * ways):
-            group = asked.prompts[first : first + batch_size * ways]
-            _answer(made, tokenizer, group, first, longest, settings, batch_size, file, result)
-            progress(done + result.made, len(asked.prompts))
+        for first in range(done, len(usable.prompts), batch_size * processes):
+            group = usable.prompts[first : first + batch_size * processes]
+            answers = engine.generate(
+                [prompt.ids for prompt in group],
+                max_new_tokens=[min(most, longest - len(prompt.ids)) for prompt in group],
+                temperature=settings.temperature,
+                seeds=[_seed(settings.seed, first + number) for number in range(len(group))],
+                batch_size=batch_size,
+            )
+            for prompt, tokens, cut in zip(group, answers.tokens, answers.truncated, strict=True):
+                row = prompt.answered(tokenizer.decode(tokens, skip_special_tokens=True))
+                file.write(json.dumps(row | {"truncated": cut, "sampled": made_by}, ensure_ascii=False) + "\n")
+                result.made += 1
+                result.tokens += len(tokens)
+                result.truncated += cut
+            file.flush()
+            if is_first():
+                os.fsync(file.fileno())
+            progress(done + result.made, len(usable.prompts))
     result.seconds = time.perf_counter() - start
     return result
-
-
-def _answer(
-    engine: Engine,
-    tokenizer: Any,
-    group: list[Prompt],
-    first: int,
-    longest: int,
-    settings: dict[str, Any],
-    batch_size: int,
-    file: Any,
-    result: Sampled,
-) -> None:
-    answers = engine.generate(
-        [prompt.ids for prompt in group],
-        max_new_tokens=[min(settings["max_new_tokens"], longest - len(prompt.ids)) for prompt in group],
-        temperature=settings["temperature"],
-        seeds=[_seed(settings["seed"], first + number) for number in range(len(group))],
-        batch_size=batch_size,
-    )
-    for prompt, tokens, cut in zip(group, answers.tokens, answers.truncated, strict=True):
-        row = prompt.answered(tokenizer.decode(tokens, skip_special_tokens=True))
-        file.write(json.dumps(row | {"truncated": cut, "sampled": settings}, ensure_ascii=False) + "\n")
-        result.made += 1
-        result.tokens += len(tokens)
-        result.truncated += cut
-    file.flush()
-    if is_first():
-        os.fsync(file.fileno())
 
 
 def _seed(seed: int, number: int) -> int:
@@ -177,7 +172,7 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
         ValueError: `out` cannot be written, or its lines answer other prompts or were made otherwise.
     """
     if out.suffix != ".jsonl":
-        raise ValueError(f"--out: expected a file that ends in .jsonl, came {str(out)!r}")
+        raise ValueError(f"--out: expected a file that ends in .jsonl, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
         raise ValueError(f"--out: the folder {out.parent} does not exist")
     if not out.exists():
@@ -224,12 +219,12 @@ def _positions(recipe: Recipe, who: str) -> int:
 
 def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_tokens: int) -> bool:
     """Whether that many processes answer with the teacher in shards; prompts count as `data.max_length` tokens."""
-    kept = batch_size * (recipe.data.max_length + max_new_tokens)
+    cached_tokens = batch_size * (recipe.data.max_length + max_new_tokens)
     device = resolve_device(recipe.train)
-    return asked_in_shards(recipe, device, processes, batch_size=batch_size, cached_tokens=kept, alone=True)
+    return asked_in_shards(recipe, device, processes, batch_size=batch_size, cached_tokens=cached_tokens, alone=True)
 
 
-def _processes(recipe: Recipe, who: str, engine: str, batch_size: int, max_new_tokens: int) -> int:
+def _processes(recipe: Recipe, who: str, settings: AnswerSettings) -> int:
     """How many processes answer: one, or those that hold the teacher in shards, which have found each other then.
 
     Raises:
@@ -238,12 +233,12 @@ def _processes(recipe: Recipe, who: str, engine: str, batch_size: int, max_new_t
     world = world_size()
     if world == 1:
         return 1
-    if who == "student" or not answers_in_shards(recipe, world, batch_size, max_new_tokens):
+    if who == "student" or not answers_in_shards(recipe, world, settings.batch_size, settings.max_new_tokens):
         raise ValueError(
             f"parallel.teacher: {world} processes answer together only with a teacher in shards (sharded, --from "
             "teacher); start distill sample without a launcher"
         )
-    if engine == "vllm":
+    if settings.engine == "vllm":
         raise ValueError(
             "--engine: vllm loads the teacher whole, and parallel.teacher holds it in shards; leave it out"
         )

@@ -11,7 +11,7 @@ calls: one that has nothing left to write passes padding through it.
 from __future__ import annotations
 
 import hashlib
-import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,7 @@ import torch
 
 from distill.core.files import write_json
 from distill.core.manifest import sums_of
+from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.data.collator import Collator
 from distill.data.labels import IGNORE_INDEX, shift_labels
@@ -49,9 +50,8 @@ from distill.teachers.cache.format import (
 )
 from distill.training.lock import differences
 
-log = logging.getLogger(__name__)
-
 SHARDS, LEAST_ROWS = 64, 32
+PAD = 0  # any token
 BEGINS_WITHIN_S = 1800.0  # machines load a teacher at different speeds
 
 
@@ -154,6 +154,14 @@ class EncodableTeacher(NamedTuple):
     sharded: bool = False
 
 
+class Job(NamedTuple):
+    """A cache to be written: its folder, its plan, the documents."""
+
+    folder: Path
+    plan: Mapping[str, Any]
+    work: Work
+
+
 def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
     """Begin a cache in `folder`, or continue the one that has this plan. Returns whether it is complete already.
 
@@ -164,21 +172,21 @@ def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
             first process has not begun in `BEGINS_WITHIN_S`.
     """
     until = time.monotonic() + BEGINS_WITHIN_S
-    while (there := read_json(folder / PLAN)) is None and not first:
+    while (begun := read_json(folder / PLAN)) is None and not first:
         if time.monotonic() > until:
             raise ValueError(
                 f"--out: the first process began no cache in {folder} within {BEGINS_WITHIN_S / 60:.0f} minutes; "
                 "name a folder that all machines share"
             )
         time.sleep(0.05)
-    if there is None:
+    if begun is None:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--out: {folder} is not empty and holds no cache; name another folder")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PLAN, plan)
         return False
     # another patch release makes no other cache
-    for name, old, new in differences({**there, "versions": None}, {**plan, "versions": None}):
+    for name, old, new in differences({**begun, "versions": None}, {**plan, "versions": None}):
         raise ValueError(
             f"--out: {folder} holds a cache that was begun with other settings: {name} was {old!r}, now {new!r}; "
             "name another folder, or delete that one"
@@ -186,12 +194,13 @@ def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def require_room(folder: Path, plan: Mapping[str, Any], work: Work, extra: int = 0) -> tuple[int, int]:
+def require_room(job: Job, extra: int = 0) -> tuple[int, int]:
     """Bytes that the cache takes and that are still to be written; `extra` for head and student.
 
     Raises:
         ValueError: the disk has less.
     """
+    folder, plan, work = job
     width = bytes_a_token(plan)
     total = width * work.learned + (KEY_BYTES + 16) * len(work.entries) + extra
     missing = missing_shards(folder, work)
@@ -212,51 +221,46 @@ def missing_shards(folder: Path, work: Work) -> list[int]:
 
 
 def write_shards(
-    folder: Path,
-    plan: Mapping[str, Any],
-    work: Work,
+    job: Job,
     splits: Sequence[Any],
     teacher: EncodableTeacher,
     *,
     batch_size: int,
-    pad: int = 0,
-    rank: int = 0,
-    world: int = 1,
     missing: Sequence[int] | None = None,
     advance: Callable[[int], None] = lambda positions: None,
 ) -> None:
     """Write this process's missing shards; process 0 then waits for those of the others.
 
     Args:
+        job: what is written.
+        splits: the data sets of rows.
+        teacher: that is asked.
         batch_size: rows given to the teacher at once.
-        pad: any token.
-        rank: of this process; likewise `world`, their number.
         missing: from `missing_shards`, of a sharded teacher the same on all processes; None to look here.
         advance: told how many positions were stored, as they are; process 0 hears of all processes.
     """
+    rank, world = int(os.environ.get("RANK", "0")), world_size()
     tables = [rows.with_format("numpy") if hasattr(rows, "with_format") else rows for rows in splits]
-    missing = missing_shards(folder, work) if missing is None else missing
+    missing = missing_shards(job.folder, job.work) if missing is None else missing
     mine = [number for number in missing if number % world == rank]
     others = set(missing) - set(mine) if rank == 0 else set()
-    for number in set(range(len(work.shards))) - set(missing):
-        advance(work.learned_in(number))
+    for number in set(range(len(job.work.shards))) - set(missing):
+        advance(job.work.learned_in(number))
 
     def look() -> None:
-        for number in [number for number in others if shard_path(folder, number).is_file()]:
+        for number in [number for number in others if shard_path(job.folder, number).is_file()]:
             others.remove(number)
-            advance(work.learned_in(number))
+            advance(job.work.learned_in(number))
+
+    def batch_done(positions: int) -> None:
+        advance(positions)
+        look()
 
     for number in mine:
-        generator = torch.Generator(teacher.device).manual_seed(plan["seed"] * 1_000_003 + number)
-
-        def batch_done(positions: int) -> None:
-            advance(positions)
-            look()
-
-        tensors = shard_tensors(plan, work, number, tables, teacher, batch_size, pad, generator, batch_done)
-        write_tensors(shard_path(folder, number), tensors)
-    for _ in range(calls_left(work, missing, batch_size, rank, world) if teacher.sharded else 0):
-        padding = Collator(pad, omit_plain_positions=True)([])
+        tensors = shard_tensors(job, number, tables, teacher, batch_size, batch_done)
+        write_tensors(shard_path(job.folder, number), tensors)
+    for _ in range(calls_left(job.work, missing, batch_size, rank, world) if teacher.sharded else 0):
+        padding = Collator(PAD, omit_plain_positions=True)([])
         teacher.hidden_states({name: tensor.to(teacher.device) for name, tensor in padding.items()})
         look()
     while others:
@@ -273,20 +277,19 @@ def calls_left(work: Work, missing: Sequence[int], batch_size: int, rank: int, w
 
 
 def shard_tensors(
-    plan: Mapping[str, Any],
-    work: Work,
+    job: Job,
     number: int,
     tables: Sequence[Any],
     teacher: EncodableTeacher,
     batch_size: int,
-    pad: int,
-    generator: torch.Generator,
     advance: Callable[[int], None],
 ) -> dict[str, torch.Tensor]:
     """Run the teacher over the documents of one shard."""
+    _, plan, work = job
+    generator = torch.Generator(teacher.device).manual_seed(plan["seed"] * 1_000_003 + number)
     rows = work.shards[number]
     parts: dict[str, list[torch.Tensor]] = {}
-    collate = Collator(pad, omit_plain_positions=True)
+    collate = Collator(PAD, omit_plain_positions=True)
     for start in range(0, len(rows), batch_size):
         made = [_laid_out([_tokens(work.entries[n], tables) for n in row]) for row in rows[start : start + batch_size]]
         batch = {name: tensor.to(teacher.device) for name, tensor in collate(made).items()}
@@ -332,10 +335,11 @@ def _stored(
     return tensors if high is None else tensors | {"ids_high": torch.from_numpy(high)}
 
 
-def close(folder: Path, plan: Mapping[str, Any], work: Work, more: Mapping[str, Any]) -> dict[str, Any]:
+def close(job: Job) -> dict[str, Any]:
     """Write the manifest, which makes the cache complete."""
+    folder, plan, work = job
     manifest = {
-        **plan, **more, "documents": len(work.entries), "positions": work.learned,
+        **plan, "documents": len(work.entries), "positions": work.learned,
         "shards": list(sizes_of(folder, len(work.shards))),
         "sums": [sum_of_sums(shard_path(folder, number)) for number in range(len(work.shards))],
         "files": {name: entry for name, entry in sums_of(folder, skip="shard-").items() if name != PLAN},

@@ -184,7 +184,7 @@ def _run_tasks(
             "parallel.teacher: tasks are answered by whole models, and this teacher is held in shards; where it fits "
             "one GPU, CUDA_VISIBLE_DEVICES=0 takes one"
         )
-    manager = check_tasks(names, folder)
+    found_tasks = check_tasks(names, folder)
     with console.working("loading models"):
         student, tokenizer = load_target(found)
         models = {"student": student}
@@ -192,7 +192,7 @@ def _run_tasks(
             models["before"], _ = load_target(Target(Student(model=before)))
         if asked:
             models["teacher"] = load_its_teacher(found, teacher)
-    scores = run_tasks(models, tokenizer, names, manager=manager, limit=limit, batch_size=batch_size, chat=chat)
+    scores = run_tasks(models, tokenizer, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:
         say_json(scores)
         return

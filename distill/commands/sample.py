@@ -70,15 +70,14 @@ def sample(
 
         if answers_in_shards(resolved, processes, batch_size, max_new_tokens):
             raise typer.Exit(launch.restart(processes))
+    from distill.caching.sample import AnswerSettings
     from distill.caching.sample import sample as run
 
     without_bars()
     first = ranks.is_first()
     with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
-        result = run(
-            resolved, prompts, out, who=who.value, engine=engine.value, batch_size=batch_size,
-            max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, progress=progress,
-        )  # fmt: skip
+        settings = AnswerSettings(engine.value, batch_size, max_new_tokens, temperature, seed)
+        result = run(resolved, prompts, out, who.value, settings, progress)
     if as_json and first:
         say_json(result)
     if as_json or not first:

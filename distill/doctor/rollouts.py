@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.data.chat import load_template
 from distill.data.collator import Collator
+from distill.generation.decode_loop import EngineSettings
 from distill.generation.documents import documents_of
-from distill.generation.engines import end_tokens, engine_for
+from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicy
 from distill.recipe import Recipe
 
@@ -27,8 +28,7 @@ class StudentRollouts:
         engine: `distill` or `transformers`.
         fraction: of the documents that are answered in training.
         temperature, seed, max_length, max_new_tokens, batch_size: as of `OnPolicy`.
-        pad, ends: the padding token, and those that end an answer.
-        vocab_size: only the first so many tokens are generated.
+        pad, ends, vocab_size: as of `EngineSettings`.
     """
 
     engine: str
@@ -50,20 +50,21 @@ class StudentRollouts:
         """
         section = recipe.data.on_policy
         assert section is not None
+        settings = settings_for(student, tokenizer, load_template(recipe.data.chat_template, tokenizer))
         return StudentRollouts(
             "distill" if section.engine == "vllm" else section.engine, max(section.fraction, 0.5),
             section.temperature, recipe.train.seed, recipe.data.max_length,
-            min(section.max_new_tokens, MOST_NEW_TOKENS), section.batch_size,
-            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            tuple(end_tokens(tokenizer, student, load_template(recipe.data.chat_template, tokenizer))), vocab_size,
+            min(section.max_new_tokens, MOST_NEW_TOKENS), section.batch_size, settings.pad, tuple(settings.ends),
+            vocab_size,
         )  # fmt: skip
 
     def by(self, student: nn.Module, fraction: float | None = None) -> OnPolicy:
         """What replaces answers by those of `student`."""
-        engine = engine_for(
-            self.engine, student, SimpleNamespace(pad_token_id=self.pad), ends=list(self.ends),
-            vocab_size=self.vocab_size, max_length=self.max_length, max_new_tokens=self.max_new_tokens, trains=True,
+        settings = EngineSettings(
+            self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length,
+            max_new_tokens=self.max_new_tokens,
         )  # fmt: skip
+        engine = engine_for(self.engine, student, settings, trains=True)
         return OnPolicy(
             engine, fraction=self.fraction if fraction is None else fraction, max_new_tokens=self.max_new_tokens,
             temperature=self.temperature, seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
@@ -76,12 +77,8 @@ class StudentRollouts:
         """
         collate = Collator(self.pad)
         batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
-        training = student.training
-        student.eval()
-        try:
+        with eval_mode(student):
             batches = self.by(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})
-        finally:
-            student.train(training)
         return [row for batch in batches for row in batch["rows"]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from distill_kernels import LossTerm
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.data.labels import IGNORE_INDEX
 from distill.doctor.reference import Reference
@@ -95,17 +96,9 @@ class Subject:
         that lets them see each other (its attention takes no positions), which is trained rightly all the same."""
         return self.packs or all(map(keeps_apart, self.models))
 
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
         """All models in eval mode: without dropout; their own mode comes back."""
-        modes = [(model, model.training) for model in self.models]
-        for model, _ in modes:
-            model.eval()
-        try:
-            yield
-        finally:
-            for model, training in modes:
-                model.train(training)
+        return eval_mode(*self.models)
 
     def shrunk(self) -> Subject:
         """The same of models that are small or copied, for runs that train."""

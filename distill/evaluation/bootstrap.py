@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+DRAWS, LEVEL = 2000, 0.95
+EDGES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # the quantiles of an interval
 AT_ONCE = 1 << 22  # how many of (draws x rows) exist at a time
 
 
@@ -22,50 +24,37 @@ class Interval(NamedTuple):
     high: float
 
 
-def interval(
-    sums: np.ndarray, counts: np.ndarray, *, draws: int = 2000, level: float = 0.95, seed: int = 0
-) -> Interval:
-    """The mean `sum(sums) / sum(counts)` with its interval.
+def intervals(sums: np.ndarray, counts: np.ndarray, *, draws: int = DRAWS, seed: int = 0) -> list[Interval]:
+    """The means `sums.sum(0) / counts.sum()` with their intervals.
 
     Args:
-        sums: float64 [rows], sums over each row's tokens.
+        sums: float64 [rows, figures], sums over each row's tokens.
         counts: float64 [rows], tokens in each row.
         draws: Resamples.
-        level: Share of resamples inside the interval.
         seed: Of the resampling; the same seed draws the same rows.
 
     Raises:
         ValueError: no tokens.
     """
-    (found,) = intervals(sums[:, None], counts, draws=draws, level=level, seed=seed)
-    return found
-
-
-def intervals(
-    sums: np.ndarray, counts: np.ndarray, *, draws: int = 2000, level: float = 0.95, seed: int = 0
-) -> list[Interval]:
-    """`interval` of each column of `sums`, float64 [rows, figures], by the same draws."""
     if counts.sum() <= 0:
         raise ValueError("counts: expected at least one token")
     rows = np.flatnonzero(counts > 0)
     drawn = _resampled(np.column_stack([sums[rows], counts[rows]]), draws, seed)
-    low, high = np.quantile(drawn[:, :-1] / drawn[:, -1:], [(1 - level) / 2, (1 + level) / 2], axis=0)
+    low, high = np.quantile(drawn[:, :-1] / drawn[:, -1:], EDGES, axis=0)
     means = sums.sum(0) / counts.sum()
     return [Interval(*map(float, one)) for one in zip(means, low, high, strict=True)]
 
 
-def share_interval(
-    before: np.ndarray, after: np.ndarray, *, draws: int = 2000, level: float = 0.95, seed: int = 0
-) -> Interval:
+def share_interval(before: np.ndarray, after: np.ndarray) -> Interval:
     """`(before - after) / before` of the totals, with its interval: the share of a gap that was closed.
 
     Args:
         before, after: float64 [rows], sums over the same rows' tokens.
     """
-    total, left = _resampled(np.column_stack([before, after]), draws, seed).T
+    total, left = _resampled(np.column_stack([before, after]), DRAWS, 0).T
     shares = (total - left) / np.where(total > 0, total, np.nan)
     known = shares[~np.isnan(shares)]
-    low, high = np.quantile(known, [(1 - level) / 2, (1 + level) / 2]) if len(known) else (np.nan, np.nan)
+    low, high = np.quantile(known, EDGES) if len(known) else (np.nan, np.nan)
     return Interval(float((before.sum() - after.sum()) / before.sum()), float(low), float(high))
 
 

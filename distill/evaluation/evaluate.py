@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.data.labels import count_learned
-from distill.teachers.base import Teacher
+from distill.teachers.base import Collate, Teacher
 from distill.teachers.objective import DistillationObjective
 
 
@@ -78,9 +79,7 @@ def evaluate(
     teacher: nn.Module | Teacher,
     rows: Sequence[Any],
     *,
-    collator: Callable[[list[Any]], dict[str, torch.Tensor]] | None = None,
     batch_size: int = 8,
-    vocab_size: int | None = None,
     autocast: torch.dtype | None = None,
     objective: DistillationObjective | None = None,
 ) -> HeldOut:
@@ -92,9 +91,7 @@ def evaluate(
         student: Bare, inside PEFT, or (with `objective`) wrapped by DDP or FSDP.
         teacher: On the student's device: a causal language model, or any other kind of teacher.
         rows: A data set of `input_ids`, `labels` (not shifted, -100 where nothing is learned), `position_ids`.
-        collator: Makes a batch of rows; None for the objective's around `Collator`.
         batch_size: Rows at a time.
-        vocab_size: Columns that both heads are cut to; None for the smaller head.
         autocast: Compute in this dtype, as in training; None for the weights' own.
         objective: The one that trains this student, where it is wrapped; None makes one for the occasion.
 
@@ -105,17 +102,13 @@ def evaluate(
         raise ValueError("data.validation: no held-out rows; hold out a larger fraction or give a source")
     device = next(student.parameters()).device
     borrowed = objective is not None
-    objective = objective or DistillationObjective(teacher, student, "forward_kl", vocab_size=vocab_size)
-    if collator is None:
-        collator = objective.collator(Collator(_padding_token(student)))
-    training, loss = student.training, objective.loss
-    student.eval()
-    objective.loss = objective.held_out_loss()
+    objective = objective or DistillationObjective(teacher, student, "forward_kl")
+    collator = objective.collator(Collator(0))  # padding is masked, and a document of its own
+    loss, objective.loss = objective.loss, objective.held_out_loss()
     try:
-        with torch.no_grad(), as_trained(device, autocast):
+        with torch.no_grad(), eval_mode(student), as_trained(device, autocast):
             sums = _sums(student, objective, rows, collator, batch_size, device)
     finally:
-        student.train(training)
         objective.loss = loss
         if not borrowed:
             objective.detach()
@@ -139,7 +132,7 @@ def _sums(
     student: nn.Module,
     objective: DistillationObjective,
     rows: Sequence[Any],
-    collator: Callable[[list[Any]], dict[str, torch.Tensor]],
+    collator: Collate,
     batch_size: int,
     device: torch.device,
 ) -> torch.Tensor:
@@ -164,8 +157,3 @@ def _sums(
 def as_trained(device: torch.device, dtype: torch.dtype | None) -> Any:
     """Autocast to `dtype`, or nothing where that is None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
-
-
-def _padding_token(model: Any) -> int:
-    """Any id does: padding is masked, and a document of its own."""
-    return getattr(model.config, "pad_token_id", None) or 0

@@ -1,7 +1,7 @@
 """`distill eval`: how close a student is to a teacher on text that neither was shown, with confidence intervals.
 
-    found = judge(student, teacher, rows)
-    found.figures["forward_kl"]      # Interval(value, low, high)
+    judgement = judge(student, teacher, rows)
+    judgement.figures["forward_kl"]      # Interval(value, low, high)
 
 The means are those of `distill.evaluation.evaluate`; here documents are kept apart, so that they can be resampled. The
 calibration error (ECE, Naeini et al., 2015; Guo et al., 2017) asks whether a student that is 70 % sure of its likeliest
@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, intervals, share_interval
 from distill.evaluation.evaluate import as_trained
-from distill.models.head import call_head, decoder_of, find_head, probe_logits
+from distill.models.head import LogitTransform, call_head, decoder_of, find_head, probe_logits
 
 BINS = 15
 CHUNK = 512  # tokens whose full logits exist together
@@ -72,7 +73,6 @@ def judge(
     batch_size: int = 1,
     autocast: torch.dtype | None = None,
     advance: Callable[[int], None] | None = None,
-    seed: int = 0,
 ) -> Judgement:
     """Compare `student` with `teacher` on every trained token of `rows`, in float32 logits.
 
@@ -83,20 +83,18 @@ def judge(
         batch_size: Rows at a time; documents are kept apart all the same.
         autocast: Compute hidden states in this dtype, as in training; None for the weights' own.
         advance: Called with the number of rows that are done, for a progress bar.
-        seed: Of the resampling.
 
     Raises:
         ValueError: no trained token.
     """
-    modes = [(model, model.training) for model in (student, teacher)]
-    student.eval(), teacher.eval()
-    shapes = [probe_logits(student, "student"), probe_logits(teacher, "teacher")]
+    models = (student, teacher)
+    transforms = [probe_logits(student, "student"), probe_logits(teacher, "teacher")]
     device = next(student.parameters()).device
-    columns = vocab_size or min(len(find_head(m).linear.weight) for m in (student, teacher))  # type: ignore[arg-type]
+    columns = vocab_size or min(len(find_head(model).linear.weight) for model in models)  # type: ignore[arg-type]
     collator = Collator(0)
     parts: list[tuple[np.ndarray, np.ndarray]] = []  # sums and tokens of documents
     bins = torch.zeros(2, 3, BINS, dtype=torch.float64, device=device)
-    try:
+    with eval_mode(*models):
         for first in range(0, len(rows), batch_size):
             chosen = [rows[number] for number in range(first, min(first + batch_size, len(rows)))]
             batch = {name: tensor.to(device) for name, tensor in collator(chosen).items()}
@@ -107,34 +105,30 @@ def judge(
             body = {name: batch[name] for name in ("input_ids", "position_ids")}
             with as_trained(device, autocast):
                 hidden = [
-                    decoder_of(model)(**body, use_cache=False).last_hidden_state.flatten(0, 1)[keep]
-                    for model in (student, teacher)
+                    decoder_of(model)(**body, use_cache=False).last_hidden_state.flatten(0, 1)[keep] for model in models
                 ]
-            found = torch.zeros(len(documents), len(FIGURES), dtype=torch.float64, device=device)
+            totals = torch.zeros(len(documents), len(FIGURES), dtype=torch.float64, device=device)
             for start in range(0, len(labels), CHUNK):
                 part = slice(start, start + CHUNK)
                 logs = [
-                    _log_probabilities(model, h[part], shape, columns)
-                    for model, h, shape in zip((student, teacher), hidden, shapes, strict=True)
+                    _log_probabilities(model, h[part], transform, columns)
+                    for model, h, transform in zip(models, hidden, transforms, strict=True)
                 ]
-                found.index_add_(0, owner[part], _figures(logs[0], logs[1], labels[part]).T)
+                totals.index_add_(0, owner[part], _figures(logs[0], logs[1], labels[part]).T)
                 for which, log in enumerate(logs):
                     _count(bins[which], log, labels[part])
-            parts.append((found.cpu().numpy(), owner.bincount(minlength=len(documents)).double().cpu().numpy()))
+            parts.append((totals.cpu().numpy(), owner.bincount(minlength=len(documents)).double().cpu().numpy()))
             if advance is not None:
                 advance(len(chosen))
-    finally:
-        for model, training in modes:
-            model.train(training)
     if not any(tokens.size for _, tokens in parts):
         raise ValueError("data: no trained tokens in the held-out rows (every label is masked)")
     sums, counts = (np.concatenate(part) for part in zip(*parts, strict=True))
-    figures = dict(zip(FIGURES, intervals(sums, counts, seed=seed), strict=True))
+    figures = dict(zip(FIGURES, intervals(sums, counts), strict=True))
     errors = _calibration_error(bins[0]), _calibration_error(bins[1])
     return Judgement(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
 
 
-def _log_probabilities(model: Any, hidden: torch.Tensor, shape: Any, columns: int) -> torch.Tensor:
+def _log_probabilities(model: Any, hidden: torch.Tensor, transform: LogitTransform, columns: int) -> torch.Tensor:
     """Natural logarithms [N, columns] in float32, scale and soft cap as the model has them."""
 
     def compute(x: torch.Tensor, head: Any) -> torch.Tensor:
@@ -146,9 +140,9 @@ def _log_probabilities(model: Any, hidden: torch.Tensor, shape: Any, columns: in
             logits = logits + factor * (x.to(a.dtype) @ a.t() @ b.t()).float()
         return logits
 
-    logits = call_head(find_head(model), hidden, compute)[:, :columns] * shape.scale
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    logits = call_head(find_head(model), hidden, compute)[:, :columns] * transform.scale
+    if transform.softcap is not None:
+        logits = transform.softcap * torch.tanh(logits / transform.softcap)
     return logits.log_softmax(-1)
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import intervals
-from distill.evaluation.evaluate import as_trained, figures_of
+from distill.evaluation.evaluate import figures_of
 from distill.evaluation.judge import FIGURES, Judgement
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.teacher import CrossTeacher
@@ -31,7 +32,6 @@ def judge_spans(
     shared: Shared,
     *,
     advance: Callable[[int], None] | None = None,
-    seed: int = 0,
 ) -> Judgement:
     """Compare `student` with `teacher` on every aligned span of `rows`.
 
@@ -40,7 +40,6 @@ def judge_spans(
         rows: Of `load_cross_data`.
         shared: The ids of the same tokens in both vocabularies.
         advance: Called with the number of rows that are done, for a progress bar.
-        seed: Of the resampling.
 
     Returns:
         A judgement whose `tokens` and `counts` are of spans and whose calibration errors are NaN.
@@ -48,29 +47,25 @@ def judge_spans(
     Raises:
         ValueError: no span.
     """
-    modes = [(model, model.training) for model in (student, teacher)]
-    student.eval(), teacher.eval()
     device = next(student.parameters()).device
     objective = DistillationObjective(CrossTeacher(teacher, shared), student)
     objective.loss = objective.held_out_loss()
     collate = objective.collator(Collator(0))
     sums, counts = np.zeros((len(rows), len(FIGURES))), np.zeros(len(rows))
     try:
-        for number, row in enumerate(rows):
-            batch = {name: tensor.to(device) for name, tensor in collate([row]).items()}
-            counts[number] = len(batch["spans"])
-            if counts[number]:
-                with as_trained(device, None):
-                    found = student(**objective.compare(batch, num_items=1))["statistics"].double().tolist()
-                of_row = figures_of(found)
-                sums[number] = [of_row[name] for name in FIGURES]
-            if advance is not None:
-                advance(1)
+        with eval_mode(student, teacher):
+            for number, row in enumerate(rows):
+                batch = {name: tensor.to(device) for name, tensor in collate([row]).items()}
+                counts[number] = len(batch["spans"])
+                if counts[number]:
+                    statistics = student(**objective.compare(batch, num_items=1))["statistics"].double().tolist()
+                    of_row = figures_of(statistics)
+                    sums[number] = [of_row[name] for name in FIGURES]
+                if advance is not None:
+                    advance(1)
     finally:
         objective.detach()
-        for model, training in modes:
-            model.train(training)
     if not counts.sum():
         raise ValueError("data: no aligned spans in the held-out rows")
-    figures = dict(zip(FIGURES, intervals(sums, counts, seed=seed), strict=True))
+    figures = dict(zip(FIGURES, intervals(sums, counts), strict=True))
     return Judgement(int(counts.sum()), len(rows), figures, math.nan, math.nan, sums, counts)

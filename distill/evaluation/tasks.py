@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness (the package `lm_eval`, an optional extra) on models already loaded.
 
-    scores = run_tasks({"student": student, "teacher": teacher}, tokenizer, ["hellaswag"])
+    scores = run_tasks({"student": student, "teacher": teacher}, tokenizer, check_tasks(["hellaswag"]))
     scores[0].of["student"]          # Score(value, error)
 
 Nothing of the harness is copied or imitated: its own tasks, prompts, metrics and standard errors are used, so that
@@ -25,6 +25,13 @@ class Score(NamedTuple):
     error: float
 
 
+class Tasks(NamedTuple):
+    """Tasks that the harness knows: their names and its task manager."""
+
+    names: list[str]
+    manager: Any
+
+
 class TaskScore(NamedTuple):
     """One metric of one task, by the model's name."""
 
@@ -33,8 +40,8 @@ class TaskScore(NamedTuple):
     of: dict[str, Score]
 
 
-def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Any:
-    """Find the tasks before models are loaded; returns the harness's task manager.
+def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Tasks:
+    """Find the tasks before models are loaded.
 
     Args:
         tasks: Names, groups or patterns (`mmlu_*`) as the harness knows them.
@@ -52,17 +59,16 @@ def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Any:
     manager = TaskManager(include_path=None if folder is None else str(folder))
     unknown = [name for name in tasks if not manager.match_tasks([name])]
     if unknown or not tasks:
-        came = ", ".join(map(repr, unknown)) or "none"
-        raise ValueError(f"--tasks: expected tasks of lm-evaluation-harness (lm-eval ls tasks lists them), came {came}")
-    return manager
+        got = ", ".join(map(repr, unknown)) or "none"
+        raise ValueError(f"--tasks: expected tasks of lm-evaluation-harness (lm-eval ls tasks lists them), got {got}")
+    return Tasks(list(manager.match_tasks(list(tasks))), manager)
 
 
 def run_tasks(
     models: Mapping[str, Any],
     tokenizer: Any,
-    tasks: Sequence[str],
+    tasks: Tasks,
     *,
-    manager: Any = None,
     limit: int | None = None,
     batch_size: int = 8,
     chat: bool = False,
@@ -72,26 +78,21 @@ def run_tasks(
     Args:
         models: Causal language models by name, all with this tokenizer; left in eval mode.
         tokenizer: Of all of them.
-        tasks: As of `check_tasks`.
-        manager: From `check_tasks`.
+        tasks: From `check_tasks`.
         limit: Examples of each task at most.
         batch_size: Requests at a time.
         chat: Put prompts into the tokenizer's chat template.
-
-    Raises:
-        ValueError: as of `check_tasks`.
     """
-    manager = manager or check_tasks(tasks)
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    found: dict[tuple[str, str], dict[str, Score]] = {}
+    scores: dict[tuple[str, str], dict[str, Score]] = {}
     for name, model in models.items():
         used, model.config.use_cache = model.config.use_cache, True  # tasks that generate need it
         try:
             answer = simple_evaluate(
                 HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=batch_size),
-                tasks=list(manager.match_tasks(list(tasks))), task_manager=manager, limit=limit, log_samples=False,
+                tasks=tasks.names, task_manager=tasks.manager, limit=limit, log_samples=False,
                 apply_chat_template=chat, bootstrap_iters=1000,
             )  # fmt: skip
         finally:
@@ -99,8 +100,8 @@ def run_tasks(
         assert answer is not None  # None is for the harness's other ranks
         for task, figures in answer["results"].items():
             for metric, score in _scores(figures):
-                found.setdefault((task, metric), {})[name] = score
-    return [TaskScore(task, metric, scores) for (task, metric), scores in found.items()]
+                scores.setdefault((task, metric), {})[name] = score
+    return [TaskScore(task, metric, of) for (task, metric), of in scores.items()]
 
 
 def _scores(figures: Mapping[str, Any]) -> list[tuple[str, Score]]:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.generation.engines import as_asked, end_tokens
 
 Turn = dict[str, str]  # role and content
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
+def generate(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
     """Greedy answers, one a prompt, without the prompt and without special tokens.
 
     A tokenizer with a chat template puts each prompt as a user's turn, one without continues it as text. The model's
@@ -26,14 +26,14 @@ def generate(model: nn.Module, tokenizer: Any, prompts: Sequence[str], max_new_t
         prompts: Plain texts.
         max_new_tokens: The most an answer may have; it ends earlier at an end-of-sequence token.
     """
-    training, device = model.training, next(model.parameters()).device
-    model.eval()
-    try:
-        return [
-            _answer(model, tokenizer, encode_prompt(tokenizer, prompt).to(device), max_new_tokens) for prompt in prompts
-        ]
-    finally:
-        model.train(training)
+    device, ends, answers = next(model.parameters()).device, end_tokens(tokenizer, model, None), []
+    pad: Any = tokenizer.pad_token_id
+    with eval_mode(model), as_asked(model, most=max_new_tokens, temperature=0.0, pad=pad, ends=ends):
+        for prompt in prompts:
+            ids = encode_prompt(tokenizer, prompt).to(device)
+            output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+            answers.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip())
+    return answers
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> torch.Tensor:
@@ -48,10 +48,3 @@ def encode_prompt(tokenizer: Any, prompt: str | Sequence[Turn]) -> torch.Tensor:
     else:
         ids = tokenizer(prompt).input_ids
     return torch.tensor([ids], dtype=torch.int64)
-
-
-def _answer(model: Any, tokenizer: Any, ids: torch.Tensor, max_new_tokens: int) -> str:
-    ends = end_tokens(tokenizer, model, None)
-    with as_asked(model, most=max_new_tokens, temperature=0.0, pad=tokenizer.pad_token_id, ends=ends):
-        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True).strip()

@@ -1,8 +1,8 @@
 """Batched generation as a lean loop: prompts in one padded call, then one fixed step a token, replayed on a GPU.
 
-    loop = DecodeLoop(model, pad_token_id=0, eos_token_ids=[2])
-    found = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, temperature=1.0, seeds=[11, 12])
-    found.tokens[0], found.truncated[0]
+    loop = DecodeLoop(model, EngineSettings(pad=0, ends=[2]))
+    answers = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, temperature=1.0, seeds=[11, 12])
+    answers.tokens[0], answers.truncated[0]
 
 `generate` of transformers spends most of a token's time in Python: masks, logits processors, stopping criteria and a
 cache that is copied. Here a step has fixed shapes and addresses (`RaggedCache`: every sequence starts at slot 0, so
@@ -15,17 +15,19 @@ the model's own forward with all that it does to them.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.launch import next_power_of_2
 from distill_kernels.sampling import sample_tokens
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
 SLOTS_STEP = 128
-KEPT = 2  # captured steps, each with its cache
+MOST_BUFFERS = 2  # captured steps, each with its cache
 
 
 @dataclass
@@ -51,12 +53,73 @@ class Generated:
     truncated: list[bool]
 
 
-def one_for_each(
-    prompts: int, max_new_tokens: int | Sequence[int], seeds: Sequence[int] | None
-) -> tuple[list[int], list[int]]:
-    """A limit and a seed for each of so many prompts, from what `generate` takes; without seeds, their numbers."""
-    limits = [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    return limits, list(range(prompts)) if seeds is None else list(seeds)
+class EngineSettings(NamedTuple):
+    """What an engine is made for.
+
+    Attributes:
+        pad: any token; fills what is never looked at.
+        ends: tokens that end an answer.
+        autocast: dtype that the model computes in where that is not its weights'.
+        vocab_size: only the first so many tokens are generated; None for all of the head.
+        max_length, max_new_tokens: prompt and answer together, and new tokens, that buffers are made for at least:
+            on a GPU fixed sizes are captured once.
+    """
+
+    pad: int
+    ends: Sequence[int]
+    autocast: torch.dtype | None = None
+    vocab_size: int | None = None
+    max_length: int = 1
+    max_new_tokens: int = 1
+
+
+class Request(NamedTuple):
+    """Prompts for an engine, with a limit and a seed each; see `Engine.generate`."""
+
+    prompts: Sequence[Sequence[int]]
+    limits: list[int]
+    seeds: list[int]
+    temperature: float
+    batch_size: int
+
+
+class Engine(abc.ABC):
+    """Answers prompts of token ids."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float = 0.0,
+        seeds: Sequence[int] | None = None,
+        batch_size: int = 64,
+    ) -> Generated:
+        """Answer every prompt.
+
+        Args:
+            prompts: Token ids, at least one each.
+            max_new_tokens: The most an answer may have, for all or for each.
+            temperature: 0 for the likeliest token; else tokens are drawn from softmax(logits / temperature).
+            seeds: 64-bit integers, one a prompt: what is drawn follows from a prompt's own seed, not from its
+                neighbours (up to the rounding of a batched matrix product). None for the prompts' numbers.
+            batch_size: Sequences at once, at most.
+
+        Raises:
+            ValueError: an empty prompt, or arguments of different lengths.
+        """
+        count = len(prompts)
+        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        own_seeds = list(range(count)) if seeds is None else list(seeds)
+        if not len(limits) == len(own_seeds) == count:
+            raise ValueError(f"prompts: {count} with {len(limits)} max_new_tokens and {len(own_seeds)} seeds")
+        if not all(map(len, prompts)):
+            raise ValueError("prompts: an empty prompt has nothing to continue")
+        return self.answer(Request(prompts, limits, own_seeds, temperature, batch_size))
+
+    @abc.abstractmethod
+    def answer(self, request: Request) -> Generated:
+        """Answer a request whose lists are equally long."""
 
 
 class _Seats:
@@ -90,91 +153,45 @@ class _Seats:
         return torch.tensor(values, dtype=torch.int64).to(self.token.device)
 
 
-class DecodeLoop:
+class DecodeLoop(Engine):
     """Generates with one model; buffers and the captured step are kept for the next call.
 
     The model's weights may change between calls, as they do in training; its mode is put to eval and given back.
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT, not sharded; see `why_not`.
-        pad_token_id: Any token; fills what is never looked at.
-        eos_token_ids: Tokens that end an answer.
-        autocast: dtype that the model computes in where that is not its weights'.
-        vocab_size: Only the first so many tokens are generated; None for all of the head.
-        slots, most: Prompt and answer together, and new tokens, that buffers are made for on a GPU at least: fixed
-            sizes are captured once.
+        settings: what it is made for.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        pad_token_id: int,
-        eos_token_ids: Sequence[int],
-        autocast: torch.dtype | None = None,
-        vocab_size: int | None = None,
-        slots: int = 1,
-        most: int = 1,
-    ) -> None:
-        self.model, self.pad, self.autocast, self.vocab_size = model, pad_token_id, autocast, vocab_size
-        self.slots, self.most = slots, most
+    def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
+        self.model, self.settings, self.pad = model, settings, settings.pad
         self.inner: Any = bare(model)
         self.decoder = decoder_of(model)
         self.device = next(model.parameters()).device
-        self.ends = torch.tensor(sorted(set(eos_token_ids)), dtype=torch.int64, device=self.device)
+        self.ends = torch.tensor(sorted(set(settings.ends)), dtype=torch.int64, device=self.device)
         # a graph would go on copying the layers that travelled when it was captured
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
-        self.kept: list[_Seats] = []  # the latest last
+        self.buffers: list[_Seats] = []  # the latest last
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float = 0.0,
-        seeds: Sequence[int] | None = None,
-        batch_size: int = 64,
-    ) -> Generated:
-        """Answer every prompt.
-
-        Args:
-            prompts: Token ids, at least one each.
-            max_new_tokens: The most an answer may have, for all or for each.
-            temperature: 0 for the likeliest token; else tokens are drawn from softmax(logits / temperature).
-            seeds: 64-bit integers, one a prompt: what is drawn follows from a prompt's own seed, not from its
-                neighbours (up to the rounding of a batched matrix product).
-            batch_size: Sequences at once, at most.
-
-        Raises:
-            ValueError: an empty prompt, or arguments of different lengths.
-        """
-        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
-        if not len(limits) == len(seeds) == len(prompts):
-            raise ValueError(f"prompts: {len(prompts)} came with {len(limits)} max_new_tokens and {len(seeds)} seeds")
-        if not all(map(len, prompts)):
-            raise ValueError("prompts: an empty prompt has nothing to continue")
-        found = Generated([[] for _ in prompts], [limit == 0 for limit in limits])
+    def answer(self, request: Request) -> Generated:
+        prompts, limits, seeds, temperature, batch_size = request
+        result = Generated([[] for _ in prompts], [limit == 0 for limit in limits])
         # neighbours of like length waste least
         order = sorted((number for number, limit in enumerate(limits) if limit > 0), key=lambda n: len(prompts[n]))
         with self._ready():
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
-                answers = self._answer(
+                batch = Request(
                     [prompts[n] for n in chosen], [limits[n] for n in chosen], [seeds[n] for n in chosen], temperature,
                     batch_size,
                 )  # fmt: skip
+                answers = self._answer_batch(batch)
                 for number, (tokens, truncated) in zip(chosen, answers, strict=True):
-                    found.tokens[number], found.truncated[number] = tokens, truncated
-        return found
+                    result.tokens[number], result.truncated[number] = tokens, truncated
+        return result
 
-    def _answer(
-        self,
-        prompts: list[Sequence[int]],
-        limits: list[int],
-        seeds: list[int],
-        temperature: float,
-        batch_size: int,
-    ) -> Iterator[tuple[list[int], bool]]:
+    def _answer_batch(self, request: Request) -> Iterator[tuple[list[int], bool]]:
+        prompts, limits, seeds, temperature, batch_size = request
         most = max(limits)
         slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         seats = self._seats_for(len(prompts), slots, most, batch_size)
@@ -201,18 +218,18 @@ class DecodeLoop:
         """
         if not self.replays:
             return _Seats(self.inner.config, batch, slots, most, self.device)
-        batch, most = min(next_power_of_2(batch), batch_size), max(self.most, next_power_of_2(most))
-        slots = -(-max(self.slots, slots) // SLOTS_STEP) * SLOTS_STEP
-        found = next((seats for seats in self.kept if seats.sizes == (batch, slots, most)), None)
-        if found is None:
-            del self.kept[: 1 - KEPT]
-            found = _Seats(self.inner.config, batch, slots, most, self.device)
+        batch, most = min(next_power_of_2(batch), batch_size), max(self.settings.max_new_tokens, next_power_of_2(most))
+        slots = -(-max(self.settings.max_length, slots) // SLOTS_STEP) * SLOTS_STEP
+        seats = next((seats for seats in self.buffers if seats.sizes == (batch, slots, most)), None)
+        if seats is None:
+            del self.buffers[: 1 - MOST_BUFFERS]
+            seats = _Seats(self.inner.config, batch, slots, most, self.device)
         else:
-            self.kept.remove(found)
-        self.kept.append(found)
-        return found
+            self.buffers.remove(seats)
+        self.buffers.append(seats)
+        return seats
 
-    def _read_prompts(self, prompts: list[Sequence[int]], seats: _Seats) -> None:
+    def _read_prompts(self, prompts: Sequence[Sequence[int]], seats: _Seats) -> None:
         """All but the last token of each prompt into the cache, padded on the right: causal attention never looks."""
         seats.cache.restart()
         length = max(map(len, prompts)) - 1
@@ -234,7 +251,7 @@ class DecodeLoop:
             self.inner, input_ids=seats.token[:, None], position_ids=cache.lengths[:, None] - 1,
             past_key_values=cache, use_cache=True, ragged_cache=cache,
         )  # fmt: skip
-        token = sample_tokens(output.logits[:, -1, : self.vocab_size], seats.seeds, seats.made, temperature)
+        token = sample_tokens(output.logits[:, -1, : self.settings.vocab_size], seats.seeds, seats.made, temperature)
         live = ~seats.done
         seats.token.copy_(torch.where(live, token, self.pad))
         seats.answers.index_copy_(1, seats.column, seats.token[:, None])
@@ -247,25 +264,22 @@ class DecodeLoop:
     @contextlib.contextmanager
     def _ready(self) -> Iterator[None]:
         """Eval mode, no gradients, our attention, autocast; all given back."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
         # weights that autocast remembers would be stale in a graph that is replayed after they changed
         autocast = torch.autocast(
-            self.device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=not self.replays
+            self.device.type,
+            self.settings.autocast,
+            enabled=self.settings.autocast is not None,
+            cache_enabled=not self.replays,
         )
-        try:
-            with torch.no_grad(), autocast, attention_for_ragged_cache(self.model):
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        with eval_mode(self.model), torch.no_grad(), autocast, attention_for_ragged_cache(self.model):
+            yield
 
     def _capture(self, seats: _Seats, temperature: float) -> None:
         """Record the step once for these buffers, this temperature, these weights' addresses and patches."""
         weights = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         patches = tuple(id(module.__dict__.get("forward")) for module in self.model.modules())
-        wanted = (temperature, weights, patches)
-        if seats.captured == wanted:
+        depends_on = (temperature, weights, patches)
+        if seats.captured == depends_on:
             return
         seats.graph = None
         seats.seat([], [], [], self.pad)  # all seats are done: the steps below write one slot and advance nothing
@@ -287,7 +301,7 @@ class DecodeLoop:
         # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
         with _own_workspace(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step(seats, temperature)
-        seats.graph, seats.captured = graph, wanted
+        seats.graph, seats.captured = graph, depends_on
 
 
 @contextlib.contextmanager
@@ -334,13 +348,11 @@ def why_not(model: nn.Module) -> str | None:
     device, tolerance = weight.device, min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
     ids = torch.arange(12, device=device).reshape(2, 6) % inner.config.get_text_config().vocab_size
     forward, lengths = type(inner).forward, torch.tensor([4, 2], device=device)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
-        with soft_cap_kept(model):
+        with eval_mode(model), soft_cap_kept(model):
             expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
         cache = RaggedCache(inner.config, 2, 8, device)
-        with attention_for_ragged_cache(model):
+        with eval_mode(model), attention_for_ragged_cache(model):
             positions = torch.arange(3, device=device)[None]
             decoder_of(model)(
                 input_ids=ids[:, :3], position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache
@@ -352,14 +364,11 @@ def why_not(model: nn.Module) -> str | None:
                     inner, input_ids=ids.gather(1, at), position_ids=at, past_key_values=cache, use_cache=True,
                     ragged_cache=cache,
                 ).logits[:, -1].float()  # fmt: skip
-                wanted = expected[torch.arange(2, device=device), at[:, 0]]
-                error = (given - wanted).norm() / wanted.norm()
+                right = expected[torch.arange(2, device=device), at[:, 0]]
+                error = (given - right).norm() / right.norm()
                 if not error < tolerance:
                     return f"its logits come out different by {error:.1e}"
                 cache.lengths += 1
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # a forward of another make
         return str(error).splitlines()[0] if str(error) else type(error).__name__
-    finally:
-        for module, training in modes:
-            module.training = training
     return None

@@ -9,14 +9,15 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList
 
+from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
-from distill.generation.decode_loop import DecodeLoop, Generated, one_for_each, why_not
+from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request, why_not
 from distill.models.head import bare, find_head
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
 from distill.models.load import save_student
@@ -26,32 +27,12 @@ log = logging.getLogger(__name__)
 ENGINES = ("distill", "transformers", "vllm")
 
 
-class Engine(Protocol):
-    """Answers prompts of token ids; see `DecodeLoop.generate` for the arguments."""
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float = 0.0,
-        seeds: Sequence[int] | None = None,
-        batch_size: int = 64,
-    ) -> Generated:
-        """Answer every prompt."""
-        ...
-
-
 def engine_for(
     name: str,
     model: nn.Module,
-    tokenizer: Any,
+    settings: EngineSettings,
     *,
-    ends: Sequence[int],
-    autocast: torch.dtype | None = None,
-    vocab_size: int | None = None,
-    max_length: int = 1,
-    max_new_tokens: int = 1,
+    tokenizer: Any = None,
     trains: bool = False,
     field: str = "data.on_policy.engine",
 ) -> Engine:
@@ -61,12 +42,8 @@ def engine_for(
         name: "distill", "transformers" or "vllm". Where our own loop would not give the model's own logits (it is
             tried on a few tokens), transformers' `generate` takes its place, and one log line says why.
         model: A causal language model, bare or inside PEFT.
-        tokenizer: Gives the padding token.
-        ends: Tokens that end an answer.
-        autocast: dtype to compute in where that is not the weights'.
-        vocab_size: Only the first so many tokens are generated.
-        max_length: Prompt and answer together, at most (what buffers are made for).
-        max_new_tokens: New tokens, at most.
+        settings: What it is made for.
+        tokenizer: vLLM gets it with the model.
         trains: The model's weights change between calls.
         field: What an error names.
 
@@ -74,37 +51,39 @@ def engine_for(
         ValueError: an unknown engine, or vLLM where it is not installed.
     """
     if name not in ENGINES:
-        raise ValueError(f"{field}: expected one of {', '.join(ENGINES)}, came {name!r}")
+        raise ValueError(f"{field}: expected one of {', '.join(ENGINES)}, got {name!r}")
     if name == "vllm":
-        return VllmEngine(
-            model, tokenizer, ends=ends, vocab_size=vocab_size, max_length=max_length, trains=trains, field=field
-        )
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError(f"{field}: vllm is not installed (pip install vllm); engine distill needs nothing more")
+        return VllmEngine(model, tokenizer, settings, trains)
     if name == "distill":
         reason = why_not(model)
         if reason is None:
-            return DecodeLoop(
-                model, pad_token_id=pad, eos_token_ids=ends, autocast=autocast, vocab_size=vocab_size,
-                slots=max_length, most=max_new_tokens,
-            )  # fmt: skip
+            return DecodeLoop(model, settings)
         log.warning(
             "generating with transformers, which is slower: our decode loop cannot serve this model (%s)", reason
         )
-    return TransformersEngine(model, pad=pad, ends=ends, autocast=autocast, vocab_size=vocab_size)
+    return TransformersEngine(model, settings)
+
+
+def settings_for(model: nn.Module, tokenizer: Any, template: ChatTemplate | None, **more: Any) -> EngineSettings:
+    """Settings with a tokenizer's padding and the tokens that end an answer; `more` as of `EngineSettings`."""
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return EngineSettings(pad, end_tokens(tokenizer, model, template), **more)
 
 
 def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) -> list[int]:
     """Tokens that end an answer: the tokenizer's, the model's own, and what closes a turn of the chat template."""
     configured = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
-    found = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     if template is not None:
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         chat = template.render_for_training(turns, train_on="last")
         start, end = chat.spans[-1]
         last = tokenizer(chat.text[start:end], add_special_tokens=False)["input_ids"][-1]
         if last in tokenizer.added_tokens_decoder:
-            found.add(last)
-    return sorted(token for token in found if token is not None)
+            ends.add(last)
+    return sorted(token for token in ends if token is not None)
 
 
 @contextlib.contextmanager
@@ -133,60 +112,36 @@ def as_asked(model: Any, *, most: int, temperature: float, pad: int | None, ends
         inner.generation_config = own
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """`model.generate` on batches padded on the left, with our preallocated cache where the model's layers allow.
 
     With `together`, all processes go on until the last of them is finished: for a model that they hold in shards.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        pad: int,
-        ends: Sequence[int],
-        autocast: torch.dtype | None = None,
-        vocab_size: int | None = None,
-        together: bool = False,
-    ) -> None:
-        self.together = together
-        self.model, self.pad, self.ends, self.autocast = model, pad, sorted(set(ends)), autocast
+    def __init__(self, model: nn.Module, settings: EngineSettings, *, together: bool = False) -> None:
+        self.model, self.pad, self.ends = model, settings.pad, sorted(set(settings.ends))
+        self.autocast, self.together = settings.autocast, together
         self.inner: Any = bare(model)
         self.device = next(model.parameters()).device
-        self.processors = LogitsProcessorList([] if vocab_size is None else [_OnlyShared(vocab_size)])
+        self.columns = settings.vocab_size
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float = 0.0,
-        seeds: Sequence[int] | None = None,
-        batch_size: int = 64,
-    ) -> Generated:
-        """Answer every prompt; what is drawn follows from all seeds of a batch together."""
-        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
-        found = Generated([], [])
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
+    def answer(self, request: Request) -> Generated:
+        """What is drawn follows from all seeds of a batch together."""
+        prompts, limits, seeds, temperature, batch_size = request
+        result = Generated([], [])
         devices = [self.device] if self.device.type == "cuda" else []
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        try:
-            with torch.random.fork_rng(devices=devices), torch.no_grad(), autocast:
-                for start in range(0, len(prompts), batch_size):
-                    chosen = slice(start, start + batch_size)
-                    torch.manual_seed(_mixed(seeds[chosen]))
-                    answers = self._answer(prompts[chosen], max(limits[chosen]), temperature)
-                    for tokens, limit in zip(answers, limits[chosen], strict=True):
-                        kept = tokens[:limit]
-                        found.tokens.append(kept)
-                        found.truncated.append(not kept or kept[-1] not in self.ends)
-        finally:
-            for module, training in modes:
-                module.training = training
-        return found
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), eval_mode(self.model), autocast:
+            for start in range(0, len(prompts), batch_size):
+                chosen = slice(start, start + batch_size)
+                torch.manual_seed(_mixed(seeds[chosen]))
+                answers = self._answer_batch(prompts[chosen], max(limits[chosen]), temperature)
+                for tokens, limit in zip(answers, limits[chosen], strict=True):
+                    result.tokens.append(tokens[:limit])
+                    result.truncated.append(not tokens[:limit] or tokens[:limit][-1] not in self.ends)
+        return result
 
-    def _answer(self, prompts: Sequence[Sequence[int]], most: int, temperature: float) -> list[list[int]]:
+    def _answer_batch(self, prompts: Sequence[Sequence[int]], most: int, temperature: float) -> list[list[int]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -197,86 +152,59 @@ class TransformersEngine:
         with as_asked(self.inner, most=most, temperature=temperature, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
-                logits_processor=self.processors, past_key_values=cache, synced_gpus=self.together or None,
+                logits_processor=LogitsProcessorList([self._only_shared]), past_key_values=cache,
+                synced_gpus=self.together or None,
             )  # fmt: skip
         return [self._ended(tokens) for tokens in out[:, width:].tolist()]
+
+    def _only_shared(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] with the tokens beyond `vocab_size` made impossible."""
+        if self.columns is not None:
+            scores[:, self.columns :] = float("-inf")
+        return scores
 
     def _ended(self, tokens: list[int]) -> list[int]:
         stop = next((number + 1 for number, token in enumerate(tokens) if token in self.ends), len(tokens))
         return tokens[:stop]
 
 
-class _OnlyShared(LogitsProcessor):
-    """A logits processor that allows the first `vocab_size` tokens only."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [B, V] with the rest made impossible."""
-        scores[:, self.vocab_size :] = float("-inf")
-        return scores
-
-
-class VllmEngine:
-    """vLLM in this process, on the same GPU; a model that trains is handed over through a folder before each call.
-
-    Raises:
-        ValueError: vLLM is not installed.
-    """
+class VllmEngine(Engine):
+    """vLLM in this process, on the same GPU; a model that trains is handed over through a folder before each call."""
 
     MEMORY = 0.3  # share of the GPU's memory that vLLM takes for weights and cache
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        *,
-        ends: Sequence[int],
-        vocab_size: int | None,
-        max_length: int,
-        trains: bool,
-        field: str,
-    ) -> None:
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError(f"{field}: vllm is not installed (pip install vllm); engine distill needs nothing more")
+    def __init__(self, model: nn.Module, tokenizer: Any, settings: EngineSettings, trains: bool) -> None:
         from vllm import LLM
 
-        self.model, self.tokenizer, self.ends, self.trains = model, tokenizer, sorted(set(ends)), trains
-        rows = len(find_head(model).linear.weight)  # type: ignore[arg-type]
-        self.allowed = list(range(vocab_size)) if vocab_size is not None and vocab_size < rows else None
+        self.model, self.tokenizer, self.ends, self.trains = model, tokenizer, sorted(set(settings.ends)), trains
+        columns, rows = settings.vocab_size, len(find_head(model).linear.weight)  # type: ignore[arg-type]
+        self.allowed = list(range(columns)) if columns is not None and columns < rows else None
         self._folder = tempfile.TemporaryDirectory(prefix="distill-vllm-")
         self.path = Path(self._folder.name) / "model"
         self._hand_over()
         self.llm: Any = LLM(
-            model=str(self.path), dtype="bfloat16", gpu_memory_utilization=self.MEMORY, max_model_len=max_length
+            model=str(self.path),
+            dtype="bfloat16",
+            gpu_memory_utilization=self.MEMORY,
+            max_model_len=settings.max_length,
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float = 0.0,
-        seeds: Sequence[int] | None = None,
-        batch_size: int = 64,
-    ) -> Generated:
-        """Answer every prompt; vLLM forms its own batches."""
+    def answer(self, request: Request) -> Generated:
+        """vLLM forms its own batches."""
         from vllm import SamplingParams
 
         if self.trains:
             self._hand_over()
             self.llm.collective_rpc("reload_weights")
             self.llm.reset_prefix_cache()
-        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
         settings = [
             SamplingParams(
-                temperature=temperature, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
+                temperature=request.temperature, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
                 allowed_token_ids=self.allowed, detokenize=False,
             )
-            for limit, seed in zip(limits, seeds, strict=True)
+            for limit, seed in zip(request.limits, request.seeds, strict=True)
         ]  # fmt: skip
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         answers = [
             list(output.outputs[0].token_ids) for output in self.llm.generate(requests, settings, use_tqdm=False)
         ]

@@ -14,24 +14,27 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from distill.data.chat import load_template
 from distill.data.packing import best_fit
+from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, Row, as_row, documents_of
-from distill.generation.engines import Engine, end_tokens, engine_for
+from distill.generation.engines import engine_for, settings_for
 from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class OnPolicy:
     """Replaces documents of a step's micro-batches by the student's own answers to their prompts.
 
-    Args:
+    Attributes:
         engine: Generates with the student as it stands.
         fraction: Share of the documents that are replaced.
         max_new_tokens: The most an answer may have.
@@ -41,21 +44,15 @@ class OnPolicy:
         batch_size: Prompts that are answered at once, at most.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        fraction: float,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-        max_length: int,
-        batch_size: int = 64,
-    ) -> None:
-        self.engine, self.fraction, self.temperature = engine, fraction, temperature
-        self.max_new_tokens, self.max_length, self.batch_size = max_new_tokens, max_length, batch_size
-        self.seed = seed
-        self._sums = np.zeros(5)  # answers, their tokens, cut off, left out, seconds
+    engine: Engine
+    fraction: float
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    max_length: int
+    batch_size: int = 64
+    # answers, their tokens, cut off, left out, seconds
+    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(5))
 
     def replace(
         self,
@@ -74,9 +71,9 @@ class OnPolicy:
             collate: Makes a batch of rows.
         """
         start = time.perf_counter()
-        found = [documents_of(batch) for batch in batches]
+        before = [documents_of(batch) for batch in batches]
         plans = [
-            self._plan(documents, len(batch["labels"]), step) for documents, batch in zip(found, batches, strict=True)
+            self._plan(documents, len(batch["labels"]), step) for documents, batch in zip(before, batches, strict=True)
         ]
         asked = [document for plan in plans for document in plan.asked]
         if not asked:
@@ -97,7 +94,7 @@ class OnPolicy:
             collate(plan.rows(new, self.max_length)) if plan.asked else batch
             for plan, batch in zip(plans, batches, strict=True)
         ]
-        dropped = sum(len(documents) - len(plan.kept) for documents, plan in zip(found, plans, strict=True))
+        dropped = sum(len(documents) - len(plan.documents) for documents, plan in zip(before, plans, strict=True))
         seconds = time.perf_counter() - start
         lengths = sum(map(len, answers.tokens))
         self._sums += (len(asked), lengths, sum(answers.truncated), dropped, seconds)
@@ -143,8 +140,8 @@ class OnPolicy:
         order = sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2))
         while len(best_fit(np.array([lengths[number] for number in order]), self.max_length)) > rows:
             order.pop()
-        kept = sorted(order)
-        return _Plan([documents[number] for number in kept], [asked[number] for number in kept], rows)
+        staying = sorted(order)
+        return _Plan([documents[number] for number in staying], [asked[number] for number in staying], rows)
 
     def _limit(self, prompt: Sequence[int]) -> int:
         return min(self.max_new_tokens, self.max_length - len(prompt))
@@ -156,19 +153,20 @@ class OnPolicy:
         return int.from_bytes(document.hash(self.seed, step, 1)[:8], "little", signed=True)
 
 
-class _Plan:
+class _Plan(NamedTuple):
     """What becomes of a micro-batch: its documents, which of them are answered anew, and rows to pack them into."""
 
-    def __init__(self, kept: list[Document], drawn: list[bool], rows: int | None) -> None:
-        self.kept, self.drawn, self.limit = kept, drawn, rows
+    documents: list[Document]
+    drawn: list[bool]
+    limit: int | None
 
     @property
     def asked(self) -> list[Document]:
-        return [document for document, drawn in zip(self.kept, self.drawn, strict=True) if drawn]
+        return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
 
     def rows(self, answers: Any, max_length: int) -> list[Row]:
         """The documents with the next of `answers` in place of those that were asked, packed if they were before."""
-        documents = [next(answers) if drawn else own for own, drawn in zip(self.kept, self.drawn, strict=True)]
+        documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
         if self.limit is None:
             return [as_row([document]) for document in documents]
         groups = best_fit(np.array([len(document.ids) for document in documents]), max_length)
@@ -221,12 +219,11 @@ def on_policy_of(
         raise ValueError(
             "data.on_policy: a student sharded by FSDP cannot generate here; set parallel.strategy: ddp, or train LoRA"
         )
-    ends = end_tokens(tokenizer, student, load_template(recipe.data.chat_template, tokenizer))
-    engine = engine_for(
-        section.engine, student, tokenizer, ends=ends,
-        autocast=autocast, vocab_size=vocab_size, max_length=recipe.data.max_length,
-        max_new_tokens=section.max_new_tokens, trains=True,
+    settings = settings_for(
+        student, tokenizer, load_template(recipe.data.chat_template, tokenizer), autocast=autocast,
+        vocab_size=vocab_size, max_length=recipe.data.max_length, max_new_tokens=section.max_new_tokens,
     )  # fmt: skip
+    engine = engine_for(section.engine, student, settings, tokenizer=tokenizer, trains=True)
     return OnPolicy(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, temperature=section.temperature,
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,

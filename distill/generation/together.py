@@ -6,16 +6,15 @@ finished, and one that has no prompts left answers a token of padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from distill.generation.decode_loop import Generated, one_for_each
+from distill.generation.decode_loop import Engine, Generated, Request
 from distill.generation.engines import TransformersEngine
 
 
-class AnswersTogether:
+class AnswersTogether(Engine):
     """An engine for all processes of a run; every one must call it with the same arguments and gets all answers.
 
     The batches are those of one process: with the same logits the answers are the same.
@@ -27,29 +26,19 @@ class AnswersTogether:
     def __init__(self, engine: TransformersEngine) -> None:
         self.engine = engine
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float = 0.0,
-        seeds: Sequence[int] | None = None,
-        batch_size: int = 64,
-    ) -> Generated:
-        """Answer every prompt; what is drawn follows from all seeds of a batch together."""
-        limits, seeds = one_for_each(len(prompts), max_new_tokens, seeds)
+    def answer(self, request: Request) -> Generated:
+        """What is drawn follows from all seeds of a batch together."""
+        prompts, limits, seeds, temperature, batch_size = request
         rank, world = dist.get_rank(), dist.get_world_size()
-        found = Generated([], [])
+        result = Generated([], [])
         for start in range(0, len(prompts), batch_size * world):
             mine = slice(start + rank * batch_size, start + (rank + 1) * batch_size)
-            asked = prompts[mine]
-            answers = self.engine.generate(
-                asked or [[self.engine.pad]], max_new_tokens=limits[mine] or 1, temperature=temperature,
-                seeds=seeds[mine] or None, batch_size=batch_size,
-            )  # fmt: skip
+            own = Request(prompts[mine], limits[mine], seeds[mine], temperature, batch_size)
+            padding = Request([[self.engine.pad]], [1], [0], temperature, batch_size)
+            answers = self.engine.answer(own if own.prompts else padding)
             parts: list[Any] = [None] * world
-            dist.all_gather_object(parts, (answers.tokens, answers.truncated) if asked else ([], []))
+            dist.all_gather_object(parts, (answers.tokens, answers.truncated) if own.prompts else ([], []))
             for tokens, truncated in parts:
-                found.tokens.extend(tokens)
-                found.truncated.extend(truncated)
-        return found
+                result.tokens.extend(tokens)
+                result.truncated.extend(truncated)
+        return result

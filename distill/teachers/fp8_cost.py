@@ -13,6 +13,7 @@ import torch
 from distill_kernels import FusedKLLoss
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.data.labels import shift_labels
 from distill.models.fp8_teacher import quantise
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, last_hidden, read_head
@@ -57,14 +58,11 @@ def quantise_and_measure(
     Raises:
         ValueError: The teacher has no linear layer whose sizes divide by 16.
     """
-    modes = [(module, module.training) for module in student.modules()]
-    student.eval()
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
     labels = shift_labels(batch["labels"])
     before = last_hidden(teacher, batch)
-    student_hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
-    for module, training in modes:
-        module.training = training
+    with eval_mode(student):
+        student_hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
     layers = quantise(teacher)
     after = last_hidden(teacher, batch)
     teacher_head, student_head = read_head(find_head(teacher)), read_head(find_head(student))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from distill.generation.decode_loop import DecodeLoop
+from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.models.triton_only import use_triton_only
 from scripts.bench.generate import NO_END, REGRET, Tokens, regret, shared_copy, twin
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
@@ -39,7 +39,7 @@ def ways(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[Tokens]
     """Ways to answer prompts of one length; the first is the one in question."""
 
     def loop(model: Any) -> Callable[[Tokens], Tokens]:
-        made = DecodeLoop(model, pad_token_id=0, eos_token_ids=[])
+        made = DecodeLoop(model, EngineSettings(0, []))
         return lambda prompts: made.generate(prompts, max_new_tokens=new, batch_size=len(prompts)).tokens
 
     def generate(prompts: Tokens, **settings: Any) -> Tokens:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distill.generation.decode_loop import DecodeLoop
+from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.engines import TransformersEngine
 from distill.models.patching import patch
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
@@ -53,7 +53,7 @@ def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[T
     """Ways to generate `new` greedy tokens for each prompt."""
 
     def ours(model: Any, temperature: float = 0.0) -> Callable[[Tokens], Tokens]:
-        loop = DecodeLoop(model, pad_token_id=0, eos_token_ids=[])
+        loop = DecodeLoop(model, EngineSettings(0, []))
         return lambda prompts: (
             loop.generate(prompts, max_new_tokens=new, temperature=temperature, batch_size=len(prompts)).tokens
         )
@@ -70,7 +70,7 @@ def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[T
 
     layers = model.device.type == "cuda"
     patched = twin(model, attention=None, layers=layers)
-    preallocated = TransformersEngine(twin(model, layers=layers), pad=0, ends=[NO_END])
+    preallocated = TransformersEngine(twin(model, layers=layers), EngineSettings(pad=0, ends=[NO_END]))
     found: dict[str, Callable[[Tokens], Tokens]] = {
         "ours": ours(patched),
         "ours, drawn at T = 1": ours(patched, 1.0),

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
-from distill.caching.write import EncodableTeacher, close, open_folder, plan_work, write_shards
+from distill.caching.write import EncodableTeacher, Job, close, open_folder, plan_work, write_shards
 from distill.data.collator import Collator
 from distill.models.head import decoder_of, find_head, probe_logits, read_head
 from distill.teachers.cache.format import HEAD, bytes_a_token, write_tensors
@@ -55,11 +55,11 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
 
     parts = EncodableTeacher(hidden_states, head, shape, head.weight.device)
     start = time.perf_counter()
-    write_shards(folder, plan, work, [rows], parts, batch_size=batch_size)
+    write_shards(Job(folder, plan, work), [rows], parts, batch_size=batch_size)
     seconds = time.perf_counter() - start
     if hidden:
         write_tensors(folder / HEAD, {"weight": head.weight.detach().cpu().clone()})
-    close(folder, plan, work, {})
+    close(Job(folder, plan, work))
     return seconds
 
 

@@ -21,8 +21,9 @@ from distill.core.console import progress
 from distill.data.chat import load_template
 from distill.data.collator import Collator
 from distill.evaluation.judge import judge
+from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, as_row, documents_of
-from distill.generation.engines import Engine, end_tokens, engine_for
+from distill.generation.engines import engine_for, settings_for
 from distill.models.head import find_head, probe_logits
 from distill.recipe import Recipe
 from distill.teachers.cache.read import TeacherCache
@@ -91,10 +92,11 @@ class TeacherBench(Bench):
     def engine(self, model: Any, recipe: Recipe) -> Engine:
         """What generates with `model`."""
         template = load_template(recipe.data.chat_template, self.tokenizer)
-        return engine_for(
-            "distill", model, self.tokenizer, ends=end_tokens(self.tokenizer, model, template),
-            autocast=self.precision.autocast, max_length=recipe.data.max_length, max_new_tokens=LONGEST,
+        settings = settings_for(
+            model, self.tokenizer, template, autocast=self.precision.autocast, max_length=recipe.data.max_length,
+            max_new_tokens=LONGEST,
         )  # fmt: skip
+        return engine_for("distill", model, settings)
 
 
 class Judged(Quality):
