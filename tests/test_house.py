@@ -18,20 +18,9 @@ MOST_LINES = {"distill": 26_600, "kernels": 11_800}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 700}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
-    "distill/caching/sample.py:_answer",
-    "distill/caching/sample.py:sample",
-    "distill/caching/write.py:shard_tensors",
-    "distill/caching/write.py:write_shards",
     "distill/cli.py:run",
-    "distill/doctor/reference_spans.py:dense_spans",
-    "distill/evaluation/evaluate.py:evaluate",
     "distill/evaluation/judge.py:judge",
     "distill/evaluation/targets.py:held_out_rows",
-    "distill/evaluation/tasks.py:run_tasks",
-    "distill/generation/decode_loop.py:__init__",
-    "distill/generation/engines.py:__init__",
-    "distill/generation/engines.py:engine_for",
-    "distill/generation/on_policy.py:__init__",
     "distill/generation/on_policy.py:on_policy_of",
     "distill/models/attention.py:fastest_attention",
     "distill/models/attention.py:fused_attention",
@@ -40,10 +29,6 @@ LONG_SIGNATURES = {
     "distill/reports/model_card.py:write_model_card",
     "distill/reports/preamble.py:preamble",
     "distill/run.py:_run",
-    "distill/teachers/cache/encode.py:encode",
-    "distill/teachers/cross/loss.py:__init__",
-    "distill/teachers/cross/loss.py:forward",
-    "distill/teachers/cross/spans.py:_rest",
     "distill/training/lock.py:lock_of",
     "distill/training/trainer.py:__init__",
 }

@@ -83,8 +83,8 @@ def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypa
     [
         ("{label_smoothing_factor: 0.1}", "label_smoothing_factor is set by loss.label_smoothing"),
         ("{use_liger_kernel: true}", "use_liger_kernel: it would take the place"),
-        ("{adam_beta2: much}", "adam_beta2: expected a number, came 'much'"),
-        ("{dataloader_drop_last: 3}", "dataloader_drop_last: expected true or false, came 3"),
+        ("{adam_beta2: much}", "adam_beta2: expected a number, got 'much'"),
+        ("{dataloader_drop_last: 3}", "dataloader_drop_last: expected true or false, got 3"),
         ("{lr_scheduler_kwargs: {cycles: 2}}", "lr_scheduler_kwargs: .*unexpected keyword argument 'cycles'"),
     ],
 )

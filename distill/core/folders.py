@@ -47,10 +47,10 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
     """
     if name is not None and not _NAME.fullmatch(name):
         raise RecipeError(
-            [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), came {show(name)}"]
+            [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), got {show(name)}"]
         )
     if runs.is_file():
-        raise RecipeError([f"{runs}: expected a folder, which holds the runs, came a file"])
+        raise RecipeError([f"{runs}: expected a folder, which holds the runs, got a file"])
     _refuse_dead_link(runs)
     if resume:
         return _latest(recipe_name, name, runs)

@@ -180,7 +180,6 @@ class MixtureReference(Reference):
 
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
-        """The teachers as a mixture again."""
         return MixtureTeacher(models, weights)
 
 

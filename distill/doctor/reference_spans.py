@@ -78,7 +78,6 @@ class SpansReference(Reference):
         return "the teacher over its own spans", worst_of(values)
 
     def reads(self, student: Any, batch: Batch) -> Reads:
-        """Each model its own reading."""
         (model,) = self.teacher.models.values()
         others = {name.removeprefix("teacher_"): batch[name] for name in OTHERS}
         return [(model, others), (student, {name: batch[name] for name in others})]
@@ -112,12 +111,10 @@ class SpansReference(Reference):
         return True, f"own ids and positions each; {len(spans)} spans cover the same {count} bytes in both readings"
 
     def description(self) -> dict[str, Any]:
-        """The shared ids."""
         return {"shared": [ids.tolist() for ids in self.teacher.format.shared]}
 
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
-        """With the shared ids again."""
         return CrossTeacher(models[0], Shared(*map(np.array, description["shared"])))
 
 

@@ -16,7 +16,6 @@ from distill.doctor.rows import Row
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.cache.encode import LEAST_TAIL
-from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.cache.top_k import TopKFormat
 
 STORED = 0.05  # what half precision may move a stored log-probability, natural logarithm
@@ -87,12 +86,3 @@ class TopKReference(Reference):
             return False, f"the stored log-probabilities of the tokens that stand here are off by {worst:.1e}"
         count = int(matches.any(-1).sum())
         return True, f"{detail}; {len(expected)} places found in the cache, {count} of them with the token there"
-
-    def description(self) -> dict[str, Any]:
-        """Where the cache lies."""
-        return {"cache": str(self.teacher.cache.path.absolute())}
-
-    @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
-        """The cache opened again."""
-        return CachedTeacher(description["cache"])

@@ -68,7 +68,7 @@ def find_device(name: str | None) -> Device:
     if digits.replace(".", "", 1).isdigit() and float(digits) > 0:
         return Device(f"a GPU of {digits} GB", int(float(digits) * 1e9), None)
     hint = did_you_mean(name, map(str.lower, GPU_MEMORY))
-    raise RecipeError([f"--gpu: expected a GPU's name, a size such as 24GB, or cpu; came {name!r}; {hint}"])
+    raise RecipeError([f"--gpu: expected a GPU's name, a size such as 24GB, or cpu; got {name!r}; {hint}"])
 
 
 def bus_rate(name: str) -> float | None:

@@ -29,7 +29,7 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
         near = f"{steps * micro} or {(steps + 1) * micro}" if steps else str(micro)
         raise ValueError(
             f"train.tokens_per_step: expected a multiple of train.batch_size x data.max_length x devices = "
-            f"{train.batch_size} x {data.max_length} x {world} = {micro}, such as {near}; came {train.tokens_per_step}"
+            f"{train.batch_size} x {data.max_length} x {world} = {micro}, such as {near}; got {train.tokens_per_step}"
         )
     return steps
 
@@ -96,5 +96,5 @@ def require_arguments(given: Mapping[str, Any]) -> None:
         kind = float if "float" in str(field.type) and field.default is not None else type(field.default)
         fits = isinstance(value, int | float) if kind is float else isinstance(value, kind)
         if kind in (bool, int, float) and (not fits or (kind is not bool and isinstance(value, bool))):
-            wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-            raise ValueError(f"train.arguments.{name}: expected {wanted}, came {value!r}")
+            expected = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+            raise ValueError(f"train.arguments.{name}: expected {expected}, got {value!r}")

@@ -64,7 +64,7 @@ def token_bytes(tokenizer: Any, field: str = "tokenizer") -> list[bytes | None]:
     else:
         raise ValueError(
             f"{field}: student.vocabulary: cross needs tokenizers whose tokens stand for bytes (byte-level BPE or "
-            f"SentencePiece); came {type(tokenizer).__name__} with the decoder {', '.join(sorted(kinds)) or 'none'}"
+            f"SentencePiece); got {type(tokenizer).__name__} with the decoder {', '.join(sorted(kinds)) or 'none'}"
         )
     last = max((*pieces, *added), default=-1)
     spelled: list[bytes | None] = [None] * (last + 1)
