@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from distill.core.environment import environment
+from distill.core.units import GIB
 from distill.doctor.invariants import CHECKS, Finding
 from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
@@ -44,7 +45,6 @@ from distill.teachers.registry import source_of
 
 ROWS, TOKENS = 6, 64
 LARGE = 3_000_000_000  # parameters of both models, from which on shrunken copies are examined
-GIB = 2**30
 WIDE = Precision(torch.float32, torch.float32, torch.float32)
 
 

@@ -8,6 +8,7 @@ direction, 16 lanes wide; of a GPU that is not listed nothing is said.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -56,8 +57,7 @@ def find_device(name: str | None) -> Device:
     """
     if name is None and torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(0)
-        known = [part for part in PEAK_FLOPS if part in facts.name]
-        return Device(facts.name, facts.total_memory, PEAK_FLOPS[max(known, key=len)] if known else None)
+        return Device(facts.name, facts.total_memory, by_name(PEAK_FLOPS, facts.name))
     if name is None or name.lower() == "cpu":
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
         return Device("this machine's CPU", pages, None, cuda=False)
@@ -73,5 +73,11 @@ def find_device(name: str | None) -> Device:
 
 def bus_rate(name: str) -> float | None:
     """Bytes/s to a GPU by its name, None for one that is not listed."""
-    known = [part for part in LINKS if part in name]
-    return REACHED * LINKS[max(known, key=len)] if known else None
+    rate = by_name(LINKS, name)
+    return None if rate is None else REACHED * rate
+
+
+def by_name(table: Mapping[str, float], name: str) -> float | None:
+    """The entry whose key is the longest part of a device's name; None without one."""
+    known = [part for part in table if part in name]
+    return table[max(known, key=len)] if known else None

@@ -113,8 +113,8 @@ def _fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> N
     weights = dict(source.named_parameters()) if source is not None else {}
     shapes = [{name: tuple(p.shape) for name, p in weights.items()}]
     dist.broadcast_object_list(shapes)
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    if wrong := sorted(wanted.items() ^ shapes[0].items()):
+    own_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if wrong := sorted(own_shapes.items() ^ shapes[0].items()):
         raise ValueError(
             f"teacher.model: its weights are not those of its configuration, which a sharded teacher needs; {wrong[0]} "
             "is in one and not in the other. Save the merged model to a folder and name that"
@@ -125,13 +125,13 @@ def _fill(model: nn.Module, source: nn.Module | None, device: torch.device) -> N
         if source is not None:
             whole.copy_(weights[name])
         shard.to_local().copy_(distribute_tensor(whole, shard.device_mesh, shard.placements).to_local())
-    kept = dict(source.named_buffers()) if source is not None else {}
+    buffers = dict(source.named_buffers()) if source is not None else {}
     for name, buffer in model.named_buffers():
         if source is not None:
-            buffer.copy_(kept[name])
+            buffer.copy_(buffers[name])
         dist.broadcast(buffer, 0)
     # where an answer ends, which must be the same everywhere
-    told = [getattr(source, "generation_config", None)]
-    dist.broadcast_object_list(told)
-    if told[0] is not None:
-        model.generation_config = told[0]
+    generation_config = [getattr(source, "generation_config", None)]
+    dist.broadcast_object_list(generation_config)
+    if generation_config[0] is not None:
+        model.generation_config = generation_config[0]
