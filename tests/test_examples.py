@@ -41,6 +41,18 @@ def test_own_loop_learns():
     assert losses[-1] < 0.8 * losses[0], losses
 
 
+def test_graphed_loop_learns():
+    losses, replays = load("graphed_loop").main()
+    assert losses[-1] < 0.9 * losses[0] and replays == 0, losses
+
+
+@pytest.mark.gpu
+def test_graphed_loop_replays_to_the_same_losses():
+    example = load("graphed_loop")
+    losses, replays = example.main()
+    assert replays >= 50 and losses == example.main(graphed=False)[0]
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_examples_are_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 80
