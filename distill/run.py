@@ -36,7 +36,7 @@ from distill.core.files import write_json, write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
 from distill.core.launch import command_line, forget_accelerates_settings
 from distill.core.manifest import sums_of
-from distill.core.ranks import is_first, of_the_first, world_size
+from distill.core.ranks import is_first, of_the_first, store_of_attempt, world_size
 from distill.core.run_lock import RunLock, now
 from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
@@ -117,7 +117,7 @@ def run(
     own_terms = allowed_plugin(recipe.loss, plugin)
     device = resolve_device(recipe.train)
     forget_accelerates_settings(os.environ)
-    process = PartialState(cpu=device.type == "cpu")
+    process = PartialState(cpu=device.type == "cpu", **store_of_attempt())
     runs = runs_folder(recipe.output_dir)
     folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume, runs=runs))
     with explained(recipe, folder), RunLock(folder) as held:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -245,3 +246,41 @@ def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_pa
     fault = others.fault(tmp_path, 2)
     assert (fault is not None) is named
     assert not named or fault.startswith("rank 1 (process 7 on there) has given no sign of life")
+
+
+# ------------------------------------------------------------------ torchrun starts the processes again
+
+
+AGAIN = """
+import os, signal
+import torch.distributed as dist
+from distill.core.ranks import store_of_attempt
+dist.init_process_group("gloo", **store_of_attempt())
+said = [None, None]
+dist.all_gather_object(said, (os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()))
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL) if dist.get_rank() else signal.pause()
+print(said, flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("rendezvous", [[], ["--standalone"]])
+def test_processes_that_torchrun_starts_again_find_each_other(tmp_path, rendezvous):
+    """They waited for the addresses of the attempt before, which torchrun's store still held."""
+    (tmp_path / "again.py").write_text(AGAIN)
+    port = [] if rendezvous else [f"--master-port={free_port()}"]
+    command = ["-m", "torch.distributed.run", *rendezvous, *port, "--nproc-per-node=2", "--max-restarts=1", "again.py"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == ["[('1', 0), ('1', 1)]"] * 2
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -60,6 +60,21 @@ def on_the_first(make: Callable[[], T]) -> T | None:
     return result
 
 
+def store_of_attempt() -> dict[str, object]:
+    """What `init_process_group` needs in processes that torchrun started again (--max-restarts); else nothing.
+
+    torchrun's store outlives its processes: a later attempt would read the addresses of the one before, and wait for
+    them. On several machines each torchrun counts attempts by itself, so that nothing is changed there.
+    """
+    attempt, world = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), world_size()
+    if attempt == "0" or world == 1 or os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+        return {}
+    from torch.distributed import PrefixStore, TCPStore
+
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return {"store": PrefixStore(f"attempt-{attempt}", store), "rank": int(os.environ["RANK"]), "world_size": world}
+
+
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
