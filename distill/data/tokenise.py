@@ -202,10 +202,7 @@ class Encoder(RowEncoder):
 
         def encode() -> Iterator[tuple[tuple[int, str], np.ndarray]]:
             parts = [block for _, block in waiting]
-            made = self.tokenizer(
-                parts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-            )
-            for (item, _), ids in zip(waiting, made["input_ids"], strict=True):
+            for (item, _), ids in zip(waiting, self._ids_of(parts), strict=True):
                 yield item, np.array(ids, dtype=np.int32)
 
         for item in texts:
@@ -217,6 +214,16 @@ class Encoder(RowEncoder):
                     waiting, characters = [], 0
         if waiting:
             yield from encode()
+
+    def _ids_of(self, parts: list[str]) -> list[list[int]]:
+        """The ids of some texts, without special tokens; where nobody asks for offsets, none are made."""
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        if getattr(type(self.tokenizer), "_encode_plus", None) is not TokenizersBackend._encode_plus:
+            return self.tokenizer(parts, add_special_tokens=False, verbose=False)["input_ids"]
+        self.tokenizer("", add_special_tokens=False, verbose=False)  # undoes what earlier calls left of padding
+        made = self.tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+        return [encoding.ids for encoding in made]
 
     def _cut(self, number: int, text: str, parts: Iterable[np.ndarray], tally: Tally) -> Iterator[Piece]:
         """Pieces of one text from the ids of its blocks."""
