@@ -252,9 +252,11 @@ def test_a_rank_that_gave_one_sign_of_this_launch_is_named(launch, named, tmp_pa
 
 
 AGAIN = """
-import os, signal
+import os, signal, time
 import torch.distributed as dist
 from distill.core.ranks import store_of_attempt
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and os.environ["RANK"] == "0":
+    time.sleep(5)  # the other one looks for its address meanwhile
 dist.init_process_group("gloo", **store_of_attempt())
 said = [None, None]
 dist.all_gather_object(said, (os.environ["TORCHELASTIC_RESTART_COUNT"], dist.get_rank()))
