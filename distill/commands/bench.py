@@ -161,7 +161,7 @@ def liger_loss(teacher: nn.Module, student: nn.Module, batch: Batch) -> Callable
             teacher_hidden.flatten(0, 1), find_head(teacher).linear.weight, shifted,
         )  # fmt: skip
         clock.mark("loss")
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     return loss_of
 

@@ -10,8 +10,8 @@ from distill_kernels.launch import runs_on_triton
 from transformers.generation.streamers import BaseStreamer
 
 from distill.generation.answers import Turn, encode_prompt
-from distill.generation.decode_loop import DecodeLoop, EngineSettings, why_not
-from distill.generation.engines import as_asked, end_tokens
+from distill.generation.decode_loop import DecodeLoop, why_not
+from distill.generation.engines import as_asked, end_tokens, settings_for
 from distill.models.triton_only import use_triton_only
 
 
@@ -90,8 +90,7 @@ class TritonAnswers:
             raise ValueError(f"--kernels: triton does not serve this model: {reason}; leave --kernels out")
         use_triton_only(model)
         self.tokenizer = tokenizer
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        self.loop = DecodeLoop(model, EngineSettings(pad, end_tokens(tokenizer, model, None)))
+        self.loop = DecodeLoop(model, settings_for(model, tokenizer, None))
 
     def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
         """The answer, written as well."""

@@ -137,7 +137,7 @@ class _GraphedDecoder:
         if captured is None:
             return self.launched(**kwargs)
         graphs.replays += 1
-        return BaseModelOutputWithPast(last_hidden_state=captured(tensors))  # type: ignore[arg-type]
+        return BaseModelOutputWithPast(last_hidden_state=captured(tensors))
 
     def _capture(self, tensors: dict[str, torch.Tensor]) -> _Captured | None:
         self._captures = True
