@@ -100,7 +100,7 @@ def test_tokens_without_bytes_are_refused():
 def test_a_turn_ends_before_what_closes_it_however_long_its_gaps():
     (reader, _), gap = readers("bytes", "bytes", (CHAT_TEMPLATE, None)), " " * 40_000
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f" a{gap}<|end|>b <|end|> "}]
-    start = time.monotonic()
+    start = time.process_time()
     text, (part,) = reader.parts(Sample(messages=chat), "all")
     assert text[part.start : part.stop] == f"a{gap}<|end|>b" and part.closing is None
-    assert time.monotonic() - start < 5, "time grows with the square of the gap"
+    assert time.process_time() - start < 5, "time grows with the square of the gap"

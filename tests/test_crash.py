@@ -21,7 +21,7 @@ from forked import Forked, clean_environment
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
-STEPS = 60
+STEPS = 40
 RECIPE = f"""
 teacher: {{model: teacher}}
 student: {{model: student}}
@@ -164,7 +164,7 @@ def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed):
 
 
 def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace):
-    folder, steps = workplace / "runs" / "pressed", 120
+    folder, steps = workplace / "runs" / "pressed", 80
     never = ["train.save_every=null", f"train.steps={steps}"]
     metrics = folder / "metrics.jsonl"
     process = start(workplace, *never, "--name", "pressed")

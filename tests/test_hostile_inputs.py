@@ -236,14 +236,15 @@ DOUBLING = "{% set n = namespace(s='x' * 1000) %}{% for i in range(99) %}{% set 
     ("x" * (1 << 21), "expected at most 1,048,576 characters"),
 ])  # fmt: skip
 def test_templates_that_never_end_or_fill_the_memory(template, expected, monkeypatch):
-    monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.5)
+    if "takes longer" in expected:  # of the others the clock, which a busy machine does not stop, says nothing
+        monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.5)
     Path("t.jinja").write_text(template)
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
-    before = time.monotonic()
+    before = time.process_time()
     with pytest.raises(ValueError, match=r"data\.chat_template: .*") as raised:
         load_data(Data(source="a.jsonl", chat_template="t.jinja", max_length=64), tiny_tokenizer(), seed=0)
     assert re.search(expected, str(raised.value)) and "\n" not in str(raised.value)
-    assert time.monotonic() - before < 20
+    assert time.process_time() - before < 20
 
 
 def test_limits_leave_nothing_behind():

@@ -264,6 +264,7 @@ def test_precision_is_that_of_the_planned_device():
 # ---------------------------------------------------------------- a teacher on disk
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stored", [True, False], ids=["K tokens", "a head"])
 def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, monkeypatch):
