@@ -32,6 +32,7 @@ _TRAINING = {  # names of transformers.TrainingArguments, which TRL inherits
     "train.deterministic": ("full_determinism", "", ""),
 }  # fmt: skip
 _OTHERS = {
+    "output_dir": ("output_dir", "output_dir", "output_dir"),
     "teacher.model": ("teacher_model_name_or_path", "teacher_checkpointer", "kd_online_server_base_url"),
     "teacher.revision": ("teacher_model_revision", "", ""),
     "teacher.dtype": ("teacher_model_init_kwargs", "dtype", ""),
