@@ -169,6 +169,8 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         return verdicts[key]
 
     for module in list(model.modules()):
+        if module in (model, bare(model)):  # its forward may be the objective's; none of ours takes its place here
+            continue
         if "forward" in module.__dict__:  # somebody's hook (accelerate's offloading, say) that must go on running
             report.left[type(module).__name__] = "has a forward of its own already"
         elif type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
