@@ -37,6 +37,7 @@ from distill.commands.paths import path_notes
 from distill.core import console, launch, ranks
 from distill.core.faults import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
+from distill.core.quiet import quieten
 from distill.core.run_lock import RunLock
 from distill.recipe import dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
@@ -285,6 +286,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a model says what a terminal may have no letters for
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    quieten()
     launch.end_with_launcher()
     code = run_command()
     if ranks.is_one_of_several():

@@ -53,7 +53,7 @@ from distill.planning.sharing import plan_sharing
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
 from distill.reports.curves import draw_curves
-from distill.reports.model_card import write_model_card
+from distill.reports.model_card import licence_of, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
 from distill.teachers.base import OpenContext
 from distill.teachers.identity import model_name
@@ -345,6 +345,11 @@ def _before(
     return before, answers
 
 
+def _on_the_hub(*names: str | None) -> tuple[str, ...]:
+    """Those that name no file here, each once."""
+    return tuple(dict.fromkeys(name for name in names if name and not Path(name).exists()))
+
+
 def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
     # random numbers are not drawn, so that training begins the same with and without samples
     with uncompiled():
@@ -381,13 +386,9 @@ def _save(
         before=result.before,
         after=result.after,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        hub_models=tuple(
-            dict.fromkeys(
-                section.model
-                for section in (recipe.teacher, *source.sections.values(), recipe.student)
-                if section.model and not Path(section.model).exists()
-            )
-        ),
+        hub_models=_on_the_hub(*(s.model for s in (recipe.student, recipe.teacher, *source.sections.values()))),
+        datasets=_on_the_hub(recipe.data.source, recipe.data.validation.source),
+        licence=licence_of(recipe.student.model or recipe.teacher.model or ""),
         measure=measure,
     )
     if answers:

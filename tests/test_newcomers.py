@@ -2,11 +2,15 @@
 
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import types
 
 import pytest
+from huggingface_hub import ModelCard
 from rich.console import Console
 from test_data import load, own_cache, texts  # noqa: F401
 from test_recipe import MINIMAL
@@ -17,6 +21,9 @@ from distill.core import console
 from distill.core.units import counted
 from distill.data.formats import detect
 from distill.recipe import Data, Recipe, RecipeError, parse
+from distill.recipe import load as load_recipe
+from distill.recipe.shipped import shipped_recipes
+from distill.reports.model_card import licence_of, write_model_card
 from distill.training.progress import ProgressReport
 
 
@@ -280,3 +287,39 @@ def test_chat_streams_what_generate_says_and_forgets_what_has_no_room(folder, mo
     monkeypatch.setattr("sys.stdin", io.StringIO("one two three\n" * 4))
     assert run_command(["chat", "small", "--temperature", "0", "--max-new-tokens", "400"]) == 0
     assert "the oldest turn is forgotten, since the model reads at most 512 tokens" in capsys.readouterr().err
+
+
+def test_a_log_holds_no_noise_of_libraries(folder):
+    """Four workers on fewer cores, a tokenizer with a shorter limit than the data: neither is anybody's mistake."""
+    config = folder / "big" / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": 16}))
+    (folder / "long.jsonl").write_text("".join(json.dumps({"text": f"{n} and so on" * 40}) + "\n" for n in range(30)))
+    given = [
+        "data.source=long.jsonl",
+        "data.workers=4",
+        "train.steps=4",
+        "train.tokens_per_step=1024",
+        "train.eval_every=2",
+    ]
+    command = [sys.executable, "-m", "distill", "run", "my.yaml", *given]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "held out: loss" in done.stdout, "an evaluation along the way is shown"
+
+
+def test_the_card_says_what_the_hub_reads(tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
+    names = {"name": "mine", "teacher": "org/big", "student": "org/base", "data": "org/chats", "recipe": "name: mine"}
+    more = {"hub_models": ("org/base", "org/big"), "datasets": ("org/chats", "chats.jsonl")}
+    write_model_card(tmp_path, **names, **more, licence=licence_of(str(tmp_path / "base")))
+    card = ModelCard.load(tmp_path / "README.md").data
+    assert card.base_model == ["org/base", "org/big"] and card.datasets == ["org/chats"]
+    assert card.license == "apache-2.0" and card.library_name == "transformers"
+    assert licence_of("no/where") is None
+
+
+def test_shipped_recipes_draw_held_out_curves():
+    for recipe in shipped_recipes():
+        assert load_recipe(recipe.path).train.eval_every is not None, recipe.name

@@ -127,8 +127,8 @@ def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:
 def _verdict(table: Sequence[Any], chosen: tuple[int, str]) -> str:
     """What the table comes to for the K and the tail that are asked for, and the least K with half of their error."""
     row = next(row for row in table if (row.k, row.tail) == chosen)
-    better = [other for other in table if other.k > row.k and other.gradient <= row.gradient / 2]
-    advice = f"; --top-k {better[0].k} --tail {better[0].tail} halves that" if better else ""
+    better = [r.k for r in table if r.tail == row.tail and r.k > row.k and r.gradient <= row.gradient / 2]
+    advice = f"; --top-k {better[0]} halves the former" if better else ""
     return (
         f"verdict: --top-k {row.k} --tail {row.tail} keeps {row.kept:.1%} of the teacher's probability; gradients of "
         f"hidden states are off by {row.gradient:.1%}, the head's by {row.head:.1%}{advice}"

@@ -75,6 +75,8 @@ def load_tokenizer(section: ModelSection, field: str = "teacher") -> PreTrainedT
     arguments = remote_arguments(section, field) | ({"gguf_file": source.gguf_file} if source.gguf_file else {})
     with loading(spec, source, f"{field}.model"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, **arguments)
+        # data.max_length is held to both models; the tokenizer's own limit would be warned of for each longer text
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         tokenizer("One text, 2 numbers.\n")  # a broken one may panic when it is first used
     templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if hostile := next((name for name in templates if not re.fullmatch(r"[\w-][\w.-]*", str(name))), None):

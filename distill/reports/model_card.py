@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import yaml
+
 from distill.core.files import write_text
 from distill.evaluation.evaluate import HeldOut, gap_closed
 from distill.teachers.measure import KL, SPANS, Measure, shown
@@ -30,6 +32,8 @@ def write_model_card(
     after: HeldOut | None = None,
     versions: Mapping[str, str] | None = None,
     hub_models: tuple[str, ...] = (),
+    datasets: tuple[str, ...] = (),
+    licence: str | None = None,
     measure: Measure = KL,
 ) -> Path:
     """Write `README.md` into `folder`.
@@ -44,15 +48,22 @@ def write_model_card(
         before, after: Held-out figures; the table needs both.
         versions: Of the libraries that trained it.
         hub_models: Hub ids that this student descends from, for the card's metadata; others are left out.
+        datasets: What it was trained and judged on; hub ids go into the metadata, others are left out.
+        licence: Of the model that the student started as, as its own card says it; None where that is not known.
         measure: What the divergences are.
 
     Returns:
         The file.
     """
-    head = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["distillation"]}
-    bases = [model for model in hub_models if re.fullmatch(r"[\w.-]+/[\w.-]+", model)]
-    if bases:
-        head["base_model"] = bases
+    head: dict[str, str | list[str]] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["distillation"],
+    }
+    for key, names in (("base_model", hub_models), ("datasets", datasets)):
+        if known := [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name)]:
+            head[key] = known
+    head["license"] = licence or "unknown"  # the hub's own word for it
     parts = [
         # JSON is YAML, and quotes every text
         "---\n" + "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items()) + "\n---",
@@ -86,6 +97,21 @@ def write_model_card(
     path = folder / "README.md"
     write_text(path, "\n\n".join(parts) + "\n")
     return path
+
+
+def licence_of(model: str) -> str | None:
+    """The licence in the card of a model on this machine (a folder, or the hub's cache); None without one."""
+    from huggingface_hub import metadata_load, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        local = Path(model).expanduser() / "README.md"
+        path = local if local.is_file() else try_to_load_from_cache(model, "README.md")
+        found = metadata_load(path) if isinstance(path, str | Path) else None
+    except (OSError, ValueError, HFValidationError, yaml.YAMLError):  # somebody else's file
+        return None
+    value = (found or {}).get("license")
+    return value if isinstance(value, str) and re.fullmatch(r"[a-z0-9.-]{1,64}", value) else None
 
 
 def figures_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str:

@@ -119,13 +119,23 @@ class ProgressReport(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Show the figures of a logging step."""
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
+        if not state.is_world_process_zero or not logs:
+            return
+        if "loss" not in logs:
+            self._show_held_out(state, logs)
             return
         left = f"  {self._time_left(state)} left" if self._bar is None else ""
         self.console.print(  # above the bar, where there is one
             f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}",
             highlight=False, markup=False, soft_wrap=self._bar is None,
         )  # fmt: skip
+
+    def _show_held_out(self, state: Any, logs: dict[str, Any]) -> None:
+        """A line for an evaluation along the way."""
+        figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
+        if "loss" in figures:
+            text = f"step {state.global_step}/{state.max_steps}  held out: {figures_line(figures, self.measure)}"
+            self.console.print(text, highlight=False, markup=False, soft_wrap=self._bar is None)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the bar down."""
