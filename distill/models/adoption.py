@@ -96,7 +96,7 @@ class AutoFusedModelForCausalLM:
     @classmethod
     def from_pretrained(
         cls,
-        *args: object,
+        *args: Any,
         role: Role = "student",
         attention: str | None = "triton",
         keep_logits: bool = False,
@@ -120,12 +120,14 @@ def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> st
     if not hasattr(model, "_prepare_cache_for_generation"):
         return "this version of transformers makes its cache elsewhere"
 
-    @functools.wraps(type(model)._prepare_cache_for_generation)
+    kind: Any = type(model)
+
+    @functools.wraps(kind._prepare_cache_for_generation)
     def prepare(
         self: PreTrainedModel, config: GenerationConfig, inputs: dict[str, object], mode: GenerationMode, batch: int,
         longest: int,
     ) -> None:  # fmt: skip
-        type(self)._prepare_cache_for_generation(self, config, inputs, mode, batch, longest)
+        kind._prepare_cache_for_generation(self, config, inputs, mode, batch, longest)
         cache, weight = inputs.get("past_key_values"), next(self.parameters())
         fresh = isinstance(cache, DynamicCache) and not cache.offloading and cache.get_seq_length() == 0
         fresh = fresh and not getattr(cache, "_is_user_defined", False)
@@ -143,7 +145,7 @@ def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> st
                     "%.1f GiB are free; a smaller max_new_tokens lets it", need / 2**30, longest + 1, free / 2**30,
                 )  # fmt: skip
 
-    model._prepare_cache_for_generation = types.MethodType(prepare, model)
+    model.__dict__["_prepare_cache_for_generation"] = types.MethodType(prepare, model)
     undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
     return None
 
