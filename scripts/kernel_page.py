@@ -180,8 +180,6 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
             "`transformers.Trainer` with a loss of one's own",
             _BY_CLAIM["training step, 8B to 1B"],
         ),
-        Entry("patch", "(puts our kernels into a loaded model; with `labels` no logits are made)"),
-        Entry("unpatch", "(takes them out again)"),
         Entry("AutoFusedModelForCausalLM", "`AutoModelForCausalLM`"),
         Entry("patch", "layers, attention and loss of a model that is loaded"),
         Entry("unpatch", "nothing: gives a patched model its own forwards back"),

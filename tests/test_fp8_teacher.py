@@ -100,5 +100,5 @@ def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
     )
     for device in (torch.device("cuda", 0), torch.device("cpu")):
         context = OpenContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
-        model.ModelSource(recipe)._load(context)
+        model.ModelSource(recipe).load(context)
     assert ways == ["load_a_layer_at_a_time" if alone else "load_teacher", "load_teacher"]

@@ -129,10 +129,10 @@ def a_bad_head(made, subject):
 
 
 def a_bad_cache(made, subject):
-    cache, said = subject.teacher.cache, TeacherCache.said
-    cache.said = lambda given: {
+    cache, look_up = subject.teacher.cache, TeacherCache.look_up
+    cache.look_up = lambda rows: {
         name: value.float() * math.nan if name == "cached_logprobs" else value
-        for name, value in said(cache, given).items()
+        for name, value in look_up(cache, rows).items()
     }
 
 

@@ -221,7 +221,7 @@ def test_the_command_that_cache_prints_keeps_the_overrides(folder, capsys):
         ("def mine(s, t, labels):\n    return s.sum()", r"expected a loss a row, a tensor of \[\d+\], got \[\]"),
         (
             "def mine(s, t, labels):\n    return s @ t",
-            r"line 3: mine with logits \[\d+, 259\]: RuntimeError",
+            r"line 2: mine with logits \[\d+, 259\]: RuntimeError",
         ),
     ],
 )

@@ -238,7 +238,7 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
     [
         (["train.learning_rate=0.2"], "there train.learning_rate is 0.1, now 0.2; of a run that is resumed"),
         (["loss.terms.0.weight=0.5"], "there loss.terms.0.weight is 1.0, now 0.5"),
-        (["train.max_grad_norm=2"], "train.gradient_checkpointing, train.save_every"),
+        (["train.max_grad_norm=2"], "train.gradient_checkpointing, train.cuda_graph, train.save_every"),
         (["train.steps=7"], "there train.steps is 6, now 7"),
         (["data.max_length=16"], "there data.max_length is 32, now 16"),
         (["student.lora={r: 2}"], "there student.lora is null, now a section of 5"),

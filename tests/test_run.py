@@ -45,7 +45,8 @@ def recipe(*overrides):
     )
 
 
-def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys):
+def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys, monkeypatch):
+    monkeypatch.setattr("distill.run.command_line", [])
     result = run(recipe("train.save_every=4", "train.eval_every=3"))
     assert result.folder.as_posix() == "runs/tiny" and result.steps == 6
     written = (

@@ -282,7 +282,7 @@ def test_inspect_marks_what_is_only_read(folder, capsys):
 def test_tokens_show_documents_and_shades():
     row = {"input_ids": [10, 11, 12, 13], "labels": [-100, 11, 12, 13], "position_ids": [0, 1, 0, 1]}
     tokens = tokens_of(row, None, [None, 0.5, None, 1.0])
-    assert plain_text(tokens) == "--- document 1\n«10 »11 \n--- document 2\n«12 »13 "
+    assert plain_text(tokens) == "--- document 1\n«10 »11 [0.50]\n--- document 2\n«12 »13 [1.00]"
     drawn = rich_text(tokens)
     assert drawn.plain.count("document") == 2
     assert {str(span.style) for span in drawn.spans} >= {"dim", "white on rgb(255,40,60)"}

@@ -98,7 +98,7 @@ class Train(Section):
     precision: DType = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
-    cuda_graph: Literal["auto"] | bool = "auto"
+    cuda_graph: Literal["auto", True, False] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     save_every: Count | None = None
     eval_every: Count | None = None
