@@ -1,5 +1,7 @@
 """What people stumble on who come from elsewhere: other names, small data, runs that do not compare."""
 
+import contextlib
+import errno
 import io
 import json
 import os
@@ -323,3 +325,15 @@ def test_the_card_says_what_the_hub_reads(tmp_path):
 def test_shipped_recipes_draw_held_out_curves():
     for recipe in shipped_recipes():
         assert load_recipe(recipe.path).train.eval_every is not None, recipe.name
+
+
+@pytest.mark.parametrize("number, goes_on", [(errno.EIO, True), (errno.ENOSPC, False)])
+def test_a_terminal_that_is_gone_before_its_signal_is_heard_ends_nothing(number, goes_on):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise OSError(number, os.strerror(number))
+
+    report = ProgressReport(Console(file=Gone(), width=80, force_terminal=True, legacy_windows=False))
+    state = types.SimpleNamespace(is_world_process_zero=True, global_step=1, max_steps=2)
+    with contextlib.nullcontext() if goes_on else pytest.raises(OSError):
+        report.on_log(None, state, None, {"loss": 0.5})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import math
 import os
@@ -25,6 +26,17 @@ KEY = 12  # columns of the key in a line such as `steps       40 of 512 tokens`
 def visible(text: str) -> str:
     """`text` with its control characters but tabs and line ends written out, so that none reaches a terminal."""
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+@contextlib.contextmanager
+def terminal_may_be_lost() -> Iterator[None]:
+    """A write to a terminal that is gone fails before the signal that says so is heard; what was to be shown is lost,
+    and the work goes on to where the signal is looked at."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 class VisibleFormatter(logging.Formatter):
@@ -104,7 +116,8 @@ def say(line: str) -> None:
     if sys.stdout.isatty():
         width = Console().width
         lines = [part for line in lines for part in _wrapped(line, width)]
-    print("\n".join(lines), flush=True)
+    with terminal_may_be_lost():
+        print("\n".join(lines), flush=True)
 
 
 def _wrapped(line: str, width: int) -> list[str]:
@@ -123,8 +136,9 @@ def complain(message: str) -> None:
     """One line a fault on standard error, with the rank in a run of several processes."""
     rank = os.environ.get("RANK", "0")
     prefix = "distill: " if rank == "0" else f"distill (rank {rank}): "
-    for line in message.split("\n"):
-        print(prefix + visible(line), file=sys.stderr, flush=True)
+    with terminal_may_be_lost():
+        for line in message.split("\n"):
+            print(prefix + visible(line), file=sys.stderr, flush=True)
 
 
 def plain(value: object) -> object:

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from distill.core.console import terminal_may_be_lost
 from distill.core.files import write_text
 from distill.teachers.measure import KL, Measure
 
@@ -110,7 +111,8 @@ class ProgressReport(TrainerCallback):
             transient=True,
         )
         self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step)
-        self._bar.start()
+        with terminal_may_be_lost():
+            self._bar.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance the bar."""
@@ -125,16 +127,17 @@ class ProgressReport(TrainerCallback):
             self._show_held_out(state, logs)
             return
         left = f"  {self._time_left(state)} left" if self._bar is None else ""
-        self.console.print(  # above the bar, where there is one
-            f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}",
-            highlight=False, markup=False, soft_wrap=self._bar is None,
-        )  # fmt: skip
+        self._show(f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}")
 
     def _show_held_out(self, state: Any, logs: dict[str, Any]) -> None:
         """A line for an evaluation along the way."""
         figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
         if "loss" in figures:
-            text = f"step {state.global_step}/{state.max_steps}  held out: {figures_line(figures, self.measure)}"
+            self._show(f"step {state.global_step}/{state.max_steps}  held out: {figures_line(figures, self.measure)}")
+
+    def _show(self, text: str) -> None:
+        """A line, above the bar where there is one."""
+        with terminal_may_be_lost():
             self.console.print(text, highlight=False, markup=False, soft_wrap=self._bar is None)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -144,8 +147,9 @@ class ProgressReport(TrainerCallback):
     def stop(self) -> None:
         """Take the bar down, also after an error or Ctrl-C."""
         if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+            bar, self._bar = self._bar, None
+            with terminal_may_be_lost():
+                bar.stop()
 
     def _time_left(self, state: Any) -> str:
         done = state.global_step - self._start_step
