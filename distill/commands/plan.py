@@ -165,7 +165,7 @@ def inspect(
     """Show rows as training will see them: what is learned, what is only read, where documents begin.
 
     In a terminal learned tokens are green and others dim; elsewhere what is only read stands in «», and a shade
-    after its token as [0.52], in nats.
+    after its token in brackets, in nats.
 
     \b
     distill inspect chat-8b-to-1b.yaml
