@@ -7,7 +7,7 @@
 
 The lock is the system's (flock on a file in the folder), so that it ends with its processes however they end. That of
 another machine may not be seen through a shared disk: the file therefore says who holds it, and a counter in it goes
-up every few seconds; a file of another machine whose counter stands still has been left behind.
+up every few seconds; a file of another machine whose counter stands still is that of a run that ended.
 """
 
 from __future__ import annotations

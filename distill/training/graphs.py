@@ -1,6 +1,6 @@
 """Whether a run's steps are replayed from CUDA graphs: what `train.cuda_graph` means.
 
-    trainer.add_callback(GraphedSteps(models, "auto"))
+    trainer.add_callback(GraphedSteps([("teacher", teacher), ("student", student)]))
 
 A few steps run launched, so that kernels are compiled and tuned and the optimizer has its states. With `auto` some more
 are timed launched and as many replayed, and the faster way is kept: a graph must win by `WINS`, since it holds memory.
