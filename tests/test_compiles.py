@@ -166,8 +166,14 @@ TILED = {"_forward_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_
 def that_fit(family, snippet):
     """The snippet's kernels, which keep to the family's shared memory and to their registers."""
     kernels = compiled(family, SETUP + snippet)
+    assert all(kernel.spilled <= MOST_SPILLED for kernel in within_shared(family, kernels)), kernels
+    return kernels
+
+
+def within_shared(family, kernels):
+    """The kernels, none of which wants more shared memory than the family has."""
     limit = launch.FAMILIES[family].shared_bytes
-    assert all(kernel.spilled <= MOST_SPILLED and kernel.shared <= limit for kernel in kernels), kernels
+    assert all(kernel.shared <= limit for kernel in kernels), kernels
     return kernels
 
 
@@ -178,8 +184,9 @@ def test_kernels_compile_for_sm_90(name):
     assert kernels <= {kernel.kernel for kernel in that_fit("sm_90", snippet)}
 
 
-# where a kernel spills more than it may: the gradient of attention's keys (a window, a soft cap or documents at D = 64
-# on sm_90: 956 bytes), the last part of decoding at D = 256 (68 to 72 bytes)
+TOO_LARGE = {("attention of 256", "sm_100")}  # a fault: a kernel that cannot be launched there
+# where a kernel spills more than it may, for instance the gradient of attention's keys at D = 64 on sm_90 (956 bytes in
+# one of its forms) and a decoding kernel among the products (68 to 72 bytes)
 SPILLS = {
     "attention of 64": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100"),
     "attention of 128": ("sm_80", "sm_90", "sm_100"),
@@ -189,21 +196,23 @@ SPILLS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name, family",
-    [
-        pytest.param(
-            name, family, marks=[pytest.mark.xfail(strict=True, reason="spills")] * (family in SPILLS.get(name, ()))
-        )
-        for name in OF_FAMILIES
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", OF_FAMILIES)
 def test_kernels_fit_every_family(name, family):
     """Within its shared memory, without spills, tiles loaded ahead and multiplied on tensor cores."""
-    products = [kernel for kernel in that_fit(family, OF_FAMILIES[name]) if kernel.kernel in TILED]
+    kernels = compiled(family, SETUP + OF_FAMILIES[name])
+    if (name, family) in TOO_LARGE:
+        with pytest.raises(AssertionError):
+            within_shared(family, kernels)
+        pytest.xfail("a kernel wants more shared memory than the family has: it cannot be launched there")
+    within_shared(family, kernels)
+    products = [kernel for kernel in kernels if kernel.kernel in TILED]
     if name != "layers":
         assert products or not launch.FAMILIES[family].tma
     for kernel in products if name != "layers" else []:
         assert kernel.instructions & {"mma", "wgmma", "tcgen05"}, kernel
         assert kernel.instructions & {"cp.async", "tma"}, kernel
+    spilling = sorted({kernel.kernel for kernel in kernels if kernel.spilled > MOST_SPILLED})
+    assert bool(spilling) == (family in SPILLS.get(name, ())), spilling
+    if spilling:
+        pytest.xfail(f"spills: {', '.join(spilling)}")
