@@ -1,6 +1,7 @@
 """Kills, faults and flipped bits, over and over: does a run end with the bits of an undisturbed one?
 
     python -m scripts.torture --minutes 10 [--processes 2] [--seed 0]
+    python -m scripts.torture --steps 5000 --disturbances 20 --minutes 0.1 --processes 2     # one long round
 
 Each round starts a tiny run and disturbs it at random moments until it ends: kill -9 of one process or of all, SIGTERM,
 a rank stopped (SIGSTOP) and continued, a full disk (a limit on the size of files), a bit flipped in the newest
@@ -135,6 +136,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--disturbances", type=int, help="of each round; 1 to 5 by chance without it")
     arguments = parser.parse_args()
     draw, until = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
     counts: collections.Counter[str] = collections.Counter()
@@ -149,11 +151,11 @@ def main() -> int:
             number += 1
             name, done = f"round-{number}", []
             try:
-                for _ in range(draw.randint(1, 5)):
+                for _ in range(arguments.disturbances or draw.randint(1, 5)):
                     how = draw.choice(DISTURBANCES)
                     done.append(how)
                     disturb(how, runs, name, draw)
-                code = wait(runs.start(name), 300)
+                code = wait(runs.start(name), 300 + arguments.steps / 5)
                 same = code == 0 and runs.outcome(name) == expected
             except (OSError, RuntimeError, ValueError, KeyError) as error:
                 code, same = f"{type(error).__name__}: {error}", False
