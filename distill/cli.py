@@ -75,15 +75,11 @@ recipes_app = typer.Typer(
     invoke_without_command=True, rich_markup_mode=None, help="List the recipes that ship, or copy one."
 )
 app.add_typer(recipes_app, name="recipes")
-plan.register(app)
-cache.register(app)
-doctor.register(app)
-judge.register(app)
-share.register(app)
-chat.register(app)
-sample.register(app)
-verify.register(app)
-settings.register(app)
+for command in (
+    plan.check, plan.inspect, plan.bench, cache.cache, doctor.doctor, judge.evaluate, judge.compare, judge.report,
+    share.generate, share.export, chat.chat, sample.sample, verify.verify, settings.settings, settings.schema,
+):  # fmt: skip
+    app.command("eval" if command is judge.evaluate else None)(command)
 
 
 @app.callback()

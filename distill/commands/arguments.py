@@ -40,7 +40,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that replace the recipe's; the value is YAML."),
 ]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
+]
+TargetArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+BesideModel = Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")]
+BesideTeacher = Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")]
+Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")]
 
 
 def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, Recipe]:
@@ -66,6 +77,18 @@ def plugin_override(plugin: Path | None) -> list[str]:
     except OSError as error:
         raise ValueError(f"--plugin {plugin}: cannot be read: {error.strerror}") from None
     return [f"loss.plugin={{file: {json.dumps(str(plugin))}, sha256: '{hashlib.sha256(code).hexdigest()}'}}"]
+
+
+def models_to_answer(target: str, teacher: str | None, beside: bool) -> tuple[dict[str, Any], Any]:
+    """A target's student, after its teacher where one is asked for, and the student's tokenizer."""
+    from distill.evaluation.targets import find_target, load_its_teacher, load_target
+
+    without_bars()
+    source = find_target(target)
+    with console.working("loading"):
+        student, tokenizer = load_target(source)
+        asked = {"teacher": load_its_teacher(source, teacher)} if teacher is not None or beside else {}
+    return {**asked, "student": student}, tokenizer
 
 
 def without_bars() -> None:

@@ -7,7 +7,7 @@ import gc
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,11 +19,6 @@ from distill.core.units import counted
 from distill.recipe import Recipe
 
 CACHES = Path("caches")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(cache)
 
 
 def cache(
@@ -82,7 +77,7 @@ def cache(
     if not report:
         manifest = make_cache(
             loaded, folder, settings, say=(lambda line: None) if as_json else console.say,
-            progress=_silence if quiet else _bar,
+            progress=(lambda total: contextlib.nullcontext(lambda positions: None)) if quiet else _bar,
         )  # fmt: skip
     if not (first or loaded.teacher.sharded):
         return
@@ -157,41 +152,26 @@ def _show(table: Sequence[Any], positions: int, temperature: float, chosen: tupl
 
 
 @contextlib.contextmanager
-def _silence(total: int) -> Iterator[Any]:
-    """A bar that shows nothing."""
-    yield lambda positions: None
-
-
-@contextlib.contextmanager
-def _bar(total: int) -> Iterator[Any]:
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of positions; where there is no terminal, a line at each tenth of them."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    screen, start = Console(), time.perf_counter()
-    done, shown = 0, 0.0
-    if not screen.is_terminal:
-
-        def say(positions: int) -> None:
-            nonlocal done, shown
-            done += positions
-            if done >= shown + total / 10 or done == total:
-                shown = done
-                rate = done / max(time.perf_counter() - start, 1e-9)
-                console.say(f"cached {done:,} of {total:,} positions ({done / total:.0%}), {rate:,.0f}/s")
-
-        yield say
-        return
+    screen, start, done, shown = Console(), time.perf_counter(), 0, 0.0
     columns = (
         TextColumn("caching"), BarColumn(None), TextColumn("{task.completed:,.0f} of {task.total:,.0f} positions"),
         TextColumn("{task.fields[rate]}"), TimeRemainingColumn(compact=True), TextColumn("left"),
     )  # fmt: skip
-    with Progress(*columns, console=screen, expand=True) as bar:
+    with Progress(*columns, console=screen, expand=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("caching", total=total, rate="")
 
         def advance(positions: int) -> None:
-            nonlocal done
+            nonlocal done, shown
             done += positions
-            rate = done / max(time.perf_counter() - start, 1e-9)
-            bar.update(task, completed=done, rate=f"{rate:,.0f}/s")
+            rate = f"{done / max(time.perf_counter() - start, 1e-9):,.0f}/s"
+            bar.update(task, completed=done, rate=rate)
+            if bar.disable and (done >= shown + total / 10 or done == total):
+                shown = done
+                console.say(f"cached {done:,} of {total:,} positions ({done / total:.0%}), {rate}")
 
         yield advance

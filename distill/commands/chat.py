@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distill.commands.arguments import complete_run, without_bars
+from distill.commands.arguments import (
+    BesideModel,
+    BesideTeacher,
+    MaxNewTokens,
+    TargetArgument,
+    Temperature,
+    models_to_answer,
+)
 from distill.core import console
 
 if TYPE_CHECKING:
@@ -18,23 +25,13 @@ if TYPE_CHECKING:
 NEW = "/new"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to `app`."""
-    app.command()(chat)
-
-
 def chat(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run
-        ),
-    ],
-    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")] = None,
-    beside: Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")] = False,
+    target: TargetArgument,
+    teacher: BesideModel = None,
+    beside: BesideTeacher = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message to begin with.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 0.7,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.7,
 ) -> None:
     """Talk with a student, turn by turn; each model remembers its own answers.
 
@@ -46,15 +43,7 @@ def chat(
     distill chat support-bot --beside-teacher --temperature 0
     printf 'Hello!\\nAnd who are you?\\n' | distill chat support-bot
     """
-    from distill.evaluation.targets import find_target, load_its_teacher, load_target
-
-    without_bars()
-    source = find_target(target)
-    with console.working("loading"):
-        student, tokenizer = load_target(source)
-        models = {"student": student}
-        if teacher is not None or beside:
-            models = {"teacher": load_its_teacher(source, teacher), **models}
+    models, tokenizer = models_to_answer(target, teacher, beside)
     remembers = bool(getattr(tokenizer, "chat_template", None))
     if not remembers:
         console.complain("the tokenizer has no chat template: each line is continued as text, by itself")

@@ -11,11 +11,6 @@ from distill.core import console
 from distill.core.units import counted
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(doctor)
-
-
 def doctor(
     recipe: Annotated[
         str | None,

@@ -10,31 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
+from distill.commands.arguments import AsJson, RunArgument, TargetArgument, complete_run, say_json, without_bars
 from distill.core import console, launch, ranks
 from distill.core.faults import RecipeError
 from distill.core.files import write_text
 from distill.core.units import counted
 
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's folder, or its name under runs/.", autocompletion=complete_run)
-]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to `app`."""
-    app.command("eval")(evaluate)
-    app.command()(compare)
-    app.command()(report)
-
 
 def evaluate(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run
-        ),
-    ],
+    target: TargetArgument,
     teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="The teacher; a run knows its own.")] = None,
     data: Annotated[str | None, typer.Option(metavar="SOURCE", help="Text to judge on, not what was held out.")] = None,
     before: Annotated[str | None, typer.Option(metavar="MODEL", help="For the share of the gap closed.")] = None,
@@ -78,55 +62,45 @@ def evaluate(
     from accelerate import PartialState
 
     from distill.core.ranks import world_size
+    from distill.evaluation import targets
     from distill.evaluation.judge import judge
-    from distill.evaluation.targets import (
-        Target,
-        find_target,
-        held_out_rows,
-        load_its_teacher,
-        load_target,
-        measure_of_target,
-        shared_vocabulary,
-        takes_shards,
-        tokenizer_section,
-    )
     from distill.models.load import load_tokenizer
     from distill.models.packed import keeps_apart
     from distill.recipe import Student
     from distill.teachers.measure import shown as figure_shown
 
-    found = find_target(target)
+    found = targets.find_target(target)
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device="auto")
-    if processes > 1 and takes_shards(found, teacher, processes, batch_size):
+    if processes > 1 and targets.takes_shards(found, teacher, processes, batch_size):
         raise typer.Exit(launch.restart(processes))
     first, world = ranks.is_first(), world_size()
     if world > 1:
-        if not takes_shards(found, teacher, world, batch_size):
+        if not targets.takes_shards(found, teacher, world, batch_size):
             raise ValueError(
                 f"parallel.teacher: {world} processes judge together only by a teacher in shards (sharded, in the "
                 "run's recipe); start distill eval without a launcher"
             )
         PartialState(cpu=not torch.cuda.is_available())  # they find each other, and judge the same rows
-    measure = measure_of_target(found, teacher)
+    measure = targets.measure_of_target(found, teacher)
     by_spans = measure.unit != "token"
     with console.working("loading models and data"):
-        large = load_its_teacher(found, teacher, in_shards=world > 1)
-        tokenizer = load_tokenizer(tokenizer_section(found, teacher))
-        student, own = load_target(found)
+        large = targets.load_its_teacher(found, teacher, in_shards=world > 1)
+        tokenizer = load_tokenizer(targets.tokenizer_section(found, teacher))
+        student, own = targets.load_target(found)
         packing = all(keeps_apart(model) for model in (student, large))
         if by_spans:
             look = _across(found, own, tokenizer)
-            rows = held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
+            rows = targets.held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
         else:
-            columns = shared_vocabulary(student, large, own, tokenizer)
+            columns = targets.shared_vocabulary(student, large, own, tokenizer)
             look = functools.partial(judge, vocab_size=columns, batch_size=batch_size)
-            rows = held_out_rows(found, data, tokenizer, max_rows, max_length, packing=packing)
+            rows = targets.held_out_rows(found, data, tokenizer, max_rows, max_length, packing=packing)
     passes = len(rows) * (1 if before is None else 2)
     with console.progress("comparing", passes) if first else contextlib.nullcontext() as advance:
         after = look(student, large, rows, advance=advance)
         closed = None
         if before is not None:
-            earlier, _ = load_target(Target(Student(model=before)))
+            earlier, _ = targets.load_target(targets.Target(Student(model=before)))
             closed = after.gap_closed(look(earlier, large, rows, advance=advance))
     if not first:
         return
@@ -165,33 +139,26 @@ def _run_tasks(
     folder: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """The student, the student before and the teacher, where they are known, on the harness's tasks."""
-    from distill.evaluation.targets import (
-        Target,
-        find_target,
-        knows_one_teacher,
-        load_its_teacher,
-        load_target,
-        takes_shards,
-    )
+    from distill.evaluation import targets
     from distill.evaluation.tasks import check_tasks, run_tasks
     from distill.recipe import Student
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    found = find_target(target)
-    asked = teacher is not None or knows_one_teacher(found)
-    if asked and takes_shards(found, teacher, launch.visible_gpus(), batch_size):
+    found = targets.find_target(target)
+    asked = teacher is not None or targets.knows_one_teacher(found)
+    if asked and targets.takes_shards(found, teacher, launch.visible_gpus(), batch_size):
         raise ValueError(
             "parallel.teacher: tasks are answered by whole models, and this teacher is held in shards; where it fits "
             "one GPU, CUDA_VISIBLE_DEVICES=0 takes one"
         )
     found_tasks = check_tasks(names, folder)
     with console.working("loading models"):
-        student, tokenizer = load_target(found)
+        student, tokenizer = targets.load_target(found)
         models = {"student": student}
         if before is not None:
-            models["before"], _ = load_target(Target(Student(model=before)))
+            models["before"], _ = targets.load_target(targets.Target(Student(model=before)))
         if asked:
-            models["teacher"] = load_its_teacher(found, teacher)
+            models["teacher"] = targets.load_its_teacher(found, teacher)
     scores = run_tasks(models, tokenizer, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:
         say_json(scores)

@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from distill.planning.preflight import Preflight
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to `app`."""
-    app.command()(check)
-    app.command()(inspect)
-    app.command()(bench)
-
-
 def check(
     recipe: RecipeArgument,
     overrides: Overrides = None,

@@ -12,7 +12,16 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
+from distill.commands.arguments import (
+    AsJson,
+    MaxNewTokens,
+    Overrides,
+    RecipeArgument,
+    Temperature,
+    load_recipe,
+    say_json,
+    without_bars,
+)
 from distill.core import console, launch, ranks
 from distill.core.units import counted
 from distill.recipe.compatibility import require_command
@@ -33,11 +42,6 @@ class EngineName(StrEnum):
     vllm = "vllm"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command of this file to `app`."""
-    app.command()(sample)
-
-
 def sample(
     recipe: RecipeArgument,
     prompts: Annotated[
@@ -46,8 +50,8 @@ def sample(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Answers go to this .jsonl; what is there is kept.")],
     who: Annotated[Who, typer.Option("--from", help="Whose answers.")],
     overrides: Overrides = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 1.0,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 1.0,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts answered at once.")] = 32,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     engine: Annotated[EngineName, typer.Option(help="What generates.")] = EngineName.distill,
@@ -101,18 +105,16 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    screen = Console(stderr=True)
-    if not screen.is_terminal:
-        tenths = [-1]
+    screen, tenth = Console(stderr=True), -1
+    columns = (TextColumn("prompts"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, expand=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("prompts", total=None)
 
-        def line(done: int, total: int) -> None:
-            if done * 10 // total > tenths[0]:
-                tenths[0] = done * 10 // total
+        def show(done: int, total: int) -> None:
+            nonlocal tenth
+            bar.update(task, completed=done, total=total)
+            if bar.disable and done * 10 // total > tenth:
+                tenth = done * 10 // total
                 print(f"{done:,} of {total:,} prompts", file=sys.stderr, flush=True)
 
-        yield line
-        return
-    columns = (TextColumn("prompts"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen, expand=True) as bar:
-        task = bar.add_task("prompts", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield show

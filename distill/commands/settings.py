@@ -19,12 +19,6 @@ def complete_setting(incomplete: str) -> list[str]:
     return [path for path in paths if path.startswith(incomplete)]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to `app`."""
-    app.command()(settings)
-    app.command()(schema)
-
-
 def settings(
     field: Annotated[
         str | None,

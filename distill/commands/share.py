@@ -9,28 +9,28 @@ from typing import Annotated
 
 import typer
 
-from distill.commands.arguments import AsJson, complete_run, say_json, without_bars
+from distill.commands.arguments import (
+    AsJson,
+    BesideModel,
+    BesideTeacher,
+    MaxNewTokens,
+    RunArgument,
+    TargetArgument,
+    Temperature,
+    models_to_answer,
+    say_json,
+    without_bars,
+)
 from distill.core import console
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to `app`."""
-    app.command()(generate)
-    app.command()(export)
-
-
 def generate(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN_OR_MODEL", help="A run, or a model's folder or hub id.", autocompletion=complete_run
-        ),
-    ],
+    target: TargetArgument,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask; may be repeated.")],
-    teacher: Annotated[str | None, typer.Option(metavar="MODEL", help="Answer beside this teacher.")] = None,
-    beside: Annotated[bool, typer.Option("--beside-teacher", help="Answer beside the run's own teacher.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Length of an answer at most.")] = 128,
-    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for the likeliest token.")] = 0.0,
+    teacher: BesideModel = None,
+    beside: BesideTeacher = False,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
     kernels: Annotated[
         str, typer.Option(metavar="NAME", help="auto, or triton: no kernel of CUDA's libraries, on sm_90 or later.")
     ] = "auto",
@@ -45,33 +45,22 @@ def generate(
     distill generate support-bot -p "Why is the sky blue?" --kernels triton
     """
     from distill.evaluation.generate import TritonAnswers, stream
-    from distill.evaluation.targets import find_target, load_its_teacher, load_target
 
     if kernels not in ("auto", "triton"):
         raise ValueError(f"--kernels: expected auto or triton, got {kernels!r}")
-    without_bars()
-    source = find_target(target)
-    with console.working("loading"):
-        student, tokenizer = load_target(source)
-        models = {"student": student}
-        if teacher is not None or beside:
-            models = {"teacher": load_its_teacher(source, teacher), **models}
-        answerers = {
-            name: TritonAnswers(model, tokenizer) if kernels == "triton" else partial(stream, model, tokenizer)
-            for name, model in models.items()
-        }
+    models, tokenizer = models_to_answer(target, teacher, beside)
+    answerers = {
+        name: TritonAnswers(model, tokenizer) if kernels == "triton" else partial(stream, model, tokenizer)
+        for name, model in models.items()
+    }
     answers: list[dict[str, str]] = []
     for text in prompt:
         answers.append({"prompt": text})
         for name, answer in answerers.items():
             if not as_json:
                 console.say(f"--- {name}" if len(prompt) == 1 else f"--- {name}: {text}")
-            answers[-1][name] = answer(
-                text,
-                (lambda piece: None) if as_json else _write,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-            )
+            write = (lambda piece: None) if as_json else _write
+            answers[-1][name] = answer(text, write, max_new_tokens=max_new_tokens, temperature=temperature)
             if not as_json:
                 console.say("")
     if as_json:
@@ -84,9 +73,7 @@ def _write(piece: str) -> None:
 
 
 def export(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder, or its name.", autocompletion=complete_run)
-    ],
+    run: RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FOLDER", help="Where to.")],
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file at most.")] = "5GB",

@@ -17,11 +17,6 @@ from distill.core.units import counted
 Line = tuple[str, str, bool]  # what was read, what it is like, whether it is sound
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(verify)
-
-
 def verify(
     target: Annotated[
         str,
