@@ -186,7 +186,7 @@ NOTHING = lines([{"text": ""}, {"text": None}])
         ("a.json", b'[{"text": "a"}, {"text"', "data.source: a.json is not valid JSON"),
         ("a.json", DEEP.encode(), "data.source: a.json is not valid JSON"),
         ("a.json", b'[{"text": ' + DIGITS.encode() + b"}]", "data.source: a.json is not valid JSON"),
-        ("a.json", b"7", "expected a list of objects; came int"),
+        ("a.json", b"7", "expected a list of objects; got int"),
         ("a.csv", b"text\n", "it is empty"),
         ("a.csv", b"text,text\na,b\n", "two columns called 'text'"),
         ("a.txt", bytes(range(256)) * 40, "convert the file to UTF-8"),

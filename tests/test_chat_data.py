@@ -8,8 +8,8 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import FROZEN_DAY
-from distill.data.labels import IGNORE_INDEX
 from distill.data.load import load_data
 from distill.evaluation.targets import find_target, held_out_rows
 from distill.generation.answers import encode_prompt

@@ -134,7 +134,7 @@ def test_completion_offers_recipes(folder):
         (["validate", "mine.yaml", "loss.temperature=0"], "loss.temperature: expected a number above 0"),
         (
             ["validate", "mine.yaml", "student.init=random", "student.config=lama-3.2-1b"],
-            "student.config: expected a config.json, a folder with one, or a shipped architecture, came 'lama-3.2-1b'; "
+            "student.config: expected a config.json, a folder with one, or a shipped architecture, got 'lama-3.2-1b'; "
             "did you mean llama-3.2-1b?",
         ),
         (["run", "mine.yaml", "--name", "../x"], "--name: expected letters, digits"),
@@ -158,7 +158,7 @@ def test_exit_codes_of_the_installed_command():
     result = distill("validate", "recipes/quickstart.yaml", "train.steps=0")
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == (
-        f"distill: {Path('recipes/quickstart.yaml')}: train.steps: expected a number at least 1, came 0\n"
+        f"distill: {Path('recipes/quickstart.yaml')}: train.steps: expected a number at least 1, got 0\n"
     )
     assert distill("validate", "quickstart").returncode == 0
     assert distill("validate", "quickstart", "x=1", RANK="3").stderr.startswith("distill (rank 3): ")

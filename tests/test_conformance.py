@@ -8,7 +8,7 @@ import pytest
 from subjects import KINDS, RECIPES
 
 from distill.cli import run_command
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 from distill.doctor import examine, invariants_runs
 from distill.doctor.invariants import CHECKS, Finding
 from distill.doctor.references import REFERENCES

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
+from distill.core.labels import IGNORE_INDEX
 from distill.data import token_cache, tokenise
-from distill.data.labels import IGNORE_INDEX
 from distill.data.load import load_data
 from distill.data.token_cache import cache_root, tokenizer_hash
 from distill.recipe import Data
@@ -317,7 +317,7 @@ def test_bad_rows_are_counted_by_reason_and_the_good_ones_stay(tmp_path, tokeniz
         "invalid Unicode": 1, "invalid UTF-8": 1,
     }  # fmt: skip
     assert report.documents + report.validation_documents == 3
-    assert "row 6: column 'text': expected text, came int" in str(report)
+    assert "row 6: column 'text': expected text, got int" in str(report)
 
 
 def test_a_line_of_a_million_characters_is_cut_like_any_text(tmp_path, tokenizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_tokenizer
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 from distill.data.load import load_data
 from distill.planning.inspect_batches import plain_text, tokens_of
 from distill.recipe import Data

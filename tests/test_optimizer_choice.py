@@ -72,7 +72,7 @@ def test_an_optimizer_that_cannot_be_had_is_told_before_the_run(workplace):  # n
 def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypatch):  # noqa: F811
     monkeypatch.setattr(run_arguments, "get_available_reporting_integrations", lambda: ["tensorboard"])
     run_arguments.require_reports(["tensorboard", "all"])
-    for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; came wandbb")):
+    for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; got wandbb")):
         with pytest.raises(ValueError, match=rf"^train\.report_to: {expected}"):
             run(small(f"train.report_to={name}"))
     assert not (workplace / "runs").exists()

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.data.collator import Collator, valid_rows
-from distill.data.labels import IGNORE_INDEX, shift_labels
 from distill.data.packing import Documents, Ragged, best_fit
 
 LENGTHS = st.lists(st.integers(2, 16), min_size=1, max_size=60)

@@ -75,53 +75,53 @@ def test_recipes_cannot_be_changed():
         ("student.lora.size=8", "my.yaml: student.lora.size: unknown field; known: r, alpha, dropout, targets, head"),
         ("loss.terms.0.type=forward-kl", "my.yaml: loss.terms.0: unknown type 'forward-kl'; did you mean forward_kl?"),
         ("loss.terms.0.beta=0.5", "my.yaml: loss.terms.0.beta: unknown field; known: type, weight"),
-        ("train.steps=ten", "my.yaml: train.steps: expected a whole number, came 'ten'"),
-        ("train.steps=1.5", "my.yaml: train.steps: expected a whole number, came 1.5"),
-        ("train.steps=true", "my.yaml: train.steps: expected a whole number, came true"),
-        ("train.steps=0", "my.yaml: train.steps: expected a number at least 1, came 0"),
-        ("train.learning_rate=.nan", "my.yaml: train.learning_rate: expected a finite number, came nan"),
-        ("train.learning_rate=.inf", "my.yaml: train.learning_rate: expected a finite number, came inf"),
-        ("train.warmup=1.5", "a whole number of steps, or a share of them between 0 and 1, came 1.5"),
-        ("train.warmup=-1", "a whole number of steps, or a share of them between 0 and 1, came -1"),
-        ("loss.temperature=0", "my.yaml: loss.temperature: expected a number above 0, came 0"),
-        ("loss.temperature=-1.5", "my.yaml: loss.temperature: expected a number above 0, came -1.5"),
-        ("train.schedule=cosin", "came 'cosin'; did you mean cosine?"),
-        ("train.device=gpu", "my.yaml: train.device: expected one of auto, cpu, cuda, came 'gpu'"),
-        ("teacher.model=7", "my.yaml: teacher.model: expected text (put it in quotes), came 7"),
+        ("train.steps=ten", "my.yaml: train.steps: expected a whole number, got 'ten'"),
+        ("train.steps=1.5", "my.yaml: train.steps: expected a whole number, got 1.5"),
+        ("train.steps=true", "my.yaml: train.steps: expected a whole number, got true"),
+        ("train.steps=0", "my.yaml: train.steps: expected a number at least 1, got 0"),
+        ("train.learning_rate=.nan", "my.yaml: train.learning_rate: expected a finite number, got nan"),
+        ("train.learning_rate=.inf", "my.yaml: train.learning_rate: expected a finite number, got inf"),
+        ("train.warmup=1.5", "a whole number of steps, or a share of them between 0 and 1, got 1.5"),
+        ("train.warmup=-1", "a whole number of steps, or a share of them between 0 and 1, got -1"),
+        ("loss.temperature=0", "my.yaml: loss.temperature: expected a number above 0, got 0"),
+        ("loss.temperature=-1.5", "my.yaml: loss.temperature: expected a number above 0, got -1.5"),
+        ("train.schedule=cosin", "got 'cosin'; did you mean cosine?"),
+        ("train.device=gpu", "my.yaml: train.device: expected one of auto, cpu, cuda, got 'gpu'"),
+        ("teacher.model=7", "my.yaml: teacher.model: expected text (put it in quotes), got 7"),
         ("teacher.model=", "my.yaml: teacher: model is missing: a hub id, a local folder"),
-        ("teacher=big", "expected a section of key: value lines, came 'big'; as in teacher: {model: big}"),
+        ("teacher=big", "expected a section of key: value lines, got 'big'; as in teacher: {model: big}"),
         ("teacher.init=random", "my.yaml: teacher: init: random needs config"),
         ("train.epochs=2", None),
-        ("data.packing=yes", "my.yaml: data.packing: expected true or false, came 'yes'"),
-        ("data.max_length=1", "my.yaml: data.max_length: expected a number at least 2, came 1"),
-        ("data.validation.fraction=1", "my.yaml: data.validation.fraction: expected a number below 1, came 1"),
+        ("data.packing=yes", "my.yaml: data.packing: expected true or false, got 'yes'"),
+        ("data.max_length=1", "my.yaml: data.max_length: expected a number at least 2, got 1"),
+        ("data.validation.fraction=1", "my.yaml: data.validation.fraction: expected a number below 1, got 1"),
         ("student.from_teacher={layers: 3, keep: [1]}", "give exactly one of layers"),
         ("student.from_teacher.keep=[3, 1]", "my.yaml: student.from_teacher: expected keep to be an ascending list"),
         (
             "student.lora.targets=[]",
-            "my.yaml: student.lora.targets: expected text or a list of texts, came a list of 0",
+            "my.yaml: student.lora.targets: expected text or a list of texts, got a list of 0",
         ),
-        ("student.lora.dropout=1", "my.yaml: student.lora.dropout: expected a number below 1, came 1"),
-        ("loss.terms=[]", "my.yaml: loss.terms: expected at least 1 of them, came a list of 0"),
+        ("student.lora.dropout=1", "my.yaml: student.lora.dropout: expected a number below 1, got 1"),
+        ("loss.terms=[]", "my.yaml: loss.terms: expected at least 1 of them, got a list of 0"),
         ("loss.terms=[{weight: 1}]", "my.yaml: loss.terms.0: type is missing; known: forward_kl, reverse_kl"),
-        ("loss.terms.0.weight=-1", "my.yaml: loss.terms.0.weight: expected a number at least 0, came -1"),
+        ("loss.terms.0.weight=-1", "my.yaml: loss.terms.0.weight: expected a number at least 0, got -1"),
         ("loss.terms.0.weight=0", "my.yaml: loss: every term has weight 0"),
         ("loss.label_smoothing=0.1", "my.yaml: loss: label_smoothing belongs to the cross_entropy term"),
         ("loss.z_loss=1e-4", "my.yaml: loss: z_loss belongs to the cross_entropy term"),
-        ("train.tokens_per_step=100", "train.batch_size 1 x data.max_length 1024 = 1024; came 100"),
+        ("train.tokens_per_step=100", "train.batch_size 1 x data.max_length 1024 = 1024; got 100"),
         ("train.arguments.learning_rate=1", "arguments.learning_rate is set by train.learning_rate; set it there"),
-        ("train.arguments=[1]", "my.yaml: train.arguments: expected a section of key: value lines, came a list of 1"),
-        ("train.report_to=[1]", "my.yaml: train.report_to.0: expected text (put it in quotes), came 1"),
+        ("train.arguments=[1]", "my.yaml: train.arguments: expected a section of key: value lines, got a list of 1"),
+        ("train.report_to=[1]", "my.yaml: train.report_to.0: expected text (put it in quotes), got 1"),
         ("name=a/b", "my.yaml: name: expected letters, digits"),
         ("name=..", "my.yaml: name: expected letters, digits"),
-        ("train.steps" + "=1" + "0" * 40, "came a number of more than 30 digits"),
+        ("train.steps" + "=1" + "0" * 40, "got a number of more than 30 digits"),
         ("train.log_every", "expected an override key.sub=value"),
         ("=3", "expected an override key.sub=value"),
         ("train..steps=3", "expected an override key.sub=value"),
         ("train.steps=[", "override train.steps: not valid YAML"),
         ("train.steps.x=1", "train.steps.x: train.steps is 10, not a section"),
-        ("loss.terms.2.weight=1", "loss.terms.2.weight: loss.terms is a list of 2, numbered from 0; came 2"),
-        ("loss.terms.first.weight=1", "loss.terms is a list of 2, numbered from 0; came first"),
+        ("loss.terms.2.weight=1", "loss.terms.2.weight: loss.terms is a list of 2, numbered from 0; got 2"),
+        ("loss.terms.first.weight=1", "loss.terms is a list of 2, numbered from 0; got first"),
     ],
 )
 def test_each_mistake_is_answered_in_one_line(override, expected):
@@ -139,16 +139,16 @@ def test_trade_off_knobs_are_refused_with_the_reason(name):
 
 
 def test_one_teacher_or_several():
-    assert "my.yaml: teachers: give either teacher or teachers; came both" in fault(MINIMAL + "teachers: [{model: a}]")
+    assert "my.yaml: teachers: give either teacher or teachers; got both" in fault(MINIMAL + "teachers: [{model: a}]")
     assert parse(MINIMAL, ["teachers=[{model: a}]", "teacher="]).teacher.model == "a"
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("", "expected sections such as teacher:, student:, data: and train:, came null"),
-        ("- a", "came a list of 1"),
-        ("hello", "came 'hello'"),
+        ("", "expected sections such as teacher:, student:, data: and train:, got null"),
+        ("- a", "got a list of 1"),
+        ("hello", "got 'hello'"),
         ("a: [1", "not valid YAML (line 1, column"),
         ("a: 1\nb: 2\na: 3", "not valid YAML (line 3, column 1): the key a comes twice"),
         ("a: &x [1]\nb: *x", "anchors and aliases (& and *) are not supported"),
@@ -156,8 +156,8 @@ def test_one_teacher_or_several():
         ("a: !!python/object/apply:os.system [true]", "could not determine a constructor"),
         ("a: !!timestamp 2024-99-99", "not valid YAML: month must be in 1..12"),
         ("a: !!int x", "not valid YAML"),
-        ("a: !!binary aGVsbG8=", "came bytes"),
-        ("1: 2", "keys must be text, came 1"),
+        ("a: !!binary aGVsbG8=", "got bytes"),
+        ("1: 2", "keys must be text, got 1"),
         ('a: "\\ud800"', "surrogates not allowed"),
         ('"\\ud800": a', "surrogates not allowed"),
         ("? [a]\n: b", "not valid YAML"),
@@ -206,14 +206,14 @@ def test_an_override_takes_back_the_alternative_that_the_file_chose():
     assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
     assert recipe.student.model is None and recipe.student.from_teacher is not None
     assert parse(MINIMAL, ["train.epochs=2", "train.steps=7"]).train.epochs is None
-    assert "came steps 10 and epochs 2" in fault(MINIMAL.replace("steps: 10", "steps: 10, epochs: 2"))
-    assert "came neither" in fault(MINIMAL, "train.steps=")
+    assert "got steps 10 and epochs 2" in fault(MINIMAL.replace("steps: 10", "steps: 10, epochs: 2"))
+    assert "got neither" in fault(MINIMAL, "train.steps=")
 
 
 def test_the_student_has_exactly_one_source():
-    assert "came none" in fault(MINIMAL, "student.model=")
+    assert "got none" in fault(MINIMAL, "student.model=")
     both = MINIMAL.replace("{model: small}", "{model: small, from_teacher: {layers: 2}}")
-    assert "came both model and from_teacher" in fault(both)
+    assert "got both model and from_teacher" in fault(both)
     random = parse(both, ["student.init=random", "student.config=llama-3.2-1b"])
     assert random.student.init == "random"
 

@@ -137,7 +137,7 @@ def test_report_as_json_and_elsewhere(folder, tmp_path, capsys):
     [
         (["yours"], "'yours': no such run (a folder with a recipe.yaml); runs here: mine"),
         (["mine", "-o", "no/page.html"], "--output: the folder no does not exist"),
-        (["mine", "-o", "runs"], "--output: expected a file to write, came the folder runs"),
+        (["mine", "-o", "runs"], "--output: expected a file to write, got the folder runs"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, folder, capsys):

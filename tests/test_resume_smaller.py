@@ -243,9 +243,9 @@ def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypat
         (["data.max_length=16"], "there data.max_length is 32, now 16"),
         (["student.lora={r: 2}"], "there student.lora is null, now a section of 5"),
         (["train.batch_size=3", "train.tokens_per_step=192"], "8 rows on 1 device(s), so expected one of 4, 2, 1"),
-        (["train.batch_size=2", "train.tokens_per_step=128"], "8 rows x data.max_length 32, so expected 256; came 128"),
-        (["train.batch_size=2", "train.tokens_per_step=null"], "expected 256; came null"),
-        (["train.batch_size=4", "train.tokens_per_step=512"], "expected 256; came 512"),
+        (["train.batch_size=2", "train.tokens_per_step=128"], "8 rows x data.max_length 32, so expected 256; got 128"),
+        (["train.batch_size=2", "train.tokens_per_step=null"], "expected 256; got null"),
+        (["train.batch_size=4", "train.tokens_per_step=512"], "expected 256; got 512"),
     ],
 )  # fmt: skip
 def test_what_would_be_another_run_is_refused(stopped, capsys, overrides, expected):
@@ -264,7 +264,7 @@ def test_a_step_of_one_micro_batch_becomes_one_of_several(finished, stopped, cap
     assert resume("train.batch_size=2", "train.tokens_per_step=256") == 0
     assert losses(stopped) == pytest.approx(losses(finished), rel=1e-5)
     assert resume("train.batch_size=2", "train.tokens_per_step=null") == 2
-    assert "expected 256; came null" in capsys.readouterr().err
+    assert "expected 256; got null" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -331,8 +331,8 @@ def test_the_next_smaller_batch_keeps_the_steps_rows(batch_size, tokens, process
 @pytest.mark.parametrize(
     "processes, expected",
     [
-        (1, "expected 256; came null"),
-        (4, "takes 8 rows, 4 at a time on 2 processes; came 4 on 4: continue on as many processes"),
+        (1, "expected 256; got null"),
+        (4, "takes 8 rows, 4 at a time on 2 processes; got 4 on 4: continue on as many processes"),
     ],
 )
 def test_other_processes_do_not_make_steps_of_another_size(stopped, processes, expected):
@@ -371,7 +371,7 @@ def test_on_two_processes(stopped, capsys):
     theirs = load_file(run / "student/model.safetensors")
     shutil.rmtree(run / "checkpoint-6")
     assert run_command(["run", "r.yaml", "train.batch_size=2", "--name", "two", "--resume"]) == 2
-    told = "takes 8 rows, 4 at a time on 2 processes; came 2 on 1: continue on as many"
+    told = "takes 8 rows, 4 at a time on 2 processes; got 2 on 1: continue on as many"
     assert told in capsys.readouterr().err
     smaller = program(stopped, START, "run", "r.yaml", "train.batch_size=1", "--name", "two", "--resume")
     assert smaller.returncode == 0, smaller.stderr

@@ -179,7 +179,7 @@ def test_an_export_is_whole_and_in_the_dtype_asked_for(folder, capsys):
         (["mine", "-o", "out", "--dtype", "int8"], "--dtype: expected one of float32"),
         (
             ["mine", "-o", "out", "--shard-size", "5GiB"],
-            "--shard-size: expected a size such as 5GB or 500MB, came '5GiB'",
+            "--shard-size: expected a size such as 5GB or 500MB, got '5GiB'",
         ),
         (["gone", "-o", "out"], "no such run"),
     ],
@@ -239,8 +239,8 @@ def test_push_makes_a_private_repository_and_uploads_what_was_checked(folder, hu
     [
         ("me/mine", "401 Client Error: Unauthorized", "--push: me/mine: 401 Client Error: Unauthorized (hf auth login"),
         ("me/mine", "offline", "--push: me/mine: the hub cannot be reached"),
-        ("me/../x", None, "--push: expected OWNER/NAME, came 'me/../x'"),
-        ("mine", None, "--push: expected OWNER/NAME, came 'mine'"),
+        ("me/../x", None, "--push: expected OWNER/NAME, got 'me/../x'"),
+        ("mine", None, "--push: expected OWNER/NAME, got 'mine'"),
     ],
 )
 def test_what_the_hub_refuses_is_one_line_and_the_folder_stays(repository, error, message, folder, hub, capsys):

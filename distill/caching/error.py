@@ -21,8 +21,8 @@ from distill_kernels import FusedKLLoss, FusedTopKKLLoss
 
 from distill.caching.make import Loaded
 from distill.core.eval_mode import eval_mode
+from distill.core.labels import shift_labels
 from distill.data.collator import Collator
-from distill.data.labels import shift_labels
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
 from distill.teachers.cache.encode import Encoding, TopK, encode, log_probabilities, normalised, surplus_of
 from distill.teachers.cache.settings import TAILS

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from distill.core.files import write_json
+from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.core.manifest import sums_of
 from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.data.collator import Collator
-from distill.data.labels import IGNORE_INDEX, shift_labels
 from distill.data.packing import best_fit
 from distill.models.head import HeadWeights, LogitTransform
 from distill.teachers.cache.encode import Encoding, encode

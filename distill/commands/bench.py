@@ -28,6 +28,7 @@ from distill_kernels.optim.adamw import FusedAdamW
 from torch import nn
 from torch.nn import functional as F
 
+from distill.core.labels import shift_labels
 from distill.models.attention import choose_attention
 from distill.models.head import bare, decoder_of, find_head, read_head
 from distill.models.patching import patch, unpatch
@@ -148,7 +149,7 @@ def liger_loss(teacher: nn.Module, student: nn.Module, batch: Batch) -> Callable
     from liger_kernel.transformers import LigerFusedLinearJSD
 
     loss_fn = LigerFusedLinearJSD(jsd_beta=0.0)
-    shifted = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    shifted = shift_labels(batch["labels"]).flatten()
 
     def loss_of(clock: Clock) -> torch.Tensor:
         with torch.no_grad():

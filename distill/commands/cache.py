@@ -62,7 +62,7 @@ def cache(
     stored = resolved.teacher.path
     folder = out or (CACHES / resolved.name if stored is None else Path(stored).expanduser())
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out: expected a folder, came the file {folder}")
+        raise ValueError(f"--out: expected a folder, got the file {folder}")
     settings = Settings(top_k, hidden, tail or default_tail(resolved.loss), dtype, batch_size).checked()
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1 and (not report or _in_shards(resolved, processes, batch_size)):

@@ -268,6 +268,6 @@ def report(
 def _require_a_file(option: str, path: Path) -> None:
     """Refuse what no file can be written to."""
     if path.is_dir():
-        raise ValueError(f"{option}: expected a file to write, came the folder {path}")
+        raise ValueError(f"{option}: expected a file to write, got the folder {path}")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"{option}: the folder {path.parent} does not exist")

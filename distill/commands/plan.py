@@ -166,7 +166,7 @@ def inspect(
     """
     _, resolved = load_recipe(recipe, overrides)
     if shade not in (None, "entropy", "divergence"):
-        raise ValueError(f"--shade: expected entropy or divergence, came {shade!r}")
+        raise ValueError(f"--shade: expected entropy or divergence, got {shade!r}")
     if shade is not None:
         require_command(resolved, "inspect --shade")
     from rich.console import Console
@@ -226,11 +226,11 @@ def bench(
     known = ("plain", "compile", "liger", "distill", "distill-fp8")
     chosen = tuple(name.strip() for name in variants.split(",") if name.strip())
     if not chosen or set(chosen) - set(known):
-        raise ValueError(f"--variants: expected some of {', '.join(known)}, came {variants!r}")
+        raise ValueError(f"--variants: expected some of {', '.join(known)}, got {variants!r}")
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError("bench: expected a CUDA device in this machine, came none")
+        raise ValueError("bench: expected a CUDA device in this machine, got none")
     from distill.commands.bench import bench_step
     from distill.models.load import load_student, load_teacher
 

@@ -55,7 +55,7 @@ def probe(recipe: Recipe) -> Measured:
 
     device = resolve_device(recipe.train)
     if device.type != "cuda":
-        raise ValueError("--probe: expected a CUDA device in this machine, came none; the prediction needs none")
+        raise ValueError("--probe: expected a CUDA device in this machine, got none; the prediction needs none")
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
     # random tokens take the same memory; `epochs` and figures along the way are of no interest here
     quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "report_to": []}

@@ -95,8 +95,8 @@ def show(value: object) -> str:
 
 
 def refuse(expected: str, value: object) -> str:
-    """`expected ..., came ...`."""
-    return f"expected {expected}, came {show(value)}"
+    """`expected ..., got ...`."""
+    return f"expected {expected}, got {show(value)}"
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -126,7 +126,7 @@ class Names(NamedTuple):
     Attributes:
         fields: by their name, or by section and name: ours.
         values: by the last part of our field and their value: ours.
-        short: sections that they give as one value: how that is written, and the value to show where none came.
+        short: sections that they give as one value: how that is written, and the value to show where none is given.
     """
 
     fields: Mapping[str, Alias]
@@ -183,7 +183,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     if kind == "literal_error":
         options = _literals(model, path)
         hint = _value_meant(path[-1], came, options, names)
-        return f"{head}expected one of {_plain_list(options)}, came {show(came)}" + (
+        return f"{head}expected one of {_plain_list(options)}, got {show(came)}" + (
             f"; {hint}" if hint.startswith("did") else ""
         )
     if kind == "value_error":
@@ -204,7 +204,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
             return head + refuse(EXPECTED[kind], came)
         value = came if isinstance(came, str | int | float) and not isinstance(came, bool) else short[1]
         return f"{head}{refuse(EXPECTED[kind], came)}; as in {section_path}: {short[0].format(value)}"
-    return f"{head}{fault['msg']}, came {show(came)}"
+    return f"{head}{fault['msg']}, got {show(came)}"
 
 
 def _value_meant(field: str, value: object, options: list[str], names: Names) -> str:

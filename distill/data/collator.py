@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from distill.data.labels import IGNORE_INDEX, shift_labels, within_documents
+from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def _text(row: Row, column: str) -> str:
     if value is None:
         raise RowFault("null", f"column {column!r}") if column in row else RowFault("no value", f"column {column!r}")
     if not isinstance(value, str):
-        raise RowFault("wrong type", f"column {column!r}: expected text, came {type(value).__name__}")
+        raise RowFault("wrong type", f"column {column!r}: expected text, got {type(value).__name__}")
     if not value.strip():
         raise RowFault("empty", f"column {column!r}")
     return value
@@ -200,7 +200,7 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
     if value is None:
         raise RowFault("null", f"column {column!r}")
     if not isinstance(value, list):
-        raise RowFault("wrong type", f"column {column!r}: expected a list of messages, came {type(value).__name__}")
+        raise RowFault("wrong type", f"column {column!r}: expected a list of messages, got {type(value).__name__}")
     if not value:
         raise RowFault("empty", f"column {column!r}: no messages")
     return [_message(message, column) for message in value]
@@ -208,7 +208,7 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
 
 def _message(message: Any, column: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise RowFault("wrong type", f"column {column!r}: expected messages, came {type(message).__name__}")
+        raise RowFault("wrong type", f"column {column!r}: expected messages, got {type(message).__name__}")
     message = _without_nulls(message)
     if "role" not in message and "from" in message:  # the ShareGPT layout
         message["role"] = message.pop("from")
@@ -260,5 +260,5 @@ def _tools(row: Row) -> list[Any] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise RowFault("wrong type", f"column 'tools': expected a list, came {type(tools).__name__}")
+        raise RowFault("wrong type", f"column 'tools': expected a list, got {type(tools).__name__}")
     return [_without_nulls(tool) for tool in tools]

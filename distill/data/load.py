@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from distill.core.labels import IGNORE_INDEX
 from distill.core.units import counted
 from distill.data.chat import ChatTemplate, load_template
 from distill.data.collator import Collator
 from distill.data.documents import tokenised
 from distill.data.formats import Format, detect
-from distill.data.labels import IGNORE_INDEX
 from distill.data.packing import Documents, Ragged, rows_of
 from distill.data.sources import Source, open_source
 from distill.data.token_cache import keep, key_of
@@ -369,7 +369,7 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     """Rows of random ids, all learned, for runs in which only speed and memory count."""
     _, _, kind = data.source.partition(":")
     if kind not in ("", "uniform", "zipf"):
-        raise ValueError(f"data.source: expected synthetic or synthetic:zipf; came {data.source!r}")
+        raise ValueError(f"data.source: expected synthetic or synthetic:zipf; got {data.source!r}")
     if vocab_size < 2:
         raise ValueError("data.source: synthetic needs the size of a vocabulary (a tokenizer or vocab_size)")
     rows = max(2, data.max_rows or SYNTHETIC_ROWS)

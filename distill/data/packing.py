@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 
 IDS = "input_ids"  # what a column of token ids is called, after a prefix: such a column has positions
 

@@ -158,7 +158,7 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
         return files
     wanted = [path for path in files if splits[path] == split]
     if not wanted:
-        raise ValueError(f"data.split: expected one of {', '.join(named)}, the splits in {folder}; came {split!r}")
+        raise ValueError(f"data.split: expected one of {', '.join(named)}, the splits in {folder}; got {split!r}")
     if unnamed := [path.name for path in files if splits[path] is None]:
         logger.warning(
             "%s: %d of %d files belong to no split by their names and are left out (%s, ...), since others do",
@@ -186,7 +186,7 @@ def _of_files(name: str, files: list[Path], field: str) -> Source:
     digest = hashlib.sha256()
     for path in files:
         if _kind(path) not in SUFFIXES:
-            raise ValueError(f"{field}: expected a file of {', '.join(SUFFIXES)}; came {str(path)!r}")
+            raise ValueError(f"{field}: expected a file of {', '.join(SUFFIXES)}; got {str(path)!r}")
         digest.update(f"{_kind(path)}\0".encode())
         try:
             with path.open("rb") as file:
@@ -253,7 +253,7 @@ def _read_json(path: Path) -> Iterator[Row | RowFault]:
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else [content]
     if not isinstance(content, list):
-        raise ValueError(f"data.source: {path}: expected a list of objects; came {type(content).__name__}")
+        raise ValueError(f"data.source: {path}: expected a list of objects; got {type(content).__name__}")
     for number, row in enumerate(content, 1):
         yield (
             row if isinstance(row, dict) else RowFault("not a JSON object", f"{path.name}, item {number}: {row!r:.60}")
@@ -350,7 +350,7 @@ def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> Source:
     dataset = load()
     if hasattr(dataset, "keys"):  # a DatasetDict
         if split not in dataset:
-            raise ValueError(f"data.split: expected one of {', '.join(dataset)}, the splits of {name}; came {split!r}")
+            raise ValueError(f"data.split: expected one of {', '.join(dataset)}, the splits of {name}; got {split!r}")
         dataset = dataset[split]
     columns = tuple(dataset.column_names)
 

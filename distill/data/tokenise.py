@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
+from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatTemplate, Span
 from distill.data.formats import KNOWN_ROLES, Format, Sample
-from distill.data.labels import IGNORE_INDEX
 from distill.data.sources import Row, RowFault
 from distill.data.token_cache import tokenizer_hash
 

@@ -15,7 +15,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference_loss import Mixture, mixed_log_probabilities, shifted, token_loss
 from distill.doctor.rows import Row, Rows
 from distill.models.vocabulary import compare

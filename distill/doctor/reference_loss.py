@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 from distill.recipe.loss import Loss
 
 Mixture = Sequence[tuple[float, torch.Tensor]]

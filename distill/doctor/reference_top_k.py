@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from distill_kernels import FusedTopKKLLoss, LossTerm
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import shifted, top_k_loss
 from distill.doctor.rows import Row

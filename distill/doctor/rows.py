@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 
 Row = Mapping[str, Sequence[int]]
 Document = dict[str, list[int]]

@@ -14,8 +14,8 @@ from distill_kernels import LossTerm
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
+from distill.core.labels import IGNORE_INDEX
 from distill.data.collator import Collator
-from distill.data.labels import IGNORE_INDEX
 from distill.doctor.reference import Reference
 from distill.doctor.references import reference_of
 from distill.doctor.rollouts import StudentRollouts

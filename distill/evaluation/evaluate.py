@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
+from distill.core.labels import count_learned
 from distill.data.collator import Collator
-from distill.data.labels import count_learned
 from distill.teachers.base import Collate, Teacher
 from distill.teachers.objective import DistillationObjective
 

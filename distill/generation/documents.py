@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 
 Row = dict[str, list[int]]
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, why_not_fusable
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class FusedLoss:
         self._num_items: torch.Tensor | int | None = None
         self._loss: torch.Tensor | None = None
         self._hidden: torch.Tensor | None = None
-        self._ignored = -100
+        self._ignored = IGNORE_INDEX
 
     def forward(self, model: PreTrainedModel, original: Callable[..., object], inputs: dict[str, Any]) -> Any:
         """`original(**inputs)`, an inner model's forward, with the fused loss where there are labels to learn."""
@@ -175,10 +176,10 @@ class FusedLoss:
         if reason is not None:
             log_once(self.said, reason, "the loss is computed by the model itself, from logits: %s", reason)
             return original(**inputs)
-        ignored = inputs.get("ignore_index", -100)
+        ignored = inputs.get("ignore_index", IGNORE_INDEX)
         labels = inputs.get("shift_labels")
         if labels is None:
-            labels = nn.functional.pad(inputs["labels"], (0, 1), value=ignored)[..., 1:]
+            labels = shift_labels(inputs["labels"], ignored)
         self._head_of_call, self._labels, self._ignored = head, labels, ignored
         self._num_items, self._loss = inputs.get("num_items_in_batch"), None
         loss_fn(self.losses, ignored, self.transform)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 
 LONGEST_CHARACTER = 4  # tokens
 

@@ -182,7 +182,7 @@ VALUES: dict[str, dict[str, str]] = {
     "engine": {"hf": "transformers"},
 }  # fmt: skip
 
-# sections for which people write one value: how it is written, and the value to show where none came
+# sections for which people write one value: how it is written, and the value to show where none is given
 SHORT: dict[str, tuple[str, str]] = {
     "teacher": ("{{model: {}}}", "HUB_ID_OR_FOLDER"),
     "student": ("{{model: {}}}", "HUB_ID_OR_FOLDER"),

@@ -129,7 +129,7 @@ def conflicts(recipe: Sections) -> Iterator[str]:
         if conflict.first in present and conflict.second in present:
             yield conflict.message
     if recipe.student.vocabulary == "cross" and recipe.teachers:
-        yield "student.vocabulary: cross compares with one teacher, and came with several teachers"
+        yield "student.vocabulary: cross compares with one teacher, and got several teachers"
     if recipe.student.vocabulary == "cross" and recipe.teacher.is_cached:
         yield "student.vocabulary: cross needs a loaded teacher; got teacher.type: cache"
 

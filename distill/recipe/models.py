@@ -197,7 +197,7 @@ class Student(ModelSection):
     def _has_one_source(self) -> Self:
         if self.init == "pretrained" and (self.model is None) == (self.from_teacher is None):
             came = "none" if self.model is None else "both model and from_teacher"
-            raise ValueError(f"give exactly one of model, from_teacher, and init: random with config; came {came}")
+            raise ValueError(f"give exactly one of model, from_teacher, and init: random with config; got {came}")
         if self.vocabulary == "cross" and self.model is None:
             raise ValueError("vocabulary: cross needs a student.model, whose tokenizer is its own")
         return self

@@ -87,7 +87,7 @@ class Recipe(Section):
             with contextlib.suppress(ValidationError):
                 first = WeightedTeacher.model_validate(given[0]).alone()
         if tree.get("teacher") not in (None, first, first.model_dump(mode="json")):
-            raise ValueError("teachers: give either teacher or teachers; came both (teacher= takes the one back)")
+            raise ValueError("teachers: give either teacher or teachers; got both (teacher= takes the one back)")
         return {**tree, "teacher": first}
 
     @model_validator(mode="after")
@@ -108,7 +108,7 @@ class Recipe(Section):
         if self.train.tokens_per_step is not None and self.train.tokens_per_step < micro_batch:
             raise ValueError(
                 f"train.tokens_per_step: expected at least one micro-batch, train.batch_size {self.train.batch_size} "
-                f"x data.max_length {self.data.max_length} = {micro_batch}; came {self.train.tokens_per_step}"
+                f"x data.max_length {self.data.max_length} = {micro_batch}; got {self.train.tokens_per_step}"
             )
         return self
 

@@ -74,7 +74,7 @@ def find_architecture(config: str, field: str = "config") -> Path:
     known = shipped_architectures()
     raise RecipeError(
         [
-            f"{field}: expected a config.json, a folder with one, or a shipped architecture, came {config!r}; "
+            f"{field}: expected a config.json, a folder with one, or a shipped architecture, got {config!r}; "
             f"{did_you_mean(config, known)}"
         ]
     )

@@ -112,9 +112,9 @@ class Train(Section):
     def _consistent(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
             came = "neither" if self.steps is None else f"steps {self.steps} and epochs {self.epochs:g}"
-            raise ValueError(f"give exactly one of steps and epochs; came {came}")
+            raise ValueError(f"give exactly one of steps and epochs; got {came}")
         if self.optimizer != "fused_adamw" and (self.master_weights or self.optimizer_states != "auto"):
-            raise ValueError(f"master_weights and optimizer_states belong to fused_adamw; came {self.optimizer}")
+            raise ValueError(f"master_weights and optimizer_states belong to fused_adamw; got {self.optimizer}")
         for name in self.arguments:
             if name in OWNED_ARGUMENTS:
                 raise ValueError(f"arguments.{name} is set by {OWNED_ARGUMENTS[name]}; set it there")

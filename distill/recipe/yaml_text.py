@@ -96,7 +96,7 @@ def _check_plain(value: object, depth: int = 0) -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ValueError(f"keys must be text, came {show(key)}")
+                raise ValueError(f"keys must be text, got {show(key)}")
             _check_plain(key, depth + 1)
             _check_plain(item, depth + 1)
     elif isinstance(value, list):
@@ -105,7 +105,7 @@ def _check_plain(value: object, depth: int = 0) -> None:
     elif isinstance(value, str):
         value.encode("utf-8")
     elif value is not None and not isinstance(value, bool | int | float):
-        raise ValueError(f"expected text, numbers, true, false, null, lists and sections, came {type(value).__name__}")
+        raise ValueError(f"expected text, numbers, true, false, null, lists and sections, got {type(value).__name__}")
 
 
 def parse_yaml(text: str, origin: str) -> dict[str, object]:
@@ -117,7 +117,7 @@ def parse_yaml(text: str, origin: str) -> dict[str, object]:
     tree = _read(text, origin)
     if not isinstance(tree, dict):
         raise RecipeError(
-            [f"{origin}: expected sections such as teacher:, student:, data: and train:, came {show(tree)}"]
+            [f"{origin}: expected sections such as teacher:, student:, data: and train:, got {show(tree)}"]
         )
     return tree
 
@@ -163,7 +163,7 @@ def _set(tree: dict[str, object], path: tuple[str, ...], value: object, list_def
         here, last = ".".join(path[:depth]), depth == len(path) - 1
         if isinstance(node, list):
             if not part.isdecimal() or int(part) >= len(node):
-                raise RecipeError([f"{'.'.join(path)}: {here} is a list of {len(node)}, numbered from 0; came {part}"])
+                raise RecipeError([f"{'.'.join(path)}: {here} is a list of {len(node)}, numbered from 0; got {part}"])
             if last:
                 node[int(part)] = value
             else:

@@ -47,9 +47,9 @@ def export(
     if not (source / "config.json").is_file():
         raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it"])
     if dtype is not None and dtype not in DTYPES:
-        raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; came {dtype!r}"])
+        raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
     if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):
-        raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, came {shard_size!r}"])
+        raise RecipeError([f"--shard-size: expected a size such as 5GB or 500MB, got {shard_size!r}"])
     in_use = RecipeError([f"--output: {destination} exists and is not an empty folder; name another"])
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise in_use
@@ -105,7 +105,7 @@ def _check(model: Any, folder: Path) -> None:
 def check_repository(name: str) -> None:
     """Raise for what cannot be a repository of the hub."""
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", name) or ".." in name or "--" in name:
-        raise RecipeError([f"--push: expected OWNER/NAME, came {name!r}"])
+        raise RecipeError([f"--push: expected OWNER/NAME, got {name!r}"])
 
 
 def push(folder: Path, repository: str, *, private: bool = True) -> str:

@@ -92,7 +92,7 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> Written:
 def check_type(type: str) -> None:
     """Raise for a type that is not written."""
     if type not in TYPES:
-        raise RecipeError([f"--gguf: expected one of {', '.join(TYPES)}; came {type!r}"])
+        raise RecipeError([f"--gguf: expected one of {', '.join(TYPES)}; got {type!r}"])
 
 
 def _refuse_what_is_lost(config: Any) -> bool:

@@ -14,7 +14,7 @@ from distill_kernels import FusedKLLoss
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
-from distill.data.labels import shift_labels
+from distill.core.labels import shift_labels
 from distill.models.fp8_teacher import quantise
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, last_hidden, read_head
 from distill.teachers.base import Batch, Pairing

@@ -23,7 +23,7 @@ import torch
 from distill_kernels import LossTerm
 from torch import nn
 
-from distill.data.labels import shift_labels, within_documents
+from distill.core.labels import shift_labels, within_documents
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.teachers.base import Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
 from distill.teachers.losses import KL, LossSpec, TargetLoss, soft_terms

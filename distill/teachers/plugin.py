@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from distill_kernels import ChunkedLoss, LossTerm
 
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 from distill.models.head import LogitTransform
 from distill.recipe.loss import Loss, PlainTerm, PluginTerm
 from distill.teachers.base import HeadCall, Pairing, TargetFormat

@@ -52,7 +52,7 @@ def require_reports(names: Sequence[str]) -> None:
     installed = get_available_reporting_integrations()
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK and name != "all":
-            raise ValueError(f"train.report_to: expected some of {', '.join(INTEGRATION_TO_CALLBACK)}; came {name}")
+            raise ValueError(f"train.report_to: expected some of {', '.join(INTEGRATION_TO_CALLBACK)}; got {name}")
         if name not in (*installed, "all", "flyte"):  # flyte is not looked for there
             raise ValueError(f"train.report_to: {name} is not installed here; install its package, or leave it out")
 

@@ -136,7 +136,7 @@ def locked_attention(lock: Mapping[str, Any] | None, path: str) -> dict[str, Any
     """
     backends = (lock or {}).get("attention") or {}
     if not isinstance(backends, Mapping) or any(name not in BACKENDS for name in backends.values()):
-        raise RecipeError([f"--lock {path}: attention: expected back ends of {', '.join(BACKENDS)}; came {backends}"])
+        raise RecipeError([f"--lock {path}: attention: expected back ends of {', '.join(BACKENDS)}; got {backends}"])
     return {role: {"backend": name} for role, name in backends.items()}
 
 

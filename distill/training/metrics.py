@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from distill.core.labels import count_learned
 from distill.core.units import GIB
-from distill.data.labels import count_learned
 from distill.models.work import Work, peak_flops
 from distill.teachers.losses import STATISTICS
 from distill.training.phases import PAUSED, Phases

@@ -174,23 +174,23 @@ def _require_same_rows(old: Recipe, plan: ResumePlan, processes: int) -> None:
     if plan.processes != processes and (changes or rows % (train.batch_size * processes)):
         raise ValueError(
             f"--resume: a step of this run takes {rows} rows, {old.train.batch_size} at a time on {plan.processes} "
-            f"processes; came {train.batch_size} on {processes}: continue on as many processes as before"
+            f"processes; got {train.batch_size} on {processes}: continue on as many processes as before"
         )
     if changes and (why := why_batch_size_stays(plan.recipe)):
         raise ValueError(
-            f"--resume: train.batch_size has to stay {old.train.batch_size}: {why}; came {train.batch_size}; "
+            f"--resume: train.batch_size has to stay {old.train.batch_size}: {why}; got {train.batch_size}; "
             "train.gradient_checkpointing: true saves memory too"
         )
     if rows % (train.batch_size * processes):
         sizes = [size for size in range(old.train.batch_size, 0, -1) if rows % (size * processes) == 0]
         raise ValueError(
             f"--resume: train.batch_size: a step of this run takes {rows} rows on {processes} device(s), so expected "
-            f"one of {', '.join(map(str, sizes))}; came {train.batch_size}"
+            f"one of {', '.join(map(str, sizes))}; got {train.batch_size}"
         )
     if tokens_of_step(plan.recipe, processes) != rows * length:
         raise ValueError(
             f"--resume: train.tokens_per_step: a step of this run takes {rows} rows x data.max_length {length}, so "
-            f"expected {rows * length}; came {show(train.tokens_per_step)}"
+            f"expected {rows * length}; got {show(train.tokens_per_step)}"
         )
 
 

@@ -25,9 +25,9 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from distill.core.faults import RunError
 from distill.core.files import sync
+from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
 from distill.data.collator import Collator
-from distill.data.labels import count_learned
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled

@@ -117,7 +117,7 @@ def sources(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
         "python-stdlib": ("data.source=python-stdlib",),
     }
     if ("gsm8k" in args.sources or args.plan == "teachers") and (args.data is None or not args.data.is_file()):
-        raise ValueError(f"--data: expected GSM8K's train split as a jsonl file, came {args.data}")
+        raise ValueError(f"--data: expected GSM8K's train split as a jsonl file, got {args.data}")
     return {name: known[name] for name in (["gsm8k"] if args.plan == "teachers" else args.sources)}
 
 

@@ -103,7 +103,7 @@ def grid(
     """
     for name in objectives:
         if name not in KNOWN:
-            raise ValueError(f"--objectives: expected some of {', '.join(map(repr, KNOWN))}; came {name!r}")
+            raise ValueError(f"--objectives: expected some of {', '.join(map(repr, KNOWN))}; got {name!r}")
 
     def setup(data: str, depth: int, objective: str, seed: int, name: str = "", *extra: str) -> Setup:
         settings = (

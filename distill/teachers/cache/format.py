@@ -44,7 +44,7 @@ from safetensors.torch import load_file, save_file
 
 from distill.core.faults import show
 from distill.core.files import replacing
-from distill.data.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX
 from distill.recipe import Teacher
 
 log = logging.getLogger(__name__)

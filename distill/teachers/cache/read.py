@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from distill.core.labels import within_documents
 from distill.core.manifest import fault_of_files
 from distill.data.collator import valid_rows
-from distill.data.labels import within_documents
 from distill.recipe import Generate, Recipe
 from distill.teachers.cache.format import (
     ANSWERS,

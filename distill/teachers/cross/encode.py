@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import ChatTemplate
 from distill.data.formats import Format, Sample
-from distill.data.labels import IGNORE_INDEX
 from distill.data.sources import RowFault
 from distill.data.token_cache import tokenizer_hash
 from distill.data.tokenise import Batch, RowEncoder, Tally, beginning_of, blocks, clean, hash_of

@@ -27,8 +27,8 @@ def count_learned(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return (labels[..., 1:] != IGNORE_INDEX).sum()
 
 
-def shift_labels(labels: torch.Tensor) -> torch.Tensor:
+def shift_labels(labels: torch.Tensor, ignored: int = IGNORE_INDEX) -> torch.Tensor:
     """Each position's next label: labels [..., S] moved one to the left, `IGNORE_INDEX` at the end."""
-    shifted = labels.new_full(labels.shape, IGNORE_INDEX)
+    shifted = labels.new_full(labels.shape, ignored)
     shifted[..., :-1] = labels[..., 1:]
     return shifted
