@@ -140,10 +140,7 @@ def _log_probabilities(model: Any, hidden: torch.Tensor, transform: LogitTransfo
             logits = logits + factor * (x.to(a.dtype) @ a.t() @ b.t()).float()
         return logits
 
-    logits = call_head(find_head(model), hidden, compute)[:, :columns] * transform.scale
-    if transform.softcap is not None:
-        logits = transform.softcap * torch.tanh(logits / transform.softcap)
-    return logits.log_softmax(-1)
+    return transform.applied(call_head(find_head(model), hidden, compute)[:, :columns]).log_softmax(-1)
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

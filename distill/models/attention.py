@@ -165,12 +165,10 @@ def keep_soft_cap(model: nn.Module, asked: str = "auto", field: str = "attn_impl
         config._attn_implementation = name
 
 
-@contextlib.contextmanager
-def soft_cap_kept(model: nn.Module) -> Iterator[None]:
+def soft_cap_kept(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside, `model` is as `keep_soft_cap` leaves it."""
     configs = _configs(model)
-    with _implementations(configs, [_capping(config) for config in configs]):
-        yield
+    return _implementations(configs, [_capping(config) for config in configs])
 
 
 def _capping(config: Any) -> Any:
@@ -299,12 +297,10 @@ def _configs(model: nn.Module) -> list[Any]:
     return [config for config in found.values() if hasattr(config, "_attn_implementation")]
 
 
-@contextlib.contextmanager
-def implementations(model: nn.Module, name: str) -> Iterator[None]:
+def implementations(model: nn.Module, name: str) -> contextlib.AbstractContextManager[None]:
     """Inside, `model` uses the attention implementation `name`."""
     configs = _configs(model)
-    with _implementations(configs, [name] * len(configs)):
-        yield
+    return _implementations(configs, [name] * len(configs))
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 
 from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, why_not_fusable
+from distill.models.patching import replace_forward
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +66,7 @@ class _Source:
             )
             kind = self.hidden.device.type
             with torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
-                logits = head.module(self.hidden) * self.transform.scale
-                if self.transform.softcap is not None:
-                    logits = self.transform.softcap * torch.tanh(logits / self.transform.softcap)
-            self.logits[graph] = logits
+                self.logits[graph] = self.transform.applied(head.module(self.hidden))
         return self.logits[graph]
 
     def _check(self, head: Head) -> None:
@@ -182,7 +180,10 @@ class FusedLoss:
             labels = shift_labels(inputs["labels"], ignored)
         self._head_of_call, self._labels, self._ignored = head, labels, ignored
         self._num_items, self._loss = inputs.get("num_items_in_batch"), None
-        loss_fn(self.losses, ignored, self.transform)
+        if ignored not in self.losses:
+            self.losses[ignored] = FusedCrossEntropyLoss(
+                ignore_index=ignored, student_logit_scale=self.transform.scale, student_softcap=self.transform.softcap
+            )
         owner, own_forward = head.owner, head.owner.__dict__.get("forward")
         own_loss = model.__dict__.get("_loss_function")
         owner.forward, model.loss_function = self._stand_ins
@@ -246,14 +247,6 @@ class FusedLoss:
         return (output[0], logits, *output[2:])
 
 
-def loss_fn(losses: dict[int, FusedCrossEntropyLoss], ignored: int, transform: LogitTransform) -> None:
-    """See to it that `losses` has the loss that leaves out the label `ignored`."""
-    if ignored not in losses:
-        losses[ignored] = FusedCrossEntropyLoss(
-            ignore_index=ignored, student_logit_scale=transform.scale, student_softcap=transform.softcap
-        )
-
-
 def _versions(head: Head) -> list[int]:
     """Counts the changes in place of all that the head's product depends on."""
     return [p._version for p in head.module.parameters() if not p.is_inference()]
@@ -292,14 +285,7 @@ def fuse_loss(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | N
 
     if (reason := _differs(model, fused)) is not None:
         return reason
-    model.forward = types.MethodType(functools.wraps(type(model).forward)(forward), model)
-
-    def restore() -> None:
-        model.__dict__.pop("forward", None)
-        if before is not None:
-            model.forward = before
-
-    undo.append(restore)
+    replace_forward(model, functools.wraps(type(model).forward)(forward), undo)
     return None
 
 

@@ -211,7 +211,10 @@ class _Captured:
     def keep_gradients_in_use(self) -> None:
         """Copy the parameters' gradients that lie in the graph's memory."""
         pairs = zip(self.parameters, self.gradients, strict=True)
-        used = [p for p, own in pairs if own is not None and p.grad is not None and _same_memory(p.grad, own)]
+        used = [
+            p for p, own in pairs
+            if own is not None and own.numel() > 0 and p.grad is not None and p.grad.data_ptr() == own.data_ptr()
+        ]  # fmt: skip
         if not used:
             return
         with torch.inference_mode(False), torch.no_grad():  # a teacher is asked in inference mode
@@ -275,10 +278,6 @@ class _Replay(torch.autograd.Function):
         captured.graphs._handed_out = captured
         # fresh views, which autograd makes the parameters' gradients without a copy
         return None, *(None if gradient is None else gradient.detach() for gradient in captured.gradients)
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.numel() > 0
 
 
 def _unsuited(decoder: nn.Module) -> str | None:

@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from distill.core.eval_mode import eval_mode
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,6 +56,11 @@ class LogitTransform(NamedTuple):
 
     scale: float = 1.0
     softcap: float | None = None
+
+    def applied(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model makes of the product of hidden states and head."""
+        logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -215,15 +222,9 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
     weight: Any = head.linear.weight
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     ids = torch.arange(4, device=weight.device)[None] % weight.shape[0]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with _without_autocast(model, weight.device.type):
-            hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
-            expected = model(input_ids=ids, use_cache=False).logits.double()
-    finally:
-        for module, training in modes:
-            module.training = training
+    with eval_mode(model), _without_autocast(model, weight.device.type):
+        hidden = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+        expected = model(input_ids=ids, use_cache=False).logits.double()
     product = call_head(head, hidden, _product)
     if expected.isnan().any() or (expected == torch.inf).any():
         narrow = product.dtype not in (torch.float32, torch.float64)
@@ -234,10 +235,7 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
     tolerance = 8 * torch.finfo(product.dtype).eps * expected.abs().max().clamp_min(1e-30)
     tried = []
     for shape in _candidates(config):
-        actual = product.double() * shape.scale
-        if shape.softcap is not None:
-            actual = shape.softcap * torch.tanh(actual / shape.softcap)
-        difference = (actual - expected).abs().max()
+        difference = (shape.applied(product.double()) - expected).abs().max()
         if difference <= tolerance:
             return shape
         tried.append(f"scale {shape.scale:g}, softcap {shape.softcap}: off by {difference:.3g}")

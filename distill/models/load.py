@@ -33,7 +33,7 @@ from distill.models.adapters import add_lora, load_and_merge, merged
 from distill.models.attention import keep_soft_cap
 from distill.models.guard import check_config, check_index, read_json
 from distill.models.offload import offload_layers
-from distill.models.pruning import check_kept, cut_layers, find_layers, layers_to_keep
+from distill.models.pruning import cut_layers, layer_indices, layers_of
 from distill.models.quantised import (
     check_quantisation,
     check_quantised,
@@ -45,15 +45,6 @@ from distill.models.source import ModelSource, loading, remote_arguments, resolv
 from distill.recipe import ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
-
-__all__ = [
-    "load_config",
-    "load_student",
-    "load_teacher",
-    "load_tokenizer",
-    "resolve_model_source",
-    "save_student",
-]
 
 log = logging.getLogger(__name__)
 
@@ -149,25 +140,12 @@ def load_student(
                 "student.from_teacher: layers cannot be cut out of a quantised teacher; give the teacher in bfloat16, "
                 "or name a student that is cut already by student.model"
             )
-        student = _place(cut_layers(teacher, kept_layers(section, teacher), dtype), device)
+        student = _place(
+            cut_layers(teacher, layer_indices(section.from_teacher, layers_of(teacher.config)), dtype), device
+        )
     student.config.use_cache = False
     student.train().requires_grad_(True)
     return add_lora(student, section.lora) if section.lora is not None else student
-
-
-def kept_layers(section: Student, teacher: PreTrainedModel) -> list[int]:
-    """Which of the teacher's layers `student.from_teacher` keeps.
-
-    Raises:
-        ValueError: more layers than the teacher has.
-    """
-    cut = section.from_teacher
-    assert cut is not None
-    _, layers = find_layers(teacher)
-    if cut.keep is not None:
-        return check_kept(cut.keep, len(layers))
-    assert cut.layers is not None
-    return layers_to_keep(len(layers), cut.layers)
 
 
 def load_config(section: ModelSection, field: str) -> Any:

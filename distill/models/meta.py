@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from distill.models.adapters import add_lora
 from distill.models.guard import check_gguf, read_json
 from distill.models.load import load_config
-from distill.models.pruning import check_kept, cut_config, layers_to_keep
+from distill.models.pruning import cut_config, layer_indices, layers_of
 from distill.models.shape import Shape, shape_of
 from distill.models.source import ModelSource, loading, resolve_model_source
 from distill.models.work import Work, work_of
@@ -75,9 +75,7 @@ def meta_config(section: ModelSection, field: str) -> Any:
     Raises:
         ValueError: it cannot be found.
     """
-    if section.config is None or section.init == "random":
-        return load_config(section, field)
-    if follows_model(section, field):
+    if section.config is None or section.init == "random" or follows_model(section, field):
         return load_config(section, field)
     return load_config(section.model_copy(update={"init": "random"}), field)
 
@@ -102,9 +100,8 @@ def follows_model(section: ModelSection, field: str) -> bool:
 
 def sizes_of(section: ModelSection, field: str) -> str:
     """A line where a model's sizes are those of a `config` beside it, since it is not on this machine; else empty."""
-    if section.config is None or section.init == "random" or section.model is None:
-        return ""
-    if _layers_and_hidden(section, field) is not None:
+    alone = section.config is None or section.init == "random" or section.model is None
+    if alone or _layers_and_hidden(section, field) is not None:
         return ""
     return f"{field}: {section.model} is not on this machine; sizes are those of {field}.config {section.config}"
 
@@ -134,10 +131,7 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
 def meta_student(section: Student, teacher_config: Any) -> MetaModel:
     """The student without memory, with its adapters; cut from the teacher's configuration where it is cut from it."""
     if section.is_cut:
-        assert section.from_teacher is not None
-        total, cut = teacher_config.get_text_config().num_hidden_layers, section.from_teacher
-        indices = check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
-        config = cut_config(teacher_config, indices)
+        config = cut_config(teacher_config, layer_indices(section.from_teacher, layers_of(teacher_config)))
     else:
         config = meta_config(section, "student")
     return meta_model(config, "student", section.lora, trains=True)

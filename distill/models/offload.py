@@ -32,11 +32,11 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 
+from distill.core.units import GIB
 from distill.models.pruning import find_layers
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 ALIGNED = 256  # bytes; any dtype may begin there
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 CONVEYOR = "_distill_conveyor"

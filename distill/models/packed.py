@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distill.core.eval_mode import eval_mode
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.quantised import quantised_by_transformers
 
@@ -43,23 +44,19 @@ def keeps_apart(model: nn.Module, *, row_by_row: bool = False) -> bool:
             [decoder(input_ids=row, position_ids=at, use_cache=False).last_hidden_state for row, at in parts]
         )
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        hidden = look((one, second), (other, second), (one, last))
-        found = _distance(hidden[0, HALF:], hidden[1, HALF:]), _distance(hidden[0, :HALF], hidden[2, :HALF])
-        # mostly they are the same to the bit; what is not finite is no matter of packing, and found elsewhere
-        tolerance = max(2 * torch.finfo(hidden.dtype).eps, 1e-4) if not quantised_by_transformers(model) else 0.1
-        if not any(distance > tolerance for distance in found):
-            return True
-        # experts that get more or fewer tokens round otherwise: as much as a row does when other rows stand beside it
-        rounding = _distance(hidden[0], look((one, second), (last, other), (other, one))[0])
-        return not any(distance > ROUNDINGS * rounding for distance in found)
-    except (TypeError, ValueError):  # it takes no positions, or refuses packed rows by itself
-        return False
-    finally:
-        for module, training in modes:
-            module.training = training
+    with eval_mode(model):
+        try:
+            hidden = look((one, second), (other, second), (one, last))
+            found = _distance(hidden[0, HALF:], hidden[1, HALF:]), _distance(hidden[0, :HALF], hidden[2, :HALF])
+            # mostly they are the same to the bit; what is not finite is no matter of packing, and found elsewhere
+            tolerance = max(2 * torch.finfo(hidden.dtype).eps, 1e-4) if not quantised_by_transformers(model) else 0.1
+            if not any(distance > tolerance for distance in found):
+                return True
+            # experts that get more or fewer tokens round otherwise: as a row does when other rows stand beside it
+            rounding = _distance(hidden[0], look((one, second), (last, other), (other, one))[0])
+            return not any(distance > ROUNDINGS * rounding for distance in found)
+        except (TypeError, ValueError):  # it takes no positions, or refuses packed rows by itself
+            return False
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

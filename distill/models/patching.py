@@ -30,6 +30,7 @@ from distill_kernels.layers.rope import rope
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from distill.core.eval_mode import eval_mode
 from distill.models.bias_gelu_mlp import APPROXIMATIONS, bias_gelu_forward, two_products
 from distill.models.head import bare, decoder_of
 from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forward
@@ -119,16 +120,11 @@ def patch(
     report = PatchReport(getattr(inner.config, "model_type", type(inner).__name__), verdicts=dict(judged or {}))
     undo: list[Callable[[], None]] = []
     inner.__dict__[UNDO] = undo
-    modes = [(module, module.training) for module in inner.modules()]
-    inner.eval()
-    try:
+    with eval_mode(inner):
         if layers:
             _swap_layers(inner, undo, report)
         if attention is not None:
             _swap_attention(inner, attention, undo, report)
-    finally:
-        for module, training in modes:
-            module.training = training
     if log_it:
         log.info("patched %s (%s)", report, role)
     return report
@@ -140,7 +136,8 @@ def unpatch(model: nn.Module) -> None:
         restore()
 
 
-def _replace(module: nn.Module, forward: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: list[Callable[[], None]]) -> None:
+    """Give one module a forward of ours; what is put into `undo` gives it back what it had."""
     before = module.__dict__.get("forward")
     module.forward = types.MethodType(forward, module)
 
@@ -174,33 +171,33 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         if "forward" in module.__dict__:  # somebody's hook (accelerate's offloading, say) that must go on running
             report.left[type(module).__name__] = "has a forward of its own already"
         elif type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
-            _replace(module, _layer_norm_forward, undo)
+            replace_forward(module, _layer_norm_forward, undo)
             report.swapped["layer_norm"] += 1
         elif is_lora_linear(module):
-            _replace(module, lora_forward, undo)
+            replace_forward(module, lora_forward, undo)
             report.swapped["lora"] += 1
         elif _looks_like_rms_norm(module):
             form = judged("rms_norm", module, _rms_norm_form)
             if form is not None:
-                _replace(module, _rms_norm_forward(form, _epsilon(module)), undo)
+                replace_forward(module, _rms_norm_forward(form, _epsilon(module)), undo)
                 report.swapped["rms_norm"] += 1
         elif names := _gated_names(module):
             activation = judged("glu", module, functools.partial(_gated_activation, names=names))
             if activation is not None:
-                _replace(module, _gated_forward(names, activation), undo)
+                replace_forward(module, _gated_forward(names, activation), undo)
                 report.swapped["glu"] += 1
         elif products := two_products(module):
             approximate = judged("bias_gelu", module, functools.partial(_gelu_of, names=products))
             if approximate is not None:
-                _replace(module, bias_gelu_forward(products, approximate), undo)
+                replace_forward(module, bias_gelu_forward(products, approximate), undo)
                 report.swapped["bias_gelu"] += 1
         elif (rotary := _rotary_function(module)) and judged("rope", module, _rotary_matches):
-            _replace(module, _with_our_rotary(rotary), undo)
+            replace_forward(module, _with_our_rotary(rotary), undo)
             report.swapped["rope"] += 1
     for kind, layer in fusable_layers(model):
         forward = LAYER_FORWARDS[kind]
         if judged("residual_norm", layer, functools.partial(layer_matches, model=model, forward=forward)):
-            _replace(layer, forward, undo)
+            replace_forward(layer, forward, undo)
             report.swapped["residual_norm"] += 1
 
 

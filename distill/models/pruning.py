@@ -9,7 +9,6 @@ and alike (Men et al., 2024, ShortGPT; Gromov et al., 2024, The Unreasonable Ine
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distill.models.head import bare, decoder_of
+from distill.recipe import FromTeacher
 
-log = logging.getLogger(__name__)
 
-
-def layers_to_keep(total: int, count: int, field: str = "student.from_teacher.layers") -> list[int]:
+def layers_to_keep(total: int, count: int) -> list[int]:
     """The layers that `layers: count` keeps of `total`: all but a contiguous block in the middle.
 
     With `d = total - count` layers to drop, layers `s .. s + d - 1` go, `s = (count + 1) // 2`, so that the first half
@@ -33,12 +31,12 @@ def layers_to_keep(total: int, count: int, field: str = "student.from_teacher.la
         ValueError: `count` is not between 1 and `total`.
     """
     if not 1 <= count <= total:
-        raise ValueError(f"{field}: expected 1 to {total}, the teacher's number of layers, got {count}")
+        raise ValueError(f"student.from_teacher.layers: expected 1 to {total}, as many as the teacher has, got {count}")
     start = (count + 1) // 2
     return [*range(start), *range(start + total - count, total)]
 
 
-def check_kept(keep: Sequence[int], total: int, field: str = "student.from_teacher.keep") -> list[int]:
+def check_kept(keep: Sequence[int], total: int) -> list[int]:
     """`keep` as a list, ascending and within the teacher's layers.
 
     Raises:
@@ -46,8 +44,25 @@ def check_kept(keep: Sequence[int], total: int, field: str = "student.from_teach
     """
     kept = list(keep)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= total:
-        raise ValueError(f"{field}: expected ascending layer numbers from 0 to {total - 1}, none twice, got {kept}")
+        raise ValueError(
+            f"student.from_teacher.keep: expected ascending layer numbers from 0 to {total - 1}, none twice, got {kept}"
+        )
     return kept
+
+
+def layer_indices(cut: FromTeacher | None, total: int) -> list[int]:
+    """The layers that `student.from_teacher` keeps of a teacher's `total`.
+
+    Raises:
+        ValueError: layers that it has not.
+    """
+    assert cut is not None
+    return check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
+
+
+def layers_of(config: Any) -> int:
+    """A configuration's number of decoder layers."""
+    return config.get_text_config().num_hidden_layers
 
 
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -57,7 +72,7 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         ValueError: where there is none of the length that the configuration tells.
     """
     model = bare(model)
-    total = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
+    total = layers_of(model.config)
     decoder = decoder_of(model)
     inside = {id(module) for module in decoder.modules()}
     for name, module in model.named_modules():

@@ -15,7 +15,6 @@ nothing, and can be replayed as a CUDA graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -171,8 +170,6 @@ def ragged_attention(
 AttentionInterface.register(RAGGED, ragged_attention)
 
 
-@contextlib.contextmanager
-def attention_for_ragged_cache(model: nn.Module) -> Iterator[None]:
+def attention_for_ragged_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Inside, `model` attends by `ragged_attention`: its calls must bring a RaggedCache."""
-    with implementations(model, RAGGED):
-        yield
+    return implementations(model, RAGGED)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+import copy
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    pass
-
+from distill.core.ranks import is_first
+from distill.models.head import bare, decoder_of, find_head
+from distill.models.pruning import find_layers
 
 Strategy = Literal["ddp", "fsdp"]
 
@@ -73,22 +74,14 @@ def shard_teacher(teacher: nn.Module) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from distill.models.head import decoder_of, find_head
-    from distill.models.pruning import find_layers
-
     kind = "cuda" if dist.get_backend().endswith("nccl") or "cuda" in dist.get_backend() else "cpu"
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     teacher.eval().requires_grad_(False)
     decoder, head, embedding = decoder_of(teacher), find_head(teacher).module, teacher.get_input_embeddings()  # type: ignore[operator]
-    _, layers = find_layers(teacher)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    if embedding.weight is find_head(teacher).linear.weight:
-        fully_shard([embedding, head], mesh=mesh, reshard_after_forward=True)
-    else:
-        fully_shard(embedding, mesh=mesh, reshard_after_forward=True)
-        fully_shard(head, mesh=mesh, reshard_after_forward=True)
-    fully_shard(decoder, mesh=mesh, reshard_after_forward=True)
+    tied = embedding.weight is find_head(teacher).linear.weight
+    units = [*find_layers(teacher)[1], *([[embedding, head]] if tied else [embedding, head]), decoder]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True)
     return teacher
 
 
@@ -134,19 +127,13 @@ def whole_student(accelerator: Any, model: nn.Module) -> Any:
     Returns:
         The model; None on the other processes.
     """
-    from distill.core.ranks import is_first
-
     state = accelerator.get_state_dict(model)
     return _rebuilt(model, state) if is_first() else None
 
 
 def _rebuilt(model: Any, state: dict[str, torch.Tensor]) -> Any:
     """A model of the same classes and settings as `model`, with the weights `state`."""
-    import copy
-
     from torch.distributed.fsdp import FSDPModule
-
-    from distill.models.head import bare, find_head
 
     inner: Any = bare(model)
     kind: Any = next(c for c in type(inner).__mro__ if not issubclass(c, FSDPModule))  # FSDP2 puts its own before it

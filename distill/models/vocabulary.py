@@ -12,7 +12,7 @@ matrices, how each tokenizer begins a text, and whether real text comes out as t
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Verdict:
     student_only: tuple[Difference, ...] = ()
     cut: tuple[Difference, ...] = ()
     probe: str | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def compatible(self) -> bool:
@@ -81,11 +81,9 @@ class Verdict:
     @property
     def extensible(self) -> bool:
         """Whether all that is missing is tokens of the teacher's that the student could be given."""
-        return bool(self.teacher_only) and not (self.differing or self.student_only) and not self._teacher_cut
-
-    @property
-    def _teacher_cut(self) -> bool:
-        return self.teacher_tokens > self.teacher_rows
+        return bool(self.teacher_only) and not (
+            self.differing or self.student_only or self.teacher_tokens > self.teacher_rows
+        )
 
     def __str__(self) -> str:
         if not self.compatible:
@@ -266,17 +264,12 @@ def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tok
             if needed > rows:  # ids that are nobody's token start as the mean of all
                 matrix[rows:] = matrix[:rows].float().mean(0).to(matrix.dtype)
             for item in verdict.teacher_only:
-                parts = _parts(item.teacher or "", student_tokenizer, teacher_tokenizer)
+                text = teacher_tokenizer.convert_tokens_to_string([item.teacher or ""])
+                parts = student_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
                 matrix[item.id] = (matrix[parts] if parts else matrix[:rows]).float().mean(0).to(matrix.dtype)
     added = tuple(item.teacher or "" for item in verdict.teacher_only)
     logger.info("student.vocabulary: %d tokens added, from %s", len(added), ", ".join(map(repr, added[:SHOWN])))
     return Extension(added, rows, max(rows, needed))
-
-
-def _parts(token: str, student_tokenizer: Any, teacher_tokenizer: Any) -> list[int]:
-    """The student's ids for the text of a token of the teacher's."""
-    text = teacher_tokenizer.convert_tokens_to_string([token])
-    return student_tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def shared_columns(teacher: Any, student: Any, *rows: int) -> tuple[int, str]:

@@ -24,9 +24,9 @@ from distill.generation.answers import generate
 from distill.models.fingerprint import model_identity
 from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
 from distill.models.head import last_hidden, probe_logits
-from distill.models.load import kept_layers, load_student, load_teacher
+from distill.models.load import load_student, load_teacher
 from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
-from distill.models.pruning import cut_layers
+from distill.models.pruning import cut_layers, layer_indices, layers_of
 from distill.models.quantised import check_quantisation, method_of, quantisation_of
 from distill.models.shape import USABLE, Shape
 from distill.recipe import Generate, Recipe, Student
@@ -81,7 +81,7 @@ class LoadedTeacher(Teacher):
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
         student = load_student(section, teacher=self.model, device=device, dtype=dtype)
-        return CutStudent(student, kept_layers(section, self.model))
+        return CutStudent(student, layer_indices(section.from_teacher, layers_of(self.model.config)))
 
     def quantise(self) -> None:
         if self.fp8 and not is_quantised(self.model):

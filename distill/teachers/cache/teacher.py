@@ -16,7 +16,7 @@ from distill.data.load import Splits
 from distill.models.head import HeadWeights, LogitTransform
 from distill.models.load import load_student
 from distill.models.meta import meta_config, meta_model
-from distill.models.pruning import check_kept, layers_to_keep
+from distill.models.pruning import layer_indices
 from distill.models.shape import Shape
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
@@ -149,7 +149,7 @@ def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
     there = cache.manifest["student_layers"]
     config = read_json(cache.path / TEACHER / "config.json") or {}
     total = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
-    expected = check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
+    expected = layer_indices(cut, total)
     if there != expected:
         has = "no student" if there is None else f"the student of layers {there}"
         raise ValueError(
