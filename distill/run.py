@@ -52,6 +52,7 @@ from distill.models.sharding import is_sharded, whole_student
 from distill.planning.sharing import plan_sharing
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
+from distill.recipe.yaml_text import to_yaml
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import licence_of, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
@@ -64,7 +65,7 @@ from distill.training.arguments import fused_optimizer, require_optimizer, train
 from distill.training.checkpoints import half_written
 from distill.training.failures import explained
 from distill.training.graphs import GraphedSteps
-from distill.training.lock import LOCK_FILE, differences, lock_of, lock_text, locked_attention, read_lock, require_same
+from distill.training.lock import LOCK_FILE, differences, lock_of, locked_attention, read_lock, require_same
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import resume_plan, without_known_warnings
 from distill.training.soundness import resumable
@@ -226,7 +227,7 @@ def _run(
         locked["attention"] = {role: choice["backend"] for role, choice in attention.found.items()}
         write_text(folder / RECIPE_FILE, dump(recipe) if resumed is None else resumed.recipe_text(last))
         if not (resume and (folder / LOCK_FILE).exists()):
-            write_text(folder / LOCK_FILE, lock_text(locked))
+            write_text(folder / LOCK_FILE, to_yaml(locked))
         attention.write(folder)
         lines = preamble(
             source, pair, trainer.objective, plan=plan, data=splits.report, device=str(device.type),

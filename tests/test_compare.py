@@ -11,10 +11,11 @@ from distill.cli import run_command
 from distill.evaluation.targets import find_target
 from distill.recipe import parse
 from distill.recipe.same_step import FREE, settings_of_steps
+from distill.recipe.yaml_text import to_yaml
 from distill.reports.compare_runs import over_seeds, welch
 from distill.teachers.measure import KL, SPANS
 from distill.teachers.registry import measure_of
-from distill.training.lock import FIRST, lock_text
+from distill.training.lock import FIRST
 
 
 def make_run(
@@ -32,7 +33,7 @@ def make_run(
     )
     if processes is not None:
         sections = {name: {} for name in FIRST} | {"processes": processes}
-        (folder / "lock.yaml").write_text(lock_text(sections))
+        (folder / "lock.yaml").write_text(to_yaml(sections))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, key: 2.0, f"eval_{key}": kl}) + "\n")
     if result:
         after = {f"forward_{key}": kl, "agreement": 0.5}

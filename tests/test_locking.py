@@ -137,7 +137,7 @@ def test_a_start_that_was_killed_before_its_recipe_can_be_started_again(workplac
             run_command(["run", "r.yaml", "--name", "early"])
     assert [path.name for path in (workplace / "runs/early").iterdir()] == [".lock"]
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "lock_text", killed)
+        patch.setattr(run_module, "to_yaml", killed)
         with pytest.raises(Killed):
             run_command(["run", "r.yaml", "--name", "early"])
     assert run_command(["run", "r.yaml", "--name", "early", "--resume"]) == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerState
 
 from distill.core.console import working
 from distill.models.precision import resolve_device
@@ -31,12 +31,12 @@ class _Stopwatch(TrainerCallback):
     def __init__(self) -> None:
         self.marks: list[float] = []
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Mark the step's start."""
         torch.cuda.synchronize()
         self.marks.append(time.perf_counter())
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Mark its end."""
         torch.cuda.synchronize()
         self.marks.append(time.perf_counter())

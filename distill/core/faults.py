@@ -31,6 +31,7 @@ EXPECTED = {
     "invalid_key": "text as a key",
 }
 
+BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below", "less_than_equal": "at most"}
 DISK = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -175,7 +176,7 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     if kind == "missing":
         return f"{head}required, and missing"
     if kind == "union_tag_not_found":
-        return f"{head}type is missing; known: {_plain_list(_tags(model, path))}"
+        return f"{head}type is missing; known: {', '.join(_tags(model, path))}"
     if kind == "union_tag_invalid":
         tags = _tags(model, path)
         tag = context.get("tag")
@@ -183,16 +184,14 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
     if kind == "literal_error":
         options = _literals(model, path)
         hint = _value_meant(path[-1], came, options, names)
-        return f"{head}expected one of {_plain_list(options)}, got {show(came)}" + (
+        return f"{head}expected one of {', '.join(options)}, got {show(came)}" + (
             f"; {hint}" if hint.startswith("did") else ""
         )
     if kind == "value_error":
         return f"{head}{context['error']}"
-    bounds = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
-    bounds["less_than_equal"] = "at most"
-    if kind in bounds:
+    if kind in BOUNDS:
         limit = next(context[key] for key in ("gt", "ge", "lt", "le") if key in context)
-        return head + refuse(f"a number {bounds[kind]} {limit:g}", came)
+        return head + refuse(f"a number {BOUNDS[kind]} {limit:g}", came)
     if kind == "string_pattern_mismatch":
         return head + refuse("letters, digits, '.', '_' and '-' (at most 100, first a letter or digit)", came)
     if kind == "too_short":
@@ -210,10 +209,6 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
 def _value_meant(field: str, value: object, options: list[str], names: Names) -> str:
     ours = names.values.get(field, {}).get(str(value).strip().lower().replace(" ", "_"), "")
     return f"did you mean {ours}?" if ours.split(" ")[0] in options else did_you_mean(value, options)
-
-
-def _plain_list(options: Iterable[str]) -> str:
-    return ", ".join(options)
 
 
 def _annotation_parts(annotation: object) -> list[object]:

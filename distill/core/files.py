@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import shutil
@@ -62,7 +63,7 @@ def _replacing(path: Path, *, folder: bool, over: bool) -> Iterator[Path]:
     prefix = f".{path.name[:50]}."  # the name itself may be as long as a name can be
     if folder:
         make_folder(path.parent)
-    for old in path.parent.glob(f"{_literal(prefix)}*{UNFINISHED}"):
+    for old in path.parent.glob(f"{glob.escape(prefix)}*{UNFINISHED}"):
         with contextlib.suppress(OSError), _locked(old):
             _remove(old)
     made = tempfile.mkdtemp if folder else _empty_file
@@ -137,11 +138,6 @@ def _umask() -> int:
     before = os.umask(0)
     os.umask(before)
     return before
-
-
-def _literal(text: str) -> str:
-    """`text` with nothing in it that a pattern of names would act on."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in text)
 
 
 def _remove(path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def tokenised(
 
     def build(folder: Path) -> None:
         logger.info("tokenising %s", source.name)
-        batches = _batches(_limited(source.rows(), max_rows))
+        batches = _batches(enumerate(islice(source.rows(), max_rows)))
         tally = _write(folder, tuple(encoder.columns), _encoded(batches, encoder, workers))
         (folder / "tally.json").write_text(json.dumps(vars(tally)))
 
@@ -53,16 +54,13 @@ def tokenised(
     tally = Tally()
     tally.add(Tally(**json.loads((folder / "tally.json").read_text())))
     names = encoder.columns
-    columns = {name: Ragged(_mapped(folder / f"{name}.bin"), np.load(folder / f"{name}.npy")) for name in names}
+    bounds = {name: np.load(folder / f"{name}.npy") for name in names}
+    columns = {  # an empty file cannot be mapped
+        name: Ragged(np.memmap(folder / f"{name}.bin", np.int32, "r") if ends[-1] else np.zeros(0, np.int32), ends)
+        for name, ends in bounds.items()
+    }
     pointers = {name: into for name, into in names.items() if into}
     return Documents(columns, np.load(folder / "origin.npy"), pointers), tally, key, cached
-
-
-def _limited(rows: Iterable[Row | RowFault], limit: int | None) -> Iterator[tuple[int, Row | RowFault]]:
-    for number, row in enumerate(rows):
-        if limit is not None and number >= limit:
-            return
-        yield number, row
 
 
 def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
@@ -133,8 +131,3 @@ def _write(folder: Path, names: tuple[str, ...], encoded: Iterable[tuple[Iterabl
         np.save(folder / f"{name}.npy", np.cumsum(lengths[name], dtype=np.int64))
     np.save(folder / "origin.npy", np.array(origins, dtype=np.uint64))
     return tally
-
-
-def _mapped(path: Path) -> np.ndarray:
-    # an empty file cannot be mapped
-    return np.memmap(path, dtype=np.int32, mode="r") if path.stat().st_size else np.zeros(0, dtype=np.int32)

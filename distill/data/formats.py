@@ -193,10 +193,7 @@ def _text(row: Row, column: str) -> str:
 def _messages(row: Row, column: str) -> list[dict[str, Any]]:
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):  # a csv holds a chat as JSON text
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowFault("invalid JSON", f"column {column!r}: {error}") from error
+        value = _parsed(value, column)
     if value is None:
         raise RowFault("null", f"column {column!r}")
     if not isinstance(value, list):
@@ -204,6 +201,13 @@ def _messages(row: Row, column: str) -> list[dict[str, Any]]:
     if not value:
         raise RowFault("empty", f"column {column!r}: no messages")
     return [_message(message, column) for message in value]
+
+
+def _parsed(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowFault("invalid JSON", f"column {column!r}: {error}") from error
 
 
 def _message(message: Any, column: str) -> dict[str, Any]:
@@ -253,10 +257,7 @@ def _without_nulls(value: Any) -> Any:
 def _tools(row: Row) -> list[Any] | None:
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise RowFault("invalid JSON", f"column 'tools': {error}") from error
+        tools = _parsed(tools, "tools")
     if not tools:
         return None
     if not isinstance(tools, list):

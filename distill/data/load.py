@@ -22,7 +22,6 @@ import numpy as np
 from distill.core.labels import IGNORE_INDEX
 from distill.core.units import counted
 from distill.data.chat import ChatTemplate, load_template
-from distill.data.collator import Collator
 from distill.data.documents import tokenised
 from distill.data.formats import Format, detect
 from distill.data.packing import Documents, Ragged, rows_of
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
     from distill.recipe import Data, Validation
 
-__all__ = ["Collator", "DataReport", "Splits", "load_data"]
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +219,9 @@ def load_rows(
         held_out, rest = _hold_out(documents.origin, data.validation)
         return _pack(data, (documents, rest), (documents, held_out), report, seed, key)
     other, other_key = read(*_validation_source(data), None)
-    held_out = _some(other.origin, data.validation.max_rows, data.validation.seed)
+    pieces, texts = _texts(other.origin)
+    chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
+    held_out = np.flatnonzero(np.isin(pieces, chosen))
     rest = np.flatnonzero(~np.isin(documents.origin, other.origin[held_out]))
     if len(rest) < len(documents.origin):
         logger.warning(
@@ -296,12 +296,6 @@ def _hold_out(origin: np.ndarray, section: Validation) -> tuple[np.ndarray, np.n
     count = min(max(1, round(section.fraction * len(texts))), section.max_rows or len(texts), len(texts) - 1)
     held_out = np.isin(origin, _chosen(texts, count, section.seed))
     return np.flatnonzero(held_out), np.flatnonzero(~held_out)
-
-
-def _some(origin: np.ndarray, limit: int | None, seed: int) -> np.ndarray:
-    """The documents of at most `limit` texts, chosen by hash."""
-    origin, texts = _texts(origin)
-    return np.flatnonzero(np.isin(origin, _chosen(texts, limit or len(texts), seed)))
 
 
 def _chosen(texts: np.ndarray, count: int, seed: int) -> np.ndarray:

@@ -8,6 +8,7 @@ nothing that a later one could take for data; their sizes are checked before use
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -69,7 +70,7 @@ def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path,
         The folder, and whether it was found.
     """
     if not cache:
-        folder = Path(_temporary_folder(), key)
+        folder = Path(_temporary().name, key)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         build(folder)
@@ -108,18 +109,14 @@ def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path,
     return final, False
 
 
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="distill-data-")
+
+
 def _complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / "complete.json").read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
-
-
-_temporary: list[tempfile.TemporaryDirectory[str]] = []
-
-
-def _temporary_folder() -> str:
-    if not _temporary:
-        _temporary.append(tempfile.TemporaryDirectory(prefix="distill-data-"))
-    return _temporary[0].name

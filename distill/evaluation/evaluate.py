@@ -52,16 +52,17 @@ class HeldOut(NamedTuple):
     @property
     def student_perplexity(self) -> float:
         """exp(cross-entropy); infinite where that overflows."""
-        return _exp(self.student_cross_entropy)
+        return perplexity(self.student_cross_entropy)
 
     @property
     def teacher_perplexity(self) -> float:
         """exp(cross-entropy); infinite where that overflows."""
-        return _exp(self.teacher_cross_entropy)
+        return perplexity(self.teacher_cross_entropy)
 
 
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+def perplexity(cross_entropy: float) -> float:
+    """Of a mean cross-entropy in nats; infinite where a float holds no such number."""
+    return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
 
 
 def gap_closed(before: HeldOut, after: HeldOut) -> float:

@@ -11,7 +11,6 @@ bins' |accuracy - mean probability| are averaged by their tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, intervals, share_interval
-from distill.evaluation.evaluate import as_trained
+from distill.evaluation.evaluate import as_trained, perplexity
 from distill.models.head import LogitTransform, call_head, decoder_of, find_head, probe_logits
 
 BINS = 15
@@ -54,7 +53,7 @@ class Judgement(NamedTuple):
 
     def perplexity(self, who: str) -> Interval:
         """exp of the cross-entropy of `student` or `teacher`."""
-        return Interval(*(math.inf if v >= 700 else math.exp(v) for v in self.figures[f"{who}_cross_entropy"]))
+        return Interval(*map(perplexity, self.figures[f"{who}_cross_entropy"]))
 
     def gap_closed(self, before: Judgement) -> Interval:
         """The share of `before`'s forward KL that this student no longer has, over the same rows."""

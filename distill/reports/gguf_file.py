@@ -16,7 +16,6 @@ become the same tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,7 +146,7 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
     names = gguf.get_tensor_name_map(
         next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), config.num_hidden_layers
     )
-    for key, tensor in _weights(model):
+    for key, tensor in model.named_parameters():
         target = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise RecipeError([f"--gguf: the format has no place for the weight {key} of {config.model_type}"])
@@ -155,7 +154,7 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
             count = heads if ".q_proj." in key else pairs
             tensor = tensor.view(count, 2, width // 2, -1).transpose(1, 2).reshape(tensor.shape)
         kind = gguf.GGMLQuantizationType[_type_of(tensor, type).upper()]
-        values = tensor.float().contiguous().numpy()
+        values = tensor.detach().float().contiguous().numpy()
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
             writer.add_tensor(target, values.astype("float16") if kind == gguf.GGMLQuantizationType.F16 else values)
         else:
@@ -164,12 +163,6 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and weights, tied ones once: without an `output.weight` the embedding is the head."""
-    for name, tensor in model.named_parameters():
-        yield name, tensor.detach()
 
 
 def _type_of(tensor: torch.Tensor, type: str) -> str:
@@ -256,7 +249,7 @@ def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> f
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]
     before = [model.float()(input_ids=row).logits[0].log_softmax(-1) for row in rows]
     theirs = dict(loaded.named_parameters())
-    for name, tensor in _weights(model):
+    for name, tensor in model.named_parameters():
         allowed = ROUNDING[_type_of(tensor, type)] * float(tensor.norm())
         if name not in theirs or theirs[name].shape != tensor.shape or float((theirs[name] - tensor).norm()) > allowed:
             raise RecipeError([f"--gguf: read back, {name} is another weight; not written"])

@@ -18,6 +18,8 @@ from distill.core.console import visible
 from distill.core.faults import RecipeError
 from distill.core.files import write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
+from distill.evaluation.evaluate import perplexity
+from distill.evaluation.samples import TITLES
 from distill.recipe import Recipe, parse
 from distill.reports.curves import charts_of
 from distill.reports.style import document
@@ -33,7 +35,6 @@ PHASES = {
 }  # fmt: skip
 # of tokens: what the report calls agreement
 AGREES = "for which the student's likeliest next token is the teacher's"
-WHO = {"teacher": "teacher", "before": "student before", "after": "student after"}
 
 
 class Run(NamedTuple):
@@ -220,15 +221,13 @@ def _held_out(run: Run) -> str:
         return ""
     last = figures.get("after") or figures["before"]
 
-    def perplexity(value: float) -> str:
-        return f"{math.exp(value):,.2f}" if value < 700 else "inf"
-
-    rows = [["teacher", "0", "0", "100 %", perplexity(last["teacher_cross_entropy"]), f"{last['teacher_entropy']:.3f}"]]
+    fit = perplexity(last["teacher_cross_entropy"])
+    rows = [["teacher", "0", "0", "100 %", f"{fit:,.2f}", f"{last['teacher_entropy']:.3f}"]]
     for name, row in figures.items():
         rows.append(
             [
-                WHO[name], shown(row["forward_kl"]), shown(row["reverse_kl"]), f"{100 * row['agreement']:.1f} %",
-                perplexity(row["student_cross_entropy"]), f"{row['student_entropy']:.3f}",
+                TITLES[name], shown(row["forward_kl"]), shown(row["reverse_kl"]), f"{100 * row['agreement']:.1f} %",
+                f"{perplexity(row['student_cross_entropy']):,.2f}", f"{row['student_entropy']:.3f}",
             ]
         )  # fmt: skip
     measure = run.measure
@@ -333,7 +332,7 @@ def _samples(run: Run) -> str:
     blocks = []
     for number, prompt in enumerate(prompts):
         said = "".join(
-            f"<div><h4>{html.escape(WHO.get(who, who))}</h4>"
+            f"<div><h4>{html.escape(TITLES.get(who, who))}</h4>"
             f"<pre>{html.escape(texts[number]) or '(nothing)'}</pre></div>"
             for who, texts in answers.items()
             if number < len(texts)

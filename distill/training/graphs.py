@@ -12,11 +12,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from distill.core import console
 from distill.core.ranks import is_first
@@ -58,7 +57,7 @@ class GraphedSteps(TrainerCallback):
         self._timed: list[float] | None = None
         self._start = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Begin what the step's number is for."""
         if self._decided:
             return
@@ -72,7 +71,7 @@ class GraphedSteps(TrainerCallback):
             torch.cuda.synchronize()
             self._start = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Take the step's time; decide where all are there."""
         if self._decided:
             return

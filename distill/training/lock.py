@@ -100,11 +100,6 @@ def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def lock_text(lock: Mapping[str, Any]) -> str:
-    """The lock as YAML."""
-    return to_yaml(dict(lock))
-
-
 def read_lock(path: Path) -> dict[str, Any]:
     """A lock from its file.
 

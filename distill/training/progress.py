@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from distill.core.console import terminal_may_be_lost
 from distill.core.files import write_text
@@ -35,7 +35,7 @@ class MetricsFile(TrainerCallback):
         self._last: dict[str, Any] = {}
         self._offset = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Keep the rows up to the step that training starts from."""
         if not state.is_world_process_zero:
             return
@@ -44,7 +44,7 @@ class MetricsFile(TrainerCallback):
         write_text(self.path, text)
         self._last, self._offset = {}, len(text.encode())
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
         """Append a row, or add to the last one where it is of the same step."""
         if not state.is_world_process_zero or not logs:
             return
@@ -95,7 +95,7 @@ class ProgressReport(TrainerCallback):
         self._bar: Progress | None = None
         self._start, self._start_step = 0.0, 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Show the bar."""
         self._start, self._start_step = time.perf_counter(), state.global_step
         if not state.is_world_process_zero or not self.console.is_terminal:
@@ -114,12 +114,12 @@ class ProgressReport(TrainerCallback):
         with terminal_may_be_lost():
             self._bar.start()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Advance the bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=state.global_step)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
         """Show the figures of a logging step."""
         if not state.is_world_process_zero or not logs:
             return
@@ -129,7 +129,7 @@ class ProgressReport(TrainerCallback):
         left = f"  {self._time_left(state)} left" if self._bar is None else ""
         self._show(f"step {state.global_step}/{state.max_steps}  {figures_line(logs, self.measure)}{left}")
 
-    def _show_held_out(self, state: Any, logs: dict[str, Any]) -> None:
+    def _show_held_out(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """A line for an evaluation along the way."""
         figures = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
         if "loss" in figures:
@@ -140,7 +140,7 @@ class ProgressReport(TrainerCallback):
         with terminal_may_be_lost():
             self.console.print(text, highlight=False, markup=False, soft_wrap=self._bar is None)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Take the bar down."""
         self.stop()
 
@@ -151,7 +151,7 @@ class ProgressReport(TrainerCallback):
             with terminal_may_be_lost():
                 bar.stop()
 
-    def _time_left(self, state: Any) -> str:
+    def _time_left(self, state: TrainerState) -> str:
         done = state.global_step - self._start_step
         seconds = (time.perf_counter() - self._start) / max(done, 1) * (state.max_steps - state.global_step)
         return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"

@@ -73,7 +73,8 @@ class ResumePlan(NamedTuple):
         if sizes is None:
             return []
         _require_same_epochs(sizes, arguments, rows)
-        if drops_at_random(student):
+        dropout = getattr(bare(student).config, "attention_dropout", 0) or 0
+        if dropout > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in student.modules()):
             return ["dropout draws other random numbers than with the micro-batches of before"]
         return []
 
@@ -124,12 +125,6 @@ def smaller_batch(recipe: Recipe, processes: int) -> tuple[int, int]:
     rows = rows_of_step(recipe, processes)
     half = max(recipe.train.batch_size // 2, 1)
     return next(size for size in range(half, 0, -1) if rows % (size * processes) == 0), rows * recipe.data.max_length
-
-
-def drops_at_random(model: nn.Module) -> bool:
-    """Whether the student draws random numbers in training: other micro-batches draw other ones."""
-    dropout = getattr(bare(model).config, "attention_dropout", 0) or 0
-    return dropout > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in model.modules())
 
 
 @contextmanager

@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from distill.core.faults import RunError
@@ -373,13 +380,13 @@ class _Watch(TrainerCallback):
     def __init__(self, trainer: DistillationTrainer) -> None:
         self.trainer = trainer
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Gradients are there and not used yet."""
         model = self.trainer.model
         assert model is not None
         self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Log, write a checkpoint and stop, where that was requested."""
         self.trainer.meter.phases.enter("data")
         self.trainer.meter.phases.steps += 1
