@@ -309,8 +309,8 @@ def test_names_of_the_library_come_lazily():
 def test_tables_are_plain_outside_a_terminal(capsys):
     from distill.core.console import show_table
 
-    show_table(["", "KL"], [["before", "12.5"], ["[after]", "3.1"]], title="held out", numbers=True)
-    assert capsys.readouterr().out == "held out\n           KL\nbefore   12.5\n[after]   3.1\n"
+    show_table(["", "KL"], [["before", "12.5"], ["[after]", "3.1"]], numbers=True)
+    assert capsys.readouterr().out == "           KL\nbefore   12.5\n[after]   3.1\n"
 
 
 def test_the_command_has_waiting_threads_sleep_unless_told_otherwise():

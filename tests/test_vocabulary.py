@@ -143,21 +143,22 @@ def test_extend_gives_rows_of_mean_sub_tokens_and_touches_no_other(base, tie, pa
     teacher_tokenizer = with_tokens(base, "<|turn_end|>", "<|tool|>")
     student = tiny_model(base, tie=tie, vocab_size=len(base) + padded)
     before = [student.get_input_embeddings().weight.clone(), student.get_output_embeddings().weight.clone()]
-    extension = extend_student(student, base, teacher_tokenizer)
-    assert extension.tokens == ("<|turn_end|>", "<|tool|>")
-    assert extension.rows_after == max(len(base) + padded, len(base) + 2) == student.config.vocab_size
+    added = extend_student(student, base, teacher_tokenizer)
+    assert added == ("<|turn_end|>", "<|tool|>")
+    rows = student.config.vocab_size
+    assert rows == max(len(base) + padded, len(base) + 2)
     after = [student.get_input_embeddings().weight, student.get_output_embeddings().weight]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new[: len(base)], old[: len(base)])
-        for number, token in enumerate(extension.tokens, len(base)):
+        for number, token in enumerate(added, len(base)):
             parts = base(token, add_special_tokens=False)["input_ids"]
             assert len(parts) > 1
             torch.testing.assert_close(new[number], old[parts].mean(0))
     assert (after[0] is after[1]) == tie
-    verdict = compare(teacher_tokenizer, teacher_tokenizer, student_vocab_size=extension.rows_after)
+    verdict = compare(teacher_tokenizer, teacher_tokenizer, student_vocab_size=rows)
     assert verdict.compatible
     ids = torch.tensor([teacher_tokenizer("hi<|turn_end|>")["input_ids"]])
-    assert student(ids).logits.shape[-1] == extension.rows_after
+    assert student(ids).logits.shape[-1] == rows
 
 
 def test_extend_refuses_what_it_cannot_repair(base):
@@ -168,7 +169,7 @@ def test_extend_refuses_what_it_cannot_repair(base):
 def test_extend_with_nothing_to_add_changes_nothing(base):
     student = tiny_model(base)
     before = student.get_input_embeddings().weight.clone()
-    assert extend_student(student, base, base).tokens == ()
+    assert extend_student(student, base, base) == ()
     assert torch.equal(student.get_input_embeddings().weight, before)
 
 

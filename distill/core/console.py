@@ -50,21 +50,18 @@ if logging.lastResort is not None:  # it prints warnings where nobody set up log
     logging.lastResort.setFormatter(VisibleFormatter())
 
 
-def show_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", numbers: bool = False
-) -> None:
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
     """Print a table; where standard output is no terminal, as aligned columns, cut nowhere.
 
     Args:
         columns: headings.
         rows: cells, as many as headings in each row.
-        title: a line above.
         numbers: align all columns but the first to the right.
     """
-    columns, rows, title = [*map(visible, columns)], [[*map(visible, cells)] for cells in rows], visible(title)
+    columns, rows = [*map(visible, columns)], [[*map(visible, cells)] for cells in rows]
     console = Console()
     if console.is_terminal:
-        table = Table(title=escape(title) or None, title_justify="left", header_style="bold", box=None, pad_edge=False)
+        table = Table(header_style="bold", box=None, pad_edge=False)
         for index, column in enumerate(columns):
             table.add_column(escape(column), justify="right" if numbers and index else "left", overflow="fold")
         for row in rows:
@@ -72,8 +69,6 @@ def show_table(
         console.print(table)
         return
     widths = [max(len(cells[index]) for cells in [columns, *rows]) for index in range(len(columns))]
-    if title:
-        print(title)
     for cells in [columns, *rows]:
         aligned = [
             cell.rjust(width) if numbers and index else cell.ljust(width)

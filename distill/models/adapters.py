@@ -30,14 +30,13 @@ def linear_names(model: PreTrainedModel) -> dict[str, list[str]]:
     return names
 
 
-def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora", *, seed: int | None = None) -> Any:
+def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> Any:
     """Put trainable adapters on `model`; its own weights stop training.
 
     Args:
         model: The student.
         lora: `targets` are last or full parts of module names, or `all-linear` for every linear layer but the head;
             `head: true` adds the head, also where it is tied to the embedding.
-        field: What errors call it.
         seed: What A is drawn from; with it the adapters are the same whatever was drawn before, as by one process of
             several that plans more than one alone does. None for PyTorch's generator as it stands.
 
@@ -55,11 +54,11 @@ def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora", *,
     if wanted == ["all-linear"]:
         modules = [name for names in known.values() for name in names if name != head]
     else:
-        modules = _matching(wanted, known, field)
+        modules = _matching(wanted, known)
     if lora.head and head not in modules:
         modules.append(head)
     if head in modules and lora.dropout > 0:
-        raise ValueError(f"{field}.dropout: expected 0 where the head has an adapter, got {lora.dropout}")
+        raise ValueError(f"student.lora.dropout: expected 0 where the head has an adapter, got {lora.dropout}")
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -76,7 +75,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, field: str = "student.lora", *,
         return get_peft_model(model, config)
 
 
-def _matching(wanted: Sequence[str], known: dict[str, list[str]], field: str) -> list[str]:
+def _matching(wanted: Sequence[str], known: dict[str, list[str]]) -> list[str]:
     full = [name for names in known.values() for name in names]
     modules: list[str] = []
     for target in wanted:
@@ -85,7 +84,7 @@ def _matching(wanted: Sequence[str], known: dict[str, list[str]], field: str) ->
             near = difflib.get_close_matches(target, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"{field}.targets: {target!r} matches no linear layer; {hint}there are {', '.join(sorted(known))}"
+                f"student.lora.targets: {target!r} matches no linear layer; {hint}there are {', '.join(sorted(known))}"
             )
         modules += [name for name in matched if name not in modules]
     return modules
@@ -138,13 +137,12 @@ def _unwrapped(module: Any) -> Any:
     return module.get_base_layer() if hasattr(module, "lora_A") else getattr(module, "original_module", module)
 
 
-def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.adapter") -> PreTrainedModel:
+def load_and_merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     """Merge a saved LoRA into `model`.
 
     Args:
         model: What the adapter was trained on; consumed.
         adapter: A folder with adapter_config.json and adapter_model.safetensors, or a hub id. Pickles are not read.
-        field: What errors call it.
 
     Raises:
         ValueError: no adapter there, one of another kind, or one made for another model.
@@ -152,28 +150,28 @@ def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.a
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    folder = _adapter_folder(adapter, field)
+    folder = _adapter_folder(adapter)
     config = PeftConfig.from_pretrained(str(folder))
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-        raise ValueError(f"{field}: expected a LoRA adapter, got {config.peft_type}")
+        raise ValueError(f"teacher.adapter: expected a LoRA adapter, got {config.peft_type}")
     try:
         with_adapter = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{field}: {adapter} does not fit this teacher: {reason}") from error
+        raise ValueError(f"teacher.adapter: {adapter} does not fit this teacher: {reason}") from error
     with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
         saved = set(file.keys())
     wrong = saved ^ set(get_peft_model_state_dict(with_adapter))
     if wrong:
         raise ValueError(
-            f"{field}: {adapter} does not fit this teacher: {len(wrong)} weights have no counterpart, "
+            f"teacher.adapter: {adapter} does not fit this teacher: {len(wrong)} weights have no counterpart, "
             f"such as {sorted(wrong)[0]}"
         )
-    log.info("%s: merged %s (rank %s)", field, adapter, getattr(config, "r", "?"))
+    log.info("teacher.adapter: merged %s (rank %s)", adapter, getattr(config, "r", "?"))
     return merge_in_place(with_adapter)
 
 
-def _adapter_folder(adapter: str, field: str) -> Path:
+def _adapter_folder(adapter: str) -> Path:
     needed = ("adapter_config.json", "adapter_model.safetensors")
     folder = Path(adapter).expanduser()
     if not folder.is_dir():
@@ -184,9 +182,9 @@ def _adapter_folder(adapter: str, field: str) -> Path:
             folder = Path(snapshot_download(adapter, allow_patterns=list(needed)))
         except (OSError, HfHubHTTPError, HFValidationError) as error:
             raise ValueError(
-                f"{field}: {adapter} is neither a folder nor a hub id that can be reached; give a local folder"
+                f"teacher.adapter: {adapter} is neither a folder nor a hub id that can be reached; give a local folder"
             ) from error
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{field}: {adapter} has no {' and no '.join(missing)}")
+        raise ValueError(f"teacher.adapter: {adapter} has no {' and no '.join(missing)}")
     return folder

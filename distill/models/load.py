@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -239,13 +238,7 @@ def _random(
     return _place(model, device)
 
 
-def save_student(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path,
-    *,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
-) -> Path:
+def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
     """Save a student so that `AutoModelForCausalLM.from_pretrained(folder)` and `generate` take it as it is.
 
     Weights keep their dtype, tied ones stay tied. Of a LoRA student the merged model goes to `folder`, and the
@@ -255,23 +248,17 @@ def save_student(
         model: The student, unwrapped from DDP or FSDP; not changed.
         tokenizer: Saved with it; None where there is none.
         folder: Where to.
-        state_dict: The whole weights where `model` holds shards only (FSDP); not for LoRA students.
 
     Returns:
         `folder`.
-
-    Raises:
-        ValueError: a LoRA student with a `state_dict`.
     """
     folder = Path(folder)
     is_lora = hasattr(model, "peft_config")
-    if is_lora and state_dict is not None:
-        raise ValueError("state_dict: a LoRA student is merged from its own weights; gather them into the model first")
     plain = merged(model) if is_lora else model
     with replacing_folder(folder, over=True) as unfinished:
         used, plain.config.use_cache = plain.config.use_cache, True
         try:
-            plain.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
+            plain.save_pretrained(unfinished)
         finally:
             plain.config.use_cache = used
         if tokenizer is not None:

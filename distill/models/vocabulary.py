@@ -214,15 +214,7 @@ def _notes(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> 
     return notes
 
 
-class Extension(NamedTuple):
-    """What `extend_student` did: the tokens that were added and the rows before and after."""
-
-    tokens: tuple[str, ...]
-    rows_before: int
-    rows_after: int
-
-
-def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tokenizer: Any) -> Extension:
+def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tokenizer: Any) -> tuple[str, ...]:
     """Give the student the tokens that only the teacher has; afterwards the teacher's tokenizer serves both.
 
     A new token's rows, in the input embedding and in the head, start as the mean of the rows of the tokens that the
@@ -235,7 +227,7 @@ def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tok
         teacher_tokenizer: the one to train and to save with.
 
     Returns:
-        The tokens added and the rows before and after.
+        The tokens added.
 
     Raises:
         ValueError: the two disagree on an id, or the student has tokens that the teacher lacks.
@@ -248,7 +240,7 @@ def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tok
     if verdict.differing or verdict.student_only:
         verdict.require(field="student.vocabulary")
     if not verdict.teacher_only:
-        return Extension((), rows, rows)
+        return ()
     needed = verdict.teacher_tokens
     if needed > rows:
         student.resize_token_embeddings(needed, mean_resizing=False)
@@ -269,7 +261,7 @@ def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tok
                 matrix[item.id] = (matrix[parts] if parts else matrix[:rows]).float().mean(0).to(matrix.dtype)
     added = tuple(item.teacher or "" for item in verdict.teacher_only)
     logger.info("student.vocabulary: %d tokens added, from %s", len(added), ", ".join(map(repr, added[:SHOWN])))
-    return Extension(added, rows, max(rows, needed))
+    return added
 
 
 def shared_columns(teacher: Any, student: Any, *rows: int) -> tuple[int, str]:

@@ -67,9 +67,7 @@ def share_caching(situation: Situation, batch_size: int | None = None, other_byt
     return Sharing("ddp", in_shards, (sharded if in_shards else copied) <= usable, why)
 
 
-def plan_caching(
-    recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None, cached_tokens: int = 0
-) -> Sharing:
+def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: int | None = None) -> Sharing:
     """How the processes of `distill cache` hold the teacher.
 
     A CPU has no limit here: copies, unless shards are asked for.
@@ -79,12 +77,11 @@ def plan_caching(
         device: of this process.
         world: processes.
         batch_size: rows at a time; None for the recipe's.
-        cached_tokens: whose keys and values are kept beside, where the teacher generates.
 
     Raises:
         ValueError: a teacher that would have to be sharded and cannot.
     """
-    source, sharing = _share(recipe, device, world, batch_size, cached_tokens)
+    source, sharing = _share(recipe, device, world, batch_size, 0)
     for problem in source.problems(cuda=device.type == "cuda", sharded=sharing.teacher_sharded):
         raise ValueError(f"{problem} ({sharing.why})")
     return sharing
@@ -118,7 +115,8 @@ def asked_in_shards(
     They load a teacher of `teacher.dtype: fp8` in 16 bits.
 
     Args:
-        recipe, device, world, batch_size, cached_tokens: as `plan_caching` takes them.
+        recipe, device, world, batch_size: as `plan_caching` takes them.
+        cached_tokens: whose keys and values are kept beside, where the teacher generates.
         alone: no student is loaded beside.
     """
     if world <= 1 or recipe.parallel.teacher == "copied":

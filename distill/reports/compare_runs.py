@@ -153,11 +153,11 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
     return _tail(t, freedom)
 
 
-def _tail(t: float, freedom: float, steps: int = 100_000) -> float:
+def _tail(t: float, freedom: float) -> float:
     """P(|T| > t) of Student's distribution: 1 minus the density's integral from -t to t, by the midpoint rule."""
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     # in the angle whose tangent is x / sqrt(freedom) the density is bounded and the range finite
-    end = math.atan(t / math.sqrt(freedom))
+    steps, end = 100_000, math.atan(t / math.sqrt(freedom))
     mean = float((np.cos((np.arange(steps) + 0.5) * (end / steps)) ** (freedom - 1)).mean())
     return min(1.0, max(0.0, 1 - 2 * scale * end * mean))
 

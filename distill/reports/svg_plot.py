@@ -97,13 +97,13 @@ def limits(values: Sequence[float], from_zero: bool = False) -> tuple[float, flo
 class _Axes:
     """Where values lie in the drawing; those beyond the limits lie on the edge."""
 
-    def __init__(self, series: Sequence[Series], size: Size, from_zero: bool, across: str) -> None:
+    def __init__(self, series: Sequence[Series], size: Size, from_zero: bool) -> None:
         points = [point for line in series for point in line.points]
         points += [(x, y) for line in series for x, *ys in line.band for y in ys]
         points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
         if not points:
             raise ValueError("series: expected at least one finite point")
-        self.size, self.across = size, across
+        self.size = size
         self.x = min(x for x, _ in points), max(x for x, _ in points)
         count = max(3, int((size.height - 40) / (2.5 * size.font)))
         self.low, self.high = limits([y for _, y in points], from_zero)
@@ -125,20 +125,16 @@ class _Axes:
         return self.left + across * (self.size.width - RIGHT - self.left), self.bottom - up * (self.bottom - self.top)
 
 
-def line_chart(
-    series: Sequence[Series], title: str, *, from_zero: bool = False, across: str = "step",
-    size: Size = IN_PAGE,
-) -> str:  # fmt: skip
+def line_chart(series: Sequence[Series], title: str, *, from_zero: bool = False, size: Size = IN_PAGE) -> str:
     """The chart as `<svg>`; points that are not finite break a line, and outliers lie on its edge as triangles.
 
     Args:
         series: At least one, with at least one finite point between them.
         title: What a screen reader calls the chart; each line's last figure is added.
         from_zero: The vertical axis starts at 0.
-        across: What the horizontal axis counts.
         size: Of the drawing.
     """
-    axes = _Axes(series, size, from_zero, across)
+    axes = _Axes(series, size, from_zero)
     last = [f"{line.name} {short(line.points[-1][1])}" for line in series if line.points]
     text = html.escape(f"{title}; last: {', '.join(last)}", quote=True)
     parts = [f'<svg viewBox="0 0 {size.width} {size.height}" role="img" aria-label="{text}">']
@@ -146,12 +142,12 @@ def line_chart(
         _, y = axes.place(axes.x[0], value)
         parts.append(f'<line class="axis" x1="{axes.left:.1f}" x2="{size.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(label(axes.left - 6, y + 0.35 * size.font, name, "end"))
-    marks = ticks(*axes.x, max(2, size.width // (5 * size.font)), least=1.0 if across == "step" else 0.0)
+    marks = ticks(*axes.x, max(2, size.width // (5 * size.font)), least=1.0)
     names, y = tick_labels(marks), size.height - 0.5 * size.font
     # the last carries the name of the axis, and gets the room for it
     end = min(axes.place(marks[-1], axes.low)[0] + 0.3 * size.font * len(names[-1]), size.width - 2.0)
-    parts.append(label(end, y, f"{across} {names[-1]}", "end"))
-    room = end - 0.6 * size.font * (len(f"{across} {names[-1]}") + 1)
+    parts.append(label(end, y, f"step {names[-1]}", "end"))
+    room = end - 0.6 * size.font * (len(f"step {names[-1]}") + 1)
     for value, name in zip(marks[:-1], names[:-1], strict=True):
         x, _ = axes.place(value, axes.low)
         if x + 0.3 * size.font * len(name) < room:
@@ -183,7 +179,7 @@ def _line(series: Series, axes: _Axes) -> list[str]:
         if len(piece) > 1:
             drawn.append(f'<polyline class="line {weight}{color}" points="{_path(piece, axes)}"/>')
         for x, y in piece:
-            (left, top), title = axes.place(x, y), html.escape(f"{series.name}, {axes.across} {short(x)}: {short(y)}")
+            (left, top), title = axes.place(x, y), html.escape(f"{series.name}, step {short(x)}: {short(y)}")
             if y > axes.high:
                 outline = f"M{left - 4.5:.1f} {top:.1f}h9l-4.5 -8z"
                 drawn.append(f'<path class="dot {color}" d="{outline}"><title>{title}</title></path>')
