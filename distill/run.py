@@ -78,11 +78,9 @@ class RunResult(NamedTuple):
     """What a run came to.
 
     Attributes:
-        folder: where everything was written.
         before: held-out figures of the student that training began with.
         after: the same of the trained one.
         gap_closed: share of the forward KL that training took away.
-        steps: optimizer steps.
     """
 
     folder: Path

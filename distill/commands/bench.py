@@ -203,12 +203,8 @@ def bench_step(
 
     Args:
         load: Returns teacher and student on the GPU, freshly made: Liger's patches cannot be taken off again.
-        batch_size: Sequences a step.
-        length: Tokens a sequence.
         loss: The recipe's loss; "distill" uses it as it is, the others run forward KL.
         variants: Which to run, in this order; one whose library is missing is skipped with a log line.
-        steps: Timed steps of each.
-        seed: Of the tokens.
 
     Returns:
         A row for each variant, then "plain (again)" if plain ran first and others followed.

@@ -54,8 +54,6 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     """Print a table; where standard output is no terminal, as aligned columns, cut nowhere.
 
     Args:
-        columns: headings.
-        rows: cells, as many as headings in each row.
         numbers: align all columns but the first to the right.
     """
     columns, rows = [*map(visible, columns)], [[*map(visible, cells)] for cells in rows]

@@ -56,7 +56,6 @@ def fault_of_files(folder: Path, files: object) -> str | None:
     """The first file that is not what its entry says, in words; None where all are.
 
     Args:
-        folder: where they are.
         files: from a manifest that somebody may have spoiled.
     """
     if not isinstance(files, Mapping) or not all(isinstance(entry, Mapping) for entry in files.values()):

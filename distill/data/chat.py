@@ -59,10 +59,6 @@ class ChatTemplate:
     def __init__(self, source: str, tokenizer: Any) -> None:
         """Bind a template.
 
-        Args:
-            source: the Jinja text.
-            tokenizer: gives the special tokens; a template may name them.
-
         Raises:
             TemplateError: the text is not valid Jinja, or stamps a date that cannot be frozen.
         """

@@ -33,9 +33,6 @@ def tokenised(
     """All documents of a source, read from disk as they are used.
 
     Args:
-        source: the rows.
-        encoder: how they become tokens.
-        max_rows: read no more than these.
         workers: processes that tokenise; 0 and 1 mean this one.
         cache: use and keep what is on disk.
 

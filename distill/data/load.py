@@ -138,7 +138,6 @@ class Splits(NamedTuple):
     Attributes:
         train: rows to learn, shuffled.
         validation: rows held out, from documents that no row of `train` holds.
-        report: what became of the data.
     """
 
     train: datasets.Dataset
@@ -189,11 +188,8 @@ def load_rows(
     """`load_data` by any encoder: the rows hold its columns, and positions for each column of ids.
 
     Args:
-        data: the recipe's `data` section.
         encoder_for: the encoder for rows of a format.
         templates: the chat templates that it uses.
-        seed: fixes the order of the rows; `data.validation.seed` fixes which documents are held out.
-        report_type: what counts them.
     """
 
     def read(place: str, field: str, split: str, max_rows: int | None) -> tuple[Documents, str]:

@@ -62,7 +62,6 @@ def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path,
     """The folder that `build` fills, made now or found from before.
 
     Args:
-        key: what it is found by.
         build: writes files into an empty folder.
         cache: look for it, and keep it; else it is made in a temporary folder that goes when the process ends.
 

@@ -56,10 +56,7 @@ class Reference:
         """The mean over the trained tokens, fp64 [], with a graph to the student.
 
         Args:
-            student: its full logits are made.
-            rows: of data.
             batch: the same rows, padded, on the student's device.
-            loss: the recipe's.
             columns: that all logits are cut to; None for the smallest head's.
         """
         labels = shifted(batch["labels"])
@@ -122,13 +119,7 @@ class Reference:
         return [(model, inputs) for model in (*self.teacher.models.values(), student)]
 
     def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
-        """Whether each id means the same to all, in words.
-
-        Args:
-            batch: collated.
-            columns: of the vocabulary that are compared.
-            student_rows: of the student's head.
-        """
+        """Whether each id means the same to all, in words."""
         largest = int(batch["input_ids"].max())
         if largest >= columns:
             return False, f"id {largest} has no column among {columns:,}"

@@ -146,7 +146,6 @@ def dense_spans(student: Reading, teacher: Reading, spans: Spans, shared: Sequen
         student, teacher: both readings of one text.
         spans: int64 [M, 2] each: first token and the one after the last.
         shared: ids of the same tokens, [C] of the student's and [C] of the teacher's.
-        loss: the recipe's.
     """
     (z_s, ids_s), (z_t, ids_t), terms = student, teacher, loss_terms(loss)
     log_s, log_t = ((z / loss.temperature).log_softmax(-1).unbind() for z in (z_s, z_t))

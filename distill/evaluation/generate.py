@@ -16,12 +16,7 @@ from distill.models.triton_only import use_triton_only
 
 
 class Stream(BaseStreamer):
-    """Hands on text as soon as it is whole: half of a character or an unfinished word piece waits.
-
-    Args:
-        tokenizer: Of the model.
-        write: Receives each piece.
-    """
+    """Hands on text as soon as it is whole: half of a character or an unfinished word piece waits."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
         self.tokenizer, self.write = tokenizer, write
@@ -76,7 +71,6 @@ class TritonAnswers:
 
     Args:
         model: Changed in place, see `use_triton_only`.
-        tokenizer: Its tokenizer.
 
     Raises:
         ValueError: no GPU that the kernels run on, or a model that they or the decode loop do not serve.

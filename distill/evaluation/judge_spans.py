@@ -38,7 +38,6 @@ def judge_spans(
     Args:
         student, teacher: Causal language models on one device; put in eval mode and given back as they were.
         rows: Of `load_cross_data`.
-        shared: The ids of the same tokens in both vocabularies.
         advance: Called with the number of rows that are done, for a progress bar.
 
     Returns:

@@ -24,7 +24,6 @@ class Target(NamedTuple):
     """A student to look at.
 
     Attributes:
-        student: its section.
         recipe: of the run it came from; None for a model.
         folder: the run's; None for a model.
     """

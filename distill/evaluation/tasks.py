@@ -77,10 +77,8 @@ def run_tasks(
 
     Args:
         models: Causal language models by name, all with this tokenizer; left in eval mode.
-        tokenizer: Of all of them.
         tasks: From `check_tasks`.
         limit: Examples of each task at most.
-        batch_size: Requests at a time.
         chat: Put prompts into the tokenizer's chat template.
     """
     from lm_eval import simple_evaluate

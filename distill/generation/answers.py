@@ -22,8 +22,6 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens:
 
     Args:
         model: A causal language model, bare or inside PEFT.
-        tokenizer: Its tokenizer.
-        prompts: Plain texts.
         max_new_tokens: The most an answer may have; it ends earlier at an end-of-sequence token.
     """
     device, ends, answers = next(model.parameters()).device, end_tokens(tokenizer, model, None), []

@@ -160,7 +160,6 @@ class DecodeLoop(Engine):
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT, not sharded; see `why_not`.
-        settings: what it is made for.
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:

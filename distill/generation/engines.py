@@ -41,8 +41,6 @@ def engine_for(
     Args:
         name: "distill", "transformers" or "vllm". Where our own loop would not give the model's own logits (it is
             tried on a few tokens), transformers' `generate` takes its place, and one log line says why.
-        model: A causal language model, bare or inside PEFT.
-        settings: What it is made for.
         tokenizer: vLLM gets it with the model.
         trains: The model's weights change between calls.
         field: What an error names.
@@ -91,13 +89,6 @@ def as_asked(model: Any, *, most: int, temperature: float, pad: int | None, ends
     """Inside, `model.generate` draws from softmax(logits / temperature) (0: the likeliest token) and from nothing else.
 
     A chat model's own configuration would bring penalties and cut-offs, and transformers' a top-k of 50.
-
-    Args:
-        model: Of transformers, inside PEFT or not.
-        most: New tokens.
-        temperature: That they are drawn at.
-        pad: The padding token.
-        ends: Tokens that end an answer.
     """
     inner: Any = bare(model)
     own = inner.generation_config

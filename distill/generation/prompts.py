@@ -49,7 +49,6 @@ class Prompts:
     """The usable prompts of a file, in its order.
 
     Attributes:
-        prompts: those.
         dropped: reason to number of rows.
         examples: reason to the first row it hit.
     """

@@ -60,7 +60,6 @@ def patch(
     be added before or after. What keeps its own implementation is logged in one line.
 
     Args:
-        model: A causal language model of transformers, bare or inside PEFT.
         role: "student", or "teacher" for a model that gets no labels.
         attention: "triton", "cudnn", "flash" (which serve what PyTorch's back ends of that name do), or None to keep
             the model's own.

@@ -146,7 +146,6 @@ def keep_soft_cap(model: nn.Module, asked: str = "auto", field: str = "attn_impl
     Args:
         model: A model of transformers, bare or inside PEFT; left as it is where no cap would be dropped.
         asked: The implementation that somebody asked for, or "auto".
-        field: What the error names.
 
     Raises:
         ValueError: `asked` is what would drop the cap.

@@ -44,8 +44,6 @@ class AttentionChoices:
 
         Args:
             model: On its device; only its heads are looked at.
-            role: "teacher" or "student".
-            number: which teacher, where there are several.
         """
         teachers = [self.recipe.teacher, *self.recipe.teachers[1:]]
         section = teachers[number] if role == "teacher" else self.recipe.student

@@ -26,8 +26,6 @@ def compile_layers(model: nn.Module, backend: str = "inductor", **options: Any) 
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT.
-        backend: As of `torch.compile`.
-        options: More of `torch.compile`.
 
     Returns:
         How many layers; none of an offloaded model, whose parameters change places in every call.

@@ -21,8 +21,6 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
     since the teacher as it was is never there to compare with.
 
     Args:
-        section: The recipe's `teacher`.
-        device: Where the model goes.
         dtype: Of what stays unquantised: embedding, norms, head.
 
     Raises:

@@ -262,10 +262,6 @@ def log_once(said: set[str], key: str, message: str, *values: object) -> None:
 def fuse_loss(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | None:
     """Have `model` compute its loss without logits from now on.
 
-    Args:
-        model: A causal language model of transformers, not sharded yet; wrappers come later.
-        undo: Gets what gives the model its forward back.
-
     Returns:
         None, or why its loss stays its own.
     """

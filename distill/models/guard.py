@@ -46,9 +46,6 @@ def check_config(values: Mapping[str, Any], field: str, name: str, *, trusted: b
     """Hold that a configuration fetches no code (unless it is `trusted`) and has layers that can be counted out.
 
     Args:
-        values: as in its config.json.
-        field: what errors call it, such as `teacher.model`.
-        name: the model, for errors.
         trusted: `trust_remote_code` was set.
 
     Raises:
@@ -96,8 +93,6 @@ def check_index(path: Path, field: str, folder: Path | None = None) -> None:
     """Hold that an index names safetensors files beside it and nothing else.
 
     Args:
-        path: the index.
-        field: what errors call it.
         folder: where the files are; None where they are still to be fetched.
 
     Raises:

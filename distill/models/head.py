@@ -185,7 +185,6 @@ def call_head(head: Head, hidden: torch.Tensor, compute: Callable[[torch.Tensor,
     """Run `compute(hidden, weights)` inside the head's own `__call__`, so that its hooks (FSDP's gather) have run.
 
     Args:
-        head: From `find_head`.
         hidden: [..., hidden]; goes through the head's hooks as in an ordinary call.
         compute: What to do in place of the matrix product; receives the weights as they are inside the call.
     """
@@ -212,7 +211,6 @@ def probe_logits(model: nn.Module, role: str) -> LogitTransform:
 
     Args:
         model: A causal language model on any device; left in the mode (train or eval) it was in.
-        role: "teacher" or "student", for the error.
 
     Raises:
         ValueError: where the model's own logits are not finite, or no known reading of the configuration reproduces

@@ -100,7 +100,6 @@ class PreallocatedCache(Cache):
     """A cache of `max_length` positions for every attention layer of a model.
 
     Args:
-        config: the model's; gives the number of layers.
         max_length: prompt and new tokens together, at most.
 
     Raises:

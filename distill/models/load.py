@@ -89,8 +89,6 @@ def load_teacher(
     With `section.offload` its layers stay in host memory and travel to `device` when they are called.
 
     Args:
-        section: The recipe's `teacher`.
-        device: Where the weights go.
         dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's, and for a GGUF file (whose blocks
             are expanded) float32 on the CPU and bfloat16 on a GPU.
 
@@ -117,9 +115,7 @@ def load_student(
     """The student on `device`, in train mode: loaded, cut from the teacher, or random; with LoRA if asked for.
 
     Args:
-        section: The recipe's `student`.
         teacher: Needed for `from_teacher`, before its layers are patched or sharded.
-        device: Where the weights go.
         dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's (the teacher's for `from_teacher`).
 
     Returns:
@@ -246,8 +242,6 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
 
     Args:
         model: The student, unwrapped from DDP or FSDP; not changed.
-        tokenizer: Saved with it; None where there is none.
-        folder: Where to.
 
     Returns:
         `folder`.

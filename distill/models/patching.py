@@ -99,7 +99,6 @@ def patch(
 
     Args:
         model: A causal language model of transformers, bare or inside PEFT, on its final device.
-        role: "teacher" (inference only) or "student".
         attention: "triton", "cudnn" or "flash" (see `distill.models.attention`); None keeps the model's own.
         layers: Swap norms, gated MLPs, rotary embeddings and residual additions.
         judged: `verdicts` of a model of the same configuration with fewer layers; modules they cover are not tried

@@ -90,7 +90,6 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
 
     Args:
         teacher: Not changed; must not be sharded.
-        keep: Ascending layer numbers.
         dtype: Of the copy; None for the teacher's.
 
     Raises:

@@ -81,7 +81,6 @@ class RaggedCache(Cache):
     """Room for `batch` sequences of up to `slots` tokens in every attention layer.
 
     Args:
-        config: the model's.
         batch: sequences B.
         slots: prompt and new tokens together, at most.
         device: where `lengths` is.

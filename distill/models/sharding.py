@@ -121,7 +121,6 @@ def whole_student(accelerator: Any, model: nn.Module) -> Any:
     """A sharded student as an ordinary model on the CPU, to save, merge or hand over; on the first process only.
 
     Args:
-        accelerator: That sharded it.
         model: The student as it was trained, bare or inside PEFT; stays as it is. Every process must call this.
 
     Returns:

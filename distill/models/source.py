@@ -50,7 +50,6 @@ def resolve_model_source(spec: str, field: str = "model") -> ModelSource:
 
     Args:
         spec: hub id, local folder, .gguf file, or `package:NAME/FILE.gguf`.
-        field: what errors call it.
 
     Raises:
         ValueError: nothing is there, a folder without config.json, or weights that are pickles only.

@@ -143,7 +143,6 @@ def compare(
     """Compare two tokenizers id by id and by what they make of real text.
 
     Args:
-        teacher_tokenizer: a transformers tokenizer; likewise `student_tokenizer`.
         teacher_vocab_size: rows of the teacher's LM head; by default as many as it has tokens.
         student_vocab_size: likewise for the student.
 
@@ -223,7 +222,6 @@ def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tok
 
     Args:
         student: the model, changed in place; its configuration follows.
-        student_tokenizer: the student's own.
         teacher_tokenizer: the one to train and to save with.
 
     Returns:

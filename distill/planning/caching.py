@@ -50,8 +50,6 @@ def share_caching(situation: Situation, batch_size: int | None = None, other_byt
     """Whether the devices hold copies or shards, by arithmetic alone; as asked for first.
 
     Args:
-        situation: its teacher is one to load.
-        batch_size: rows at a time; None for the recipe's.
         other_bytes: of each device that something else takes.
     """
     usable, world = situation.usable - other_bytes, situation.world
@@ -74,8 +72,6 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
 
     Args:
         recipe: its teacher is one to load.
-        device: of this process.
-        world: processes.
         batch_size: rows at a time; None for the recipe's.
 
     Raises:

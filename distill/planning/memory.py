@@ -78,7 +78,6 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     """Memory of each GPU in a training step with our kernels.
 
     Args:
-        situation: what is planned.
         sharded: FSDP: weights, gradients and states of the student are divided by the devices.
         teacher_sharded: The teacher's weights are too, and gathered a layer at a time.
     """

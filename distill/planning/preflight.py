@@ -116,8 +116,6 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     """Work out what `recipe` takes on `gpus` devices such as `device`.
 
     Args:
-        recipe: What to look at.
-        device: From `find_device`.
         gpus: How many; `parallel.strategy` says how they share the work.
         look_at_data: Read and tokenise data that are on this machine (the run finds them in the cache).
 

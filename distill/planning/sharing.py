@@ -92,10 +92,6 @@ def choose_sharing(
     """The first of the three ways above that fits; the last one asked for where none does.
 
     Args:
-        strategy: `parallel.strategy`.
-        needs: bytes.
-        usable: bytes of one device.
-        world: devices.
         teachers: `parallel.teacher`; what is asked for rules out the other ways.
     """
     if world == 1:

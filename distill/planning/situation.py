@@ -16,15 +16,7 @@ from distill.teachers.registry import source_of
 
 
 class Situation(NamedTuple):
-    """A recipe on some devices.
-
-    Attributes:
-        recipe: what is asked for.
-        source: its teacher.
-        precision: dtypes.
-        memory_bytes: of one device.
-        world: devices.
-    """
+    """A recipe on some devices."""
 
     recipe: Recipe
     source: TeacherSource

@@ -39,13 +39,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepTime | None:
-    """Arithmetic and time of a step; None for a model whose arithmetic is not known.
-
-    Args:
-        situation: what is planned.
-        device: one of its devices.
-        tokens: of a step on all of them.
-    """
+    """Arithmetic and time of a step; None for a model whose arithmetic is not known."""
     student, footprint = situation.student.work, situation.footprint()
     if student is None or footprint.work is None:
         return None

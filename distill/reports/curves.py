@@ -79,9 +79,7 @@ def draw_curves(
 
     Args:
         rows: Of `metrics.jsonl`: `step` and figures by name; a figure may be missing or None in any of them.
-        path: The SVG.
         title: Above the picture, such as the run's name.
-        measure: What the divergence is.
         keys: Of the panels to draw; empty for all.
         theme: `light` or `dark`; empty to follow the reader's preference.
     """

@@ -31,7 +31,6 @@ def export(
     weights, rounded to `dtype`.
 
     Args:
-        folder: A finished run.
         destination: A folder that does not exist or is empty.
         dtype: float32, bfloat16 or float16; None as trained.
         shard_size: The most a file may hold, as transformers takes it ("5GB").

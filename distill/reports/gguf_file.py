@@ -50,9 +50,6 @@ class Written(NamedTuple):
     """What was written.
 
     Attributes:
-        path: the file.
-        bytes: its size.
-        type: of its matrices.
         kl: KL(student || file) on two short texts, nats a token: what rounding costs.
         note: what a reader must know; empty where there is nothing.
     """

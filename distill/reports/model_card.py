@@ -39,12 +39,9 @@ def write_model_card(
     """Write `README.md` into `folder`.
 
     Args:
-        folder: The saved student.
-        name: Of the run.
         teacher: What the teacher is, as the recipe says it.
         student: What the student started as.
         data: What it was trained on.
-        recipe: The resolved recipe, YAML.
         before, after: Held-out figures; the table needs both.
         versions: Of the libraries that trained it.
         hub_models: Hub ids that this student descends from, for the card's metadata; others are left out.

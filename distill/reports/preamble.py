@@ -25,10 +25,7 @@ class Plan(NamedTuple):
     """The size of a run.
 
     Attributes:
-        steps: optimizer steps.
         tokens_per_step: positions in one of them, over all devices.
-        accumulation: micro-batches a device and step.
-        world: processes.
     """
 
     steps: int

@@ -41,7 +41,6 @@ class Run(NamedTuple):
     """What a run's folder tells.
 
     Attributes:
-        folder: where it lies.
         recipe: the resolved recipe, YAML.
         metrics: rows of `metrics.jsonl`.
         before: held-out figures and samples from before training; empty before the first evaluation.

@@ -132,7 +132,6 @@ def line_chart(series: Sequence[Series], title: str, *, from_zero: bool = False,
         series: At least one, with at least one finite point between them.
         title: What a screen reader calls the chart; each line's last figure is added.
         from_zero: The vertical axis starts at 0.
-        size: Of the drawing.
     """
     axes = _Axes(series, size, from_zero)
     last = [f"{line.name} {short(line.points[-1][1])}" for line in series if line.points]

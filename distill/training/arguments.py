@@ -82,10 +82,7 @@ def training_arguments(
     """TrainingArguments for this recipe.
 
     Args:
-        folder: Where checkpoints go.
         rows: Sequences in the training data.
-        device: From `resolve_device`.
-        precision: From `resolve_precision`.
         student_sharded: The student goes through FSDP2; from `plan_sharing`.
 
     Raises:

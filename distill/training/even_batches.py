@@ -27,13 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class EvenBatches(BatchSampler):
-    """Batches of what a sampler gives, the last one short, then empty ones up to a multiple of `processes`.
-
-    Args:
-        sampler: of row numbers.
-        batch_size: rows of a batch.
-        processes: that take batches in turn.
-    """
+    """Batches of what a sampler gives, the last one short, then empty ones up to a multiple of `processes`."""
 
     def __init__(self, sampler: Iterable[int], batch_size: int, processes: int) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
@@ -58,7 +52,6 @@ def each_row_once(loader: Any, processes: int) -> Any:
     Args:
         loader: cut over the processes by accelerate, not used yet. What cannot be told to (a data set that is only
             iterated, a sampler that cuts by itself) stays as it is, and a warning says so.
-        processes: of the run.
     """
     shard = loader.batch_sampler
     if processes == 1 or getattr(shard, "drop_last", False):
@@ -78,12 +71,7 @@ def each_row_once(loader: Any, processes: int) -> Any:
 
 
 class OrPadding:
-    """A collator of somebody else's, which need not know of batches without rows.
-
-    Args:
-        collator: makes batches of rows.
-        padding: makes the batch of none.
-    """
+    """A collator of somebody else's, which need not know of batches without rows."""
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], padding: Collator) -> None:
         self.collator, self.padding = collator, padding

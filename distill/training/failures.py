@@ -58,8 +58,6 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
     """What to lower, and by how much, when the GPU's memory is used up.
 
     Args:
-        recipe: the run's.
-        error: what torch raised.
         folder: the run's; from its last checkpoint it can go on with some of these settings, and how is said.
     """
     lossless, lossy = _ways_without_loss(recipe), _ways_of_a_new_run(recipe)

@@ -43,11 +43,9 @@ def lock_of(
     """Everything the run depends on, as plain data.
 
     Args:
-        recipe: as resolved.
         teacher: as loaded, its attention chosen; likewise `student`, before training.
         tokenizer: of the data; None for random tokens.
         rows: the tokenised training data.
-        processes: of the run.
         source: hash of what the data were read from (a hub data set's fingerprint).
     """
     seed = recipe.train.seed

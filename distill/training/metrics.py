@@ -93,9 +93,6 @@ class Meter:
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """The interval's figures over all ranks, and a new interval. One synchronisation.
 
-        Args:
-            reduce: Sums a tensor over the ranks.
-
         Returns:
             kl or divergence, cross_entropy, teacher_cross_entropy, student_entropy, teacher_entropy, agreement (means
             over trained tokens, natural logarithms), tokens_per_second, trained_tokens_per_second, tokens_seen (since

@@ -26,7 +26,6 @@ class MetricsFile(TrainerCallback):
     Numbers that are not finite are written as null, since JSON has none.
 
     Args:
-        path: the file.
         check: called before each row is written, to raise where nothing should be.
     """
 
