@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distill.core.files import near_path
-from distill.data.sources import STDLIB, missing_source
+from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.source import resolve_model_source
 from distill.recipe import ModelSection, Recipe
 
@@ -38,7 +38,7 @@ def _of_data(recipe: Recipe) -> Iterator[str]:
     for field, name in (("data.source", data.source), ("data.validation.source", data.validation.source)):
         if name is None or name == STDLIB or name.startswith("synthetic"):
             continue
-        place = name if Path(name).expanduser().exists() else name.rpartition(":")[0] or name
+        place = name if local_path(name).exists() else name.rpartition(":")[0] or name
         yield missing_source(place, field) or _taken_for_a_hub_id(field, place)
     template = data.chat_template
     if template not in ("tokenizer", "none") and not Path(template).expanduser().is_file():

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from distill.core.files import near_path
+from distill.recipe.shipped import shipped_folder
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
     """
     if source == STDLIB:
         return _stdlib()
-    path = Path(source).expanduser()
+    path = local_path(source)
     if path.is_file():
         return _of_files(source, [path], field)
     if path.is_dir():
@@ -102,9 +103,16 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
     return _hub_layout(source, split, lambda: _load_hub(source, subset, split, field))
 
 
+def local_path(source: str) -> Path:
+    """The file or folder that `source` means if it is local; `recipes/FILE` is found from any folder where it ships."""
+    path = Path(source).expanduser()
+    shipped = shipped_folder() / path.name
+    return shipped if path.parent == Path("recipes") and not path.exists() and shipped.exists() else path
+
+
 def missing_source(source: str, field: str) -> str | None:
     """What is wrong with the name of a local file that does not exist; None for what exists or may be a hub id."""
-    path = Path(source).expanduser()
+    path = local_path(source)
     looks_local = path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")) or source.count("/") > 1
     if path.exists() or not looks_local:
         return None

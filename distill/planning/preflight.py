@@ -21,7 +21,7 @@ import torch
 
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
-from distill.data.sources import missing_source
+from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.meta import meta_config, sizes_of
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
@@ -295,7 +295,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     """Read data that are on this machine; returns (query, key) pairs a token."""
     data, train = source.recipe.data, source.recipe.train
     synthetic = is_synthetic(data)
-    local = synthetic or data.source == "python-stdlib" or Path(data.source).expanduser().exists()
+    local = synthetic or data.source == STDLIB or local_path(data.source).exists()
     if not local or (vocabulary is None and not synthetic):
         if fault := missing_source(data.source, "data.source") if not local else None:
             report.problems.append(fault)
