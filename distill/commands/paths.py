@@ -46,5 +46,5 @@ def _of_data(recipe: Recipe) -> Iterator[str]:
 
 
 def _taken_for_a_hub_id(field: str, name: str) -> str:
-    near = "" if Path(name).expanduser().exists() else near_path(name)
+    near = "" if local_path(name).exists() else near_path(name)
     return f"{field}: {name} is not here and is taken for a hub id{near}" if near else ""
