@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,17 +87,22 @@ def _divergence(term: Any, log_s: torch.Tensor, log_t: torch.Tensor) -> torch.Te
     def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
         return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    def mixed(share: float) -> torch.Tensor:
-        return (share * log_t.exp() + (1 - share) * log_s.exp()).log()
-
     if term.type == "tvd":
         return 0.5 * (log_t.exp() - log_s.exp()).abs().sum(-1)
+    return of_kl(term, kl, log_s, log_t, lambda share: (share * log_t.exp() + (1 - share) * log_s.exp()).log())
+
+
+def of_kl(
+    term: Any, kl: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], student: torch.Tensor, teacher: torch.Tensor,
+    mixed: Callable[[float], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """A term that is made of KLs; `mixed(share)` is the mixture that holds `share` of the teacher."""
     if term.type == "forward_kl" or (term.type == "jsd" and term.beta == 0):
-        return kl(log_t, log_s)
+        return kl(teacher, student)
     if term.type == "reverse_kl" or (term.type == "jsd" and term.beta == 1):
-        return kl(log_s, log_t)
+        return kl(student, teacher)
     if term.type == "jsd":
-        return term.beta * kl(log_t, mixed(term.beta)) + (1 - term.beta) * kl(log_s, mixed(term.beta))
+        return term.beta * kl(teacher, mixed(term.beta)) + (1 - term.beta) * kl(student, mixed(term.beta))
     if term.type == "skew_forward_kl":
-        return kl(log_t, mixed(term.alpha))
-    return kl(log_s, mixed(1 - term.alpha))
+        return kl(teacher, mixed(term.alpha))
+    return kl(student, mixed(1 - term.alpha))

@@ -16,6 +16,7 @@ import torch
 from distill_kernels import LossTerm
 
 from distill.doctor.reference import Reads, Reference, Verdict, worst_of
+from distill.doctor.reference_loss import of_kl
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
@@ -208,13 +209,4 @@ def _part(term: Any, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
     if term.type == "tvd":
         return 0.5 * (p - q).abs()
-    if term.type == "forward_kl" or (term.type == "jsd" and term.beta == 0):
-        return kl(q, p)
-    if term.type == "reverse_kl" or (term.type == "jsd" and term.beta == 1):
-        return kl(p, q)
-    if term.type == "jsd":
-        m = term.beta * q + (1 - term.beta) * p
-        return term.beta * kl(q, m) + (1 - term.beta) * kl(p, m)
-    if term.type == "skew_forward_kl":
-        return kl(q, term.alpha * q + (1 - term.alpha) * p)
-    return kl(p, term.alpha * p + (1 - term.alpha) * q)
+    return of_kl(term, kl, p, q, lambda share: share * q + (1 - share) * p)
