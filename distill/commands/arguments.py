@@ -98,6 +98,6 @@ def without_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def say_json(value: Any) -> None:
+def say_json(value: object) -> None:
     """Print `value` as JSON; what is not finite becomes null, since JSON has no word for it."""
     console.say(json.dumps(console.plain(value), indent=2, ensure_ascii=False))

@@ -34,6 +34,7 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
 
 Message = dict[str, Any]
+Tools = list[Any] | None  # JSON schemas
 Span = tuple[int, int]
 
 
@@ -85,7 +86,7 @@ class ChatTemplate:
             raise TemplateError(f"data.chat_template: cannot be compiled: {_reason(error)}") from error
 
     def render(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, *, prompt: bool = False, mark: bool = False
+        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False, mark: bool = False
     ) -> RenderedChat:
         """The template's text for `messages`; `spans` only with `mark`, from its generation markers.
 
@@ -103,7 +104,7 @@ class ChatTemplate:
         return self._rendered(messages, tools, prompt, mark)
 
     def _rendered(
-        self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False, mark: bool = False
+        self, messages: Sequence[Message], tools: Tools = None, prompt: bool = False, mark: bool = False
     ) -> RenderedChat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -129,7 +130,7 @@ class ChatTemplate:
     def render_for_training(
         self,
         messages: Sequence[Message],
-        tools: list[Any] | None = None,
+        tools: Tools = None,
         *,
         train_on: Literal["all", "last"] = "all",
         first_trained: int = 0,
@@ -164,9 +165,7 @@ class ChatTemplate:
                 raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
         return RenderedChat(whole, spans)
 
-    def _from_markers(
-        self, messages: Sequence[Message], tools: list[Any] | None, train_on: str, first_turn: int
-    ) -> RenderedChat:
+    def _from_markers(self, messages: Sequence[Message], tools: Tools, train_on: str, first_turn: int) -> RenderedChat:
         whole, spans = self.render(messages, tools, mark=True)
         spans = [self._with_end_of_turn(whole, span) for span in _joined(spans)]
         if first_turn:
@@ -187,7 +186,7 @@ class ChatTemplate:
         following = self._special.match(text, end)
         return start, following.end() if following else end
 
-    def _turn(self, messages: Sequence[Message], number: int, tools: list[Any] | None, whole: str) -> Span:
+    def _turn(self, messages: Sequence[Message], number: int, tools: Tools, whole: str) -> Span:
         """The range of assistant turn `number`, by prefix difference."""
         if number == 0:
             raise RowFault("the chat begins with the assistant", "no prompt to learn an answer to")
@@ -258,9 +257,7 @@ class ChatTemplate:
         run = self._closing_run(text, 0)
         return run[0][0] if run else None
 
-    def _shortened_prompt(
-        self, messages: Sequence[Message], number: int, tools: list[Any] | None, whole: str, before: str
-    ) -> str:
+    def _shortened_prompt(self, messages: Sequence[Message], number: int, tools: Tools, whole: str, before: str) -> str:
         """A generation prompt that says more than a finished turn does (DeepSeek-R1 opens a `<think>`), cut to what
         both share, where the cut falls between special tokens."""
         closed = self.render(messages[:number], tools).text

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from distill.data.chat import Message, Tools
 from distill.data.sources import Row, RowFault
 
 # pairs and names in common use, looked for in this order when the recipe maps nothing
@@ -50,9 +51,9 @@ class Sample(NamedTuple):
     """
 
     text: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = None
     prompt: str | None = None
-    tools: list[Any] | None = None
+    tools: Tools = None
     first_trained: int = 0
 
 
@@ -190,7 +191,7 @@ def _text(row: Row, column: str) -> str:
     return value
 
 
-def _messages(row: Row, column: str) -> list[dict[str, Any]]:
+def _messages(row: Row, column: str) -> list[Message]:
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):  # a csv holds a chat as JSON text
         value = _parsed(value, column)
@@ -210,7 +211,7 @@ def _parsed(text: str, column: str) -> Any:
         raise RowFault("invalid JSON", f"column {column!r}: {error}") from error
 
 
-def _message(message: Any, column: str) -> dict[str, Any]:
+def _message(message: Any, column: str) -> Message:
     if not isinstance(message, dict):
         raise RowFault("wrong type", f"column {column!r}: expected messages, got {type(message).__name__}")
     message = _without_nulls(message)
@@ -254,7 +255,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _tools(row: Row) -> list[Any] | None:
+def _tools(row: Row) -> Tools:
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         tools = _parsed(tools, "tools")

@@ -34,12 +34,12 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distill"
 
 
-def key_of(*parts: Any) -> str:
+def key_of(*parts: object) -> str:
     """A folder name for what `parts` (of plain JSON types) describe."""
     return _hash(VERSION, *parts)
 
 
-def _hash(*parts: Any) -> str:
+def _hash(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -103,7 +103,7 @@ def int8_arguments(source: ModelSource, device: torch.device, field: str) -> dic
 
 
 @contextlib.contextmanager
-def explained(config: Any | None) -> Iterator[None]:
+def explained(config: Any) -> Iterator[None]:
     """Name the quantisation in what its library raises: a package that is missing, a GPU that it needs."""
     found = None if config is None else quantisation_of(config)
     try:
@@ -135,7 +135,7 @@ def check_quantised(model: nn.Module, section: ModelSection, field: str) -> None
         ) from None
 
 
-def quantised_by_transformers(model: Any) -> bool:
+def quantised_by_transformers(model: object) -> bool:
     """Whether transformers holds some layers of `model` quantised (our own fp8 layers do not count)."""
     return bool(getattr(model, "is_quantized", False))
 

@@ -28,6 +28,7 @@ from torch import nn
 from distill.core import console
 from distill.core.faults import RunError
 from distill.core.ranks import is_first
+from distill.teachers.base import Batch
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Health:
 
     def __init__(
         self, reduce: Callable[[torch.Tensor], torch.Tensor], ranks: int, folder: Path, limit: int = LIMIT,
-        blame: Callable[[list[dict[str, Any]]], str | None] = lambda batches: None,
+        blame: Callable[[list[Batch]], str | None] = lambda batches: None,
     ) -> None:  # fmt: skip
         self.reduce, self.ranks, self.folder, self.limit, self.blame = reduce, ranks, folder, limit, blame
         self.skipped = 0
@@ -59,10 +60,10 @@ class Health:
         self._in_a_row = 0
         self._norm: torch.Tensor | None = None
         self._loss: torch.Tensor | None = None
-        self._batches: list[dict[str, Any]] = []
-        self._waiting: tuple[torch.Tensor, torch.cuda.Event | None, int, list[dict[str, Any]]] | None = None
+        self._batches: list[Batch] = []
+        self._waiting: tuple[torch.Tensor, torch.cuda.Event | None, int, list[Batch]] | None = None
 
-    def see_batch(self, inputs: dict[str, Any], loss: torch.Tensor) -> None:
+    def see_batch(self, inputs: Batch, loss: torch.Tensor) -> None:
         """A micro-batch and its loss, of the step that is being made."""
         self._batches.append(inputs)
         loss = loss.detach().float()
@@ -138,7 +139,7 @@ class Health:
             "train.max_grad_norm, and continue from the last checkpoint with --resume"
         )
 
-    def _save(self, batches: list[dict[str, Any]], step: int) -> Path:
+    def _save(self, batches: list[Batch], step: int) -> Path:
         whose = f"-rank-{os.environ.get('RANK', '0')}" if self.ranks > 1 else ""  # each process has rows of its own
         path = self.folder / f"not-finite-step-{step}{whose}.safetensors"
         tensors = {
@@ -162,7 +163,7 @@ class Health:
             yield
             return
 
-        def interrupt(number: int, frame: Any) -> None:
+        def interrupt(number: int, frame: object) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
@@ -172,7 +173,7 @@ class Health:
 
         terminals = [stream for stream in (1, 2) if os.isatty(stream)]
 
-        def end(number: int, frame: Any) -> None:
+        def end(number: int, frame: object) -> None:
             self.ended_by = signal.Signals(number).name
             self._asked.set()
             if number != signal.SIGTERM:  # the terminal is gone: what is written there would fail
@@ -182,7 +183,7 @@ class Health:
                 os.close(nowhere)
 
         self.interrupted = False
-        handlers: dict[int, Callable[[int, Any], None]] = {signal.SIGTERM: end, signal.SIGINT: interrupt}
+        handlers: dict[int, Callable[[int, object], None]] = {signal.SIGTERM: end, signal.SIGINT: interrupt}
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = end
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -133,7 +133,7 @@ def locked_attention(lock: Mapping[str, Any] | None, path: str) -> dict[str, Any
     return {role: {"backend": name} for role, name in backends.items()}
 
 
-def require_same(locked: Mapping[str, Any], now: Mapping[str, Any], origin: str) -> None:
+def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin: str) -> None:
     """Hold that a run is the one that is locked.
 
     Raises:
@@ -144,7 +144,9 @@ def require_same(locked: Mapping[str, Any], now: Mapping[str, Any], origin: str)
         raise RecipeError([f"{origin}: {name} differs: locked {_short(old)}, here {_short(new)}"])
 
 
-def differences(locked: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    locked: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Name, locked and present value of everything that differs, the recipe first."""
     for key in [*locked, *(key for key in now if key not in locked)]:
         old, new, name = locked.get(key), now.get(key), f"{prefix}{key}"
@@ -154,6 +156,6 @@ def differences(locked: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
             yield name, old, new
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:56] + "..."

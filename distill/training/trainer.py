@@ -40,7 +40,7 @@ from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
 from distill.models.work import work_of
-from distill.teachers.base import Teacher
+from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import STATISTICS, LossSpec
 from distill.teachers.objective import DistillationObjective
@@ -163,7 +163,7 @@ class DistillationTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Batch,
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
@@ -188,7 +188,7 @@ class DistillationTrainer(Trainer):
             self.meter.phases.enter("optimizer")
         return loss
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Batch) -> int:
         """0: `Trainer` would walk over all parameters once a micro-batch; `Meter` counts what matters."""
         return 0
 
@@ -214,10 +214,10 @@ class DistillationTrainer(Trainer):
         count = torch.as_tensor(count, dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
-    def _teacher_fault(self, batches: list[dict[str, Any]]) -> str | None:
+    def _teacher_fault(self, batches: list[Batch]) -> str | None:
         """What of the teacher is not finite in a step that was not; on every rank where it is so on one."""
         with self.compute_loss_context_manager():
-            fault = teacher_fault(self.objective, [self._prepare_inputs(batch) for batch in batches])
+            fault = teacher_fault(self.objective, [self._prepare_inputs(dict(batch)) for batch in batches])
         anywhere = torch.tensor(float(fault is not None), device=self.args.device)
         if self.accelerator.reduce(anywhere, "sum") == 0:
             return None

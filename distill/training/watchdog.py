@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from distill.core import console
 from distill.core.ranks import of_the_first, world_size
@@ -84,7 +83,7 @@ class Others:
 
     def __init__(self, rank: int, launch: str) -> None:
         self.rank, self.launch = rank, launch
-        self._seen: dict[int, tuple[dict[str, Any], float, float]] = {}  # file, its counts' last changes
+        self._seen: dict[int, tuple[dict[str, object], float, float]] = {}  # file, its counts' last changes
         self._begun = (-1, 0.0)
 
     def fault(self, folder: Path, begun: int) -> str | None:
