@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distill.data.sources import local_path, missing_source, open_source
 from distill.recipe import RecipeError, dump, load, parse, shipped
 from distill.recipe.shipped import (
     SCHEMA_FILE,
@@ -34,6 +35,18 @@ PARAMETERS = {
     "qwen2.5-7b": 7_615_616_512,
     "smollm2-135m": 134_515_008,
 }
+
+
+def test_data_that_ship_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = ROOT / "recipes/data/quickstart.jsonl"
+    assert local_path("recipes/data/quickstart.jsonl") == shipped
+    assert missing_source("recipes/data/quickstart.jsonl", "data.source") is None
+    assert open_source("recipes/data/quickstart.jsonl").columns is None
+    assert "does not exist" in (missing_source("recipes/data/absent.jsonl", "data.source") or "")
+    (tmp_path / "recipes/data").mkdir(parents=True)
+    (tmp_path / "recipes/data/quickstart.jsonl").write_text("{}")
+    assert local_path("recipes/data/quickstart.jsonl") == Path("recipes/data/quickstart.jsonl"), "one's own comes first"
 
 
 def test_the_promised_recipes_ship():
@@ -168,7 +181,12 @@ def test_wheels_carry_recipes_and_architectures(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         archive.extractall(tmp_path)
-    for path in [*RECIPES, *(ROOT / "recipes").glob("architectures/*/config.json"), ROOT / "recipes" / SCHEMA_FILE]:
+    shipped = [
+        path
+        for pattern in ("architectures/*/config.json", "data/*.jsonl", SCHEMA_FILE)
+        for path in (ROOT / "recipes").glob(pattern)
+    ]
+    for path in [*RECIPES, *shipped]:
         assert f"distill_recipes/{path.relative_to(ROOT / 'recipes').as_posix()}" in names
     assert not [name for name in names if name.startswith(("kernels/", "recipes/", "tests/"))]
     assert {"distill/py.typed", "distill_kernels/py.typed"} <= names, "type checkers read an installed package by it"

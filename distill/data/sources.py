@@ -104,10 +104,10 @@ def open_source(source: str, *, field: str = "data.source", subset: str | None =
 
 
 def local_path(source: str) -> Path:
-    """The file or folder that `source` means if it is local; `recipes/FILE` is found from any folder where it ships."""
+    """The file or folder that `source` means if it is local; `recipes/data/FILE` that ships, from any folder."""
     path = Path(source).expanduser()
-    shipped = shipped_folder() / path.name
-    return shipped if path.parent == Path("recipes") and not path.exists() and shipped.exists() else path
+    shipped = shipped_folder() / "data" / path.name
+    return shipped if path.parent == Path("recipes/data") and not path.exists() and shipped.exists() else path
 
 
 def missing_source(source: str, field: str) -> str | None:
