@@ -44,6 +44,7 @@ from distill.evaluation.samples import write_samples
 from distill.generation.answers import generate
 from distill.generation.on_policy import on_policy_of, require_prompts
 from distill.models.attention_choice import AttentionChoices, read_choices
+from distill.models.cards import runs_our_kernels
 from distill.models.compiling import uncompiled
 from distill.models.load import save_student
 from distill.models.meta import follows_model
@@ -196,6 +197,7 @@ def _run(
     )
     progress.measure = trainer.objective.measure
     trainer.remove_callback(transformers.PrinterCallback)
+    has_kernels = runs_our_kernels(device)
     if device.type == "cuda":
         patch_models(pair, attention)
     proof = pair.teacher.prove(
@@ -208,7 +210,7 @@ def _run(
         recipe, pair.student, pair.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
     )  # fmt: skip
-    if recipe.train.cuda_graph and device.type == "cuda":
+    if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
         trainer.add_callback(GraphedSteps(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean))
     plan = Plan(
         arguments.max_steps,

@@ -88,7 +88,7 @@ def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
     ways = []
     for name in ("load_a_layer_at_a_time", "load_teacher"):
         monkeypatch.setattr(model, name, lambda *given, name=name, **more: ways.append(name))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * 2**30))
     recipe = parse(
         """

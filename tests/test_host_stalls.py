@@ -27,7 +27,7 @@ def arguments(folder, device, *overrides):
 
 
 def test_batches_are_copied_while_the_gpu_computes(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     device = torch.device("cuda", 0)
     made = arguments(tmp_path, device)[1]
     assert made.accelerator_config.non_blocking and made.dataloader_pin_memory

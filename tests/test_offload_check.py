@@ -4,9 +4,10 @@ import pytest
 from test_offload import CPU, frozen
 
 from distill.core.units import GIB
+from distill.models.cards import PCIE_5
 from distill.models.offload import offload_layers
 from distill.models.shape import shape_of
-from distill.planning.devices import PCIE_5, REACHED, find_device
+from distill.planning.devices import REACHED, find_device
 from distill.planning.preflight import check
 from distill.planning.step_time import SUSTAINED
 from distill.recipe import load
@@ -51,7 +52,7 @@ def test_the_time_is_the_slower_of_arithmetic_and_bus():
         for more in ((), ("teacher.offload=cpu",))
     ]
     assert few[1].accumulation == 256
-    bus = 256 * few[1].host / (REACHED * PCIE_5)
+    bus = 256 * few[1].host / (REACHED * PCIE_5 * 1e9)
     assert few[1].seconds_per_step > bus > few[0].seconds_per_step
     student = few[1].seconds_per_step - bus  # arithmetic of the student alone
     assert 0 < student < few[0].seconds_per_step

@@ -51,7 +51,9 @@ def gpu_of(monkeypatch, gib):
     from types import SimpleNamespace
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * GIB))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    for module in ("sharing", "caching"):
+        monkeypatch.setattr(f"distill.planning.{module}.family_in", lambda device: "sm_90")
 
 
 def flagship(*overrides):

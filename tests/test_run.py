@@ -183,7 +183,7 @@ def test_epochs_become_steps():
     ],
 )
 def test_precision_on_a_gpu_with_bf16(monkeypatch, overrides, student, autocast):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     found = precision.resolve_precision(recipe(*overrides), torch.device("cuda"))
     assert (found.student, found.autocast) == (student, autocast)
     on_cpu = precision.resolve_precision(recipe(), torch.device("cpu"))

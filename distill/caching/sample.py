@@ -27,6 +27,7 @@ from distill.generation.decode_loop import Engine
 from distill.generation.engines import TransformersEngine, engine_for, settings_for
 from distill.generation.prompts import Prompt, read_prompts
 from distill.generation.together import AnswersTogether
+from distill.models.cards import runs_our_kernels
 from distill.models.head import bare
 from distill.models.load import load_config, load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
@@ -261,6 +262,6 @@ def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
         model = load_student(
             recipe.student.model_copy(update={"lora": None}), teacher=teacher, device=device, dtype=dtype
         )
-    if device.type == "cuda":
+    if runs_our_kernels(device):
         patch(model, "teacher", attention=None)
     return bare(model).eval()

@@ -30,9 +30,10 @@ from torch.nn import functional as F
 
 from distill.core.labels import shift_labels
 from distill.models.attention import choose_attention
+from distill.models.cards import peak_flops
 from distill.models.head import bare, decoder_of, find_head, read_head
 from distill.models.patching import patch, unpatch
-from distill.models.work import peak_flops, work_of
+from distill.models.work import work_of
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 

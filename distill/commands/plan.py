@@ -19,7 +19,8 @@ def check(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Plan for this GPU (H100, RTX 4090, 24GB, cpu), not for mine.")
+        str | None,
+        typer.Option(metavar="NAME", help="Plan for this GPU (4090, a100-40, H100, 24GB, cpu), not for mine."),
     ] = None,
     gpus: Annotated[int, typer.Option(metavar="N", min=1, help="How many of them.")] = 1,
     data: Annotated[bool, typer.Option("--data/--no-data", help="Read data that are on this machine.")] = True,
@@ -31,7 +32,7 @@ def check(
     \b
     distill check chat-8b-to-1b.yaml
     distill check llama3-8b-to-1b --gpu H100 --gpus 8
-    distill check my.yaml --gpu 24GB student.lora.r=16 --json
+    distill check my.yaml --gpu 4090 student.lora.r=16 --json
     distill check llama3-8b-to-1b --probe teacher.init=random student.init=random
     """
     _, resolved = load_recipe(recipe, overrides)
@@ -59,7 +60,7 @@ def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
     found = console.plain_fields(report)
     found["memory"] = console.plain_fields(report.memory) | {"peak": report.memory.peak}
     found["advice"] = [{"change": c, "saves_gib": round(g, 3), "then_fits": f} for c, g, f in report.advice]
-    found |= {"seconds": report.seconds, "ok": report.ok}
+    found |= {"kernels": report.device.path, "seconds": report.seconds, "ok": report.ok}
     if measured is not None:
         over = report.memory.peak / measured.peak
         found["measured"] = console.plain_fields(measured) | {"predicted_over_measured": over}
@@ -67,6 +68,8 @@ def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
 
 
 def _print(report: Preflight, measured: Any) -> None:
+    from distill_kernels.launch import FAMILIES
+
     device, memory = report.device, report.memory
     where = f"{report.gpus} x {device.name}" if report.gpus > 1 else device.name
     lines = [
@@ -77,6 +80,7 @@ def _print(report: Preflight, measured: Any) -> None:
         *([f"data        {report.data}".replace("\n", "\n" + " " * 12)] if report.data else []),
         f"plan        {where}, {report.strategy}; a step is {report.tokens_per_step:,} tokens in "
         f"{counted(report.accumulation, 'micro-batch')} a device",
+        *([f"kernels     {device.path}"] if device.path else []),
     ]
     console.say("\n".join(lines) + "\n")
     rows = [[name, f"{value / GIB:.2f}"] for name, value in memory.parts.items() if value >= 0.005 * GIB]
@@ -85,7 +89,8 @@ def _print(report: Preflight, measured: Any) -> None:
         [f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"],
         ["the device has", f"{device.memory_bytes / GIB:.2f}"],
     ]
-    title = "memory of each GPU" if device.cuda else "memory (arithmetic of the GPU path; a CPU takes more)"
+    ours = device.family is None or device.family in FAMILIES
+    title = "memory of each GPU" if device.cuda and ours else "memory (arithmetic of our kernels; PyTorch takes more)"
     console.show_table([title, "GiB"], rows, numbers=True)
     console.say(f"not all at once; full logits would take {memory.logits_avoided / GIB:.1f} GiB more")
     if measured is not None:

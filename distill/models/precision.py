@@ -44,12 +44,12 @@ def resolve_device(train: Train) -> torch.device:
 
 
 def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
-    """Fill in `auto`: bf16 on GPUs that have it, fp32 on the CPU.
+    """Fill in `auto`: bf16 on GPUs that have it (a T4 and a V100 only emulate it), fp32 elsewhere.
 
     A student that is trained in full keeps fp32 weights under autocast, since bf16 weights would round small updates
     away; frozen weights (the teacher's, and a LoRA student's base) are kept in what is computed in.
     """
-    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     asked = recipe.train.precision
     compute = (torch.bfloat16 if bf16 else torch.float32) if asked == "auto" else COMPUTE[asked]
     frozen = compute if recipe.student.lora is not None else torch.float32

@@ -1,40 +1,14 @@
-"""A model's arithmetic: FLOPs a token by its architecture, and what GPUs can do of them."""
+"""A model's arithmetic: FLOPs a token by its architecture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.quantised import as_built
-
-# dense bf16 tensor-core FLOP/s as the vendor states them, by a part of the device's name; the longest match counts
-PEAK_FLOPS = {
-    "A10G": 70e12,
-    "A100": 312e12,
-    "L4": 121e12,
-    "L40": 181e12,
-    "L40S": 362e12,
-    "H100": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989.4e12,
-    "B200": 2250e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12,
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by its name, None for one not listed."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    known = [part for part in PEAK_FLOPS if part in name]
-    return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 class Work(NamedTuple):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from distill.core.units import GIB
+from distill.models.cards import family_in
 from distill.models.sharding import ALONE, Sharing
 from distill.planning.situation import Situation
 from distill.recipe import FromTeacher, Recipe, Student
@@ -78,7 +79,9 @@ def plan_caching(recipe: Recipe, device: torch.device, world: int, batch_size: i
         ValueError: a teacher that would have to be sharded and cannot.
     """
     source, sharing = _share(recipe, device, world, batch_size, 0)
-    for problem in source.problems(cuda=device.type == "cuda", sharded=sharing.teacher_sharded):
+    for problem in source.problems(
+        cuda=device.type == "cuda", sharded=sharing.teacher_sharded, family=family_in(device)
+    ):
         raise ValueError(f"{problem} ({sharing.why})")
     return sharing
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from distill_kernels.launch import OLDER
 
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
@@ -101,7 +102,7 @@ class Preflight:
 
 def planned_precision(recipe: Recipe, device: Device) -> Precision:
     """`resolve_precision` for a device that may not be in this machine."""
-    if device.cuda and recipe.train.precision == "auto":
+    if device.cuda and device.family != OLDER and recipe.train.precision == "auto":
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "bfloat16"})})
     return resolve_precision(recipe, torch.device("cpu"))
 
@@ -133,7 +134,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     )  # fmt: skip
     if not report.fits:
         report.problems.append(_too_much(memory, device))
-    report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded)
+    report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded, family=device.family)
     footprint = situation.footprint(sharing.teacher_sharded)
     report.host = footprint.host * gpus
     report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
@@ -202,7 +203,7 @@ def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
         label = "train.optimizer_states=bfloat16"
         changes.append((label, _with(recipe, "train", optimizer_states="bfloat16")))
     wide = precision.teacher == torch.float32
-    for way in source.smaller() if device.cuda else []:
+    for way in source.smaller(device.family) if device.cuda else []:
         if way.same_targets or not wide:
             moved = situation_of(way.recipe, device, situation.world).footprint().moved
             note = f"{moved / GIB:.1f} GiB cross the bus in every micro-batch" if moved else way.note

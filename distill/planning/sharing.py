@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from distill.core.units import GIB
+from distill.models.cards import family_in
 from distill.models.sharding import ALONE, Sharing, Strategy
 from distill.planning.memory import step_memory
 from distill.planning.situation import Situation
@@ -55,7 +56,7 @@ def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
         return as_requested(recipe)
     situation = Situation.here(recipe, device, world)
     sharing = sharing_of(situation)
-    for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded):
+    for problem in situation.source.problems(cuda=True, sharded=sharing.teacher_sharded, family=family_in(device)):
         raise ValueError(f"{problem} ({sharing.why})")
     return sharing
 

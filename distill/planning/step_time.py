@@ -2,7 +2,8 @@
 
     seconds = (student's FLOPs + recomputed ones) / rate + max(teacher's FLOPs / rate, bytes moved / bus)
 
-`rate` is half of the GPUs' dense bf16 peak. Where a rate is not known there is no time rather than a guess.
+`rate` is half of the GPUs' dense bf16 peak; for a teacher in fp8, 36 % of their dense fp8 peak.
+Where a rate is not known there is no time rather than a guess.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from distill.planning.devices import Device, bus_rate
+from distill.planning.devices import Device
 from distill.planning.situation import Situation
 from distill.teachers.losses import is_soft
 
 SUSTAINED = 0.5  # of the bf16 peak that a step is assumed to reach; measured on an H200: 0.58
+# of the fp8 peak: there a step of 8B to 1B took 341.1 ms with a teacher in bf16 and 269.1 with it in fp8: its 69 % of
+# the arithmetic went 1.45 times as fast, where the peak is twice as high
+SUSTAINED_FP8 = SUSTAINED * 1.45 / 2
 
 
 class StepTokens(NamedTuple):
@@ -47,9 +51,13 @@ def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepT
     of_student = student.of(*tokens)
     of_teacher = footprint.work.of(*tokens) if is_soft(recipe.loss) else 0.0
     moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
-    flops, bus = of_student + of_teacher, bus_rate(device.name)
+    flops, bus = of_student + of_teacher, device.bus_rate
     if not device.flops or situation.precision.compute == torch.float32 or (moved and bus is None):
         return StepTime(flops, None)
     again = student.of(tokens.tokens, 0, tokens.pairs) / 3 if recipe.train.gradient_checkpointing else 0.0
     rate = device.flops * SUSTAINED * situation.world
-    return StepTime(flops, (of_student + again) / rate + max(of_teacher / rate, moved / bus if bus else 0.0))
+    sections = situation.source.sections.values()
+    in_fp8 = bool(sections) and all(section.dtype == "fp8" for section in sections)
+    peak = device.card.fp8 if in_fp8 and device.card is not None else None
+    teachers_rate = rate if peak is None else peak * 1e12 * SUSTAINED_FP8 * situation.world
+    return StepTime(flops, (of_student + again) / rate + max(of_teacher / teachers_rate, moved / bus if bus else 0.0))

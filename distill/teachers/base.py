@@ -374,16 +374,16 @@ class TeacherSource(Protocol):
         """Why it cannot teach these rows: documents that are missing."""
         return []
 
-    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
-        """Why it cannot be loaded so, by its configuration."""
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
+        """Why it cannot be loaded so, by its configuration; `family` is the GPU's, None where it is not known."""
         return []
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """Bytes and FLOPs, by arithmetic."""
         ...
 
-    def smaller(self) -> list[SmallerTeacher]:
-        """Other ways of holding it on GPUs that take less of their memory."""
+    def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
+        """Other ways of holding it on GPUs of a family that take less of their memory."""
         return []
 
     def title(self) -> str:

@@ -179,9 +179,9 @@ class MixtureSource(TeacherSource):
     def vocabulary(self) -> Vocabulary:
         return MixtureVocabulary(self)
 
-    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
-        problems = [text for member in self.members for text in member.problems(cuda=cuda, sharded=sharded)]
-        return problems + [SHARDED] * sharded
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
+        settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
+        return [text for member in self.members for text in member.problems(**settings)] + [SHARDED] * sharded
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """All are held, and run one after another; the loss reads their hidden states one teacher at a time."""

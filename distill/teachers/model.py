@@ -21,6 +21,7 @@ from torch import nn
 from distill.core import console
 from distill.core.ranks import is_first
 from distill.generation.answers import generate
+from distill.models.cards import has_fp8, runs_our_kernels
 from distill.models.fingerprint import model_identity
 from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
 from distill.models.head import last_hidden, probe_logits
@@ -139,11 +140,17 @@ class ModelSource(TeacherSource):
     def vocabulary(self) -> Vocabulary:
         return Vocabulary(self.recipe, self.section)
 
-    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         """What 8 bits, a quantised checkpoint or shards rule out."""
         section, student, problems = self.section, self.recipe.student, []
         if section.dtype == "int8" and not cuda:
             problems.append("teacher.dtype: int8 needs a CUDA GPU; use bfloat16 or auto")
+        if section.dtype == "fp8" and cuda and not has_fp8(family):
+            instead = "teacher.offload: cpu" if section.init == "random" else "int8, or teacher.offload: cpu"
+            problems.append(
+                f"{self.field}.dtype: fp8 needs a GPU with products of e4m3 (Ada, Hopper, Blackwell), and this one "
+                f"({family}) has none; use {instead}"
+            )
         if sharded and section.dtype == "fp8" and self.recipe.parallel.teacher == "sharded":
             problems.append("teacher.dtype: fp8 cannot be sharded (parallel.teacher); use bfloat16, or copies")
         elif sharded and section.dtype == "fp8":
@@ -195,19 +202,20 @@ class ModelSource(TeacherSource):
         whole = whole_bytes(self, context.precision)
         return whole if whole <= USABLE * context.memory_bytes else 0.0
 
-    def smaller(self) -> list[SmallerTeacher]:
-        """In fp8, or in host memory; none of one that is held so already."""
+    def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
+        """In 8 bits, or in host memory; none of one that is held so already."""
         recipe, section = self.recipe, self.section
         if section.offload is not None or section.dtype in EIGHT_BITS:
             return []
-        in_fp8 = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": "fp8"})})
+        bits = "fp8" if has_fp8(family) else "int8"
+        narrow = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": bits})})
+        moves = "moves the teacher a little" + (": the run prints by how much" if bits == "fp8" else "")
         copied = recipe.parallel.model_copy(update={"teacher": "copied"})
         offloaded = section.model_copy(update={"offload": "cpu"})
         return [
-            SmallerTeacher(
-                "teacher.dtype=fp8", in_fp8, "teacher.dtype to fp8, half of the teacher's layers",
-                "moves the teacher a little: the run prints by how much",
-            ),
+            *[SmallerTeacher(
+                f"teacher.dtype={bits}", narrow, f"teacher.dtype to {bits}, half of the teacher's layers", moves,
+            )] * (bits == "fp8" or section.init != "random"),
             SmallerTeacher(
                 "teacher.offload=cpu", recipe.model_copy(update={"teacher": offloaded, "parallel": copied}),
                 "teacher.offload to cpu, all but two of the teacher's layers, which cross the bus instead",
@@ -228,7 +236,7 @@ class ModelSource(TeacherSource):
         if context.sharing.teacher_sharded:
             model, report = load_sharded_teacher(
                 self.section, device=device, dtype=dtype,
-                attention=(lambda model: context.attention.of(model, "teacher")) if device.type == "cuda" else None,
+                attention=(lambda model: context.attention.of(model, "teacher")) if runs_our_kernels(device) else None,
             )  # fmt: skip
             if report is not None and is_first():
                 console.say(f"{'kernels':<12}teacher: {report}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from distill.core import console
 from distill.core.ranks import is_first
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
+from distill.models.cards import family_in, path_of, runs_our_kernels
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
 from distill.models.packed import keeps_apart
@@ -61,7 +63,10 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContex
     """
     recipe, section = source.recipe, source.recipe.student
     vocabulary.prepare()
-    for problem in source.problems(cuda=context.device.type == "cuda", sharded=context.sharing.teacher_sharded):
+    device = context.device
+    for problem in source.problems(
+        cuda=device.type == "cuda", sharded=context.sharing.teacher_sharded, family=family_in(device)
+    ):
         raise ValueError(problem)
     teacher = source.open(context, vocabulary)
     without_lora = section.model_copy(update={"lora": None})
@@ -115,7 +120,8 @@ def check_packing(recipe: Recipe, model: Any, field: str) -> None:
     # by transformers' flash attention documents stay apart in a batch of one row alone
     if keeps_apart(model, row_by_row=recipe.train.batch_size == 1 and "flash" in attention):
         return
-    on_gpu = find_head(model).linear.weight.is_cuda  # there our attention will take the place of the model's own
+    # there our attention will take the place of the model's own
+    on_gpu = runs_our_kernels(find_head(model).linear.weight.device)  # type: ignore[arg-type]
     if not (on_gpu and attention == "auto" and keeps_apart_by_ours(model)):
         raise ValueError(
             f"data.packing: expected false, since the {field} ({type(bare(model)).__name__}) does not keep documents "
@@ -142,9 +148,13 @@ def keeps_apart_by_ours(model: Any) -> bool:
 
 
 def patch_models(pair: Pair, choices: AttentionChoices) -> None:
-    """Put our kernels into all models (a sharded teacher has them already)."""
+    """Put our kernels into all models (a sharded teacher has them already), where they run on the GPU there is."""
     from distill.models.patching import patch
 
+    if not runs_our_kernels(device := next(pair.student.parameters()).device):
+        if is_first():
+            console.say(f"{'kernels':<12}{torch.cuda.get_device_name(device)}: {path_of(family_in(device) or '')}")
+        return
     for number, (field, model) in enumerate(pair.models()):
         if is_sharded(model):
             continue

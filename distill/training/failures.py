@@ -14,6 +14,8 @@ from distill.core.faults import DISK, RunError, disk_code
 from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
 from distill.core.units import GIB
+from distill.models.cards import family_in
+from distill.models.precision import resolve_device
 from distill.recipe import Recipe
 from distill.recipe.same_step import why_batch_size_stays
 from distill.teachers.base import SmallerTeacher
@@ -114,7 +116,8 @@ def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
 
 
 def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
-    return [] if recipe.parallel.teacher == "sharded" else source_of(recipe).smaller()
+    family = family_in(resolve_device(recipe.train))
+    return [] if recipe.parallel.teacher == "sharded" else source_of(recipe).smaller(family)
 
 
 def _disk(code: int, where: object, folder: Path) -> str:

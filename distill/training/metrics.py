@@ -30,7 +30,8 @@ import torch
 
 from distill.core.labels import count_learned
 from distill.core.units import GIB
-from distill.models.work import Work, peak_flops
+from distill.models.cards import peak_flops
+from distill.models.work import Work
 from distill.teachers.losses import STATISTICS
 from distill.training.phases import PAUSED, Phases
 

@@ -148,9 +148,9 @@ class CrossSource(ModelSource):
             ._replace(workspace=context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES, wide_head_gradient=True)
         )
 
-    def smaller(self) -> list[SmallerTeacher]:
+    def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
         """In host memory: fp8 does not work across tokenizers."""
-        return [way for way in super().smaller() if way.same_targets]
+        return [way for way in super().smaller(family) if way.same_targets]
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> CrossTeacher:
         assert isinstance(vocabulary, CrossVocabulary)

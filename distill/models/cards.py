@@ -1,0 +1,134 @@
+"""What data sheets say of GPUs, and which path our kernels take on each architecture family.
+
+One table for the plan of a run (`distill check`), utilisation, `distill doctor --machine` and docs/gpus.md.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+from distill_kernels.launch import FAMILIES, OLDER, device_facts
+
+from distill.core.units import GIB
+
+
+class Card(NamedTuple):
+    """One GPU.
+
+    Attributes:
+        memory_gib: what torch reports as its total memory.
+        bandwidth: of that memory, GB/s.
+        bf16, fp8: dense tensor-core TFLOP/s summed in fp32; None where there is no such product.
+        family: as `distill_kernels.launch` calls it.
+        link: GB/s that its PCIe link carries in one direction, after encoding; 16 lanes but for the L4.
+    """
+
+    memory_gib: float
+    bandwidth: float
+    bf16: float | None
+    fp8: float | None
+    family: str
+    link: float
+
+    @property
+    def flops(self) -> float | None:
+        """Dense bf16 FLOP/s."""
+        return None if self.bf16 is None else self.bf16 * 1e12
+
+
+PCIE_3, PCIE_4, PCIE_5 = 15.8, 31.5, 63.0
+# NVIDIA: data sheets of the cards (T4, V100, A10, A100, L4, L40, L40S, H100, H200, DGX B200) and, for GeForce and RTX,
+# the appendices of the GA102, Ada, Blackwell and RTX PRO Blackwell architecture white papers; where a sheet states
+# rates with sparsity, half of them. AMD: the MI300X data sheet. A10G: what AWS states for g5.
+CARDS = {
+    "T4": Card(14.6, 320, None, None, OLDER, PCIE_3),
+    "V100 16GB": Card(15.8, 900, None, None, OLDER, PCIE_3),
+    "V100 32GB": Card(31.7, 900, None, None, OLDER, PCIE_3),
+    "A10G": Card(22.1, 600, 70, None, "sm_86", PCIE_4),
+    "A100 80GB": Card(79.2, 2039, 312, None, "sm_80", PCIE_4),
+    "A100 40GB": Card(39.4, 1555, 312, None, "sm_80", PCIE_4),
+    "L4": Card(22.0, 300, 121, 242, "sm_89", PCIE_4 / 2),
+    "L40": Card(44.4, 864, 181, 362, "sm_89", PCIE_4),
+    "L40S": Card(44.4, 864, 362, 733, "sm_89", PCIE_4),
+    "H100": Card(79.1, 3350, 989.4, 1979, "sm_90", PCIE_5),
+    "H100 PCIe": Card(79.1, 2039, 756, 1513, "sm_90", PCIE_5),
+    "H100 NVL": Card(93.1, 3938, 835, 1671, "sm_90", PCIE_5),
+    "H200": Card(139.8, 4800, 989.4, 1979, "sm_90", PCIE_5),
+    "B200": Card(178.0, 8000, 2250, 4500, "sm_100", PCIE_5),
+    "RTX 3090": Card(23.6, 936, 71, None, "sm_86", PCIE_4),
+    "RTX 4090": Card(23.5, 1008, 165.2, 330.3, "sm_89", PCIE_4),
+    "RTX 5090": Card(31.4, 1792, 209.5, 419, "sm_120", PCIE_5),
+    "RTX PRO 6000": Card(95.0, 1792, 503.8, 1007.6, "sm_120", PCIE_5),
+    "MI300X": Card(191.7, 5300, 1307.4, 2614.9, "gfx942", PCIE_5),
+}
+# how far the kernels' paths of a family were tried
+TRIED = {"sm_90": "run on an H100 and an H200"}
+COMPILED, NEITHER = "compiled in tests, never run", "neither run nor compiled in tests"
+
+
+def find_card(name: str) -> str | None:
+    """The key of CARDS that somebody means by `4090`, `a100-40`, `RTX 4090`; None for none of them."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"nvidia|geforce|amd|instinct|rtx|gb|[^a-z0-9]", "", text.lower())
+
+    whole = {bare(key): key for key in reversed(CARDS)}
+    first = {bare(re.sub(r" \d+GB$", "", key)): key for key in reversed(CARDS)}  # of two memories, the one listed first
+    return (first | whole).get(bare(name))
+
+
+def card_of(name: str, memory_bytes: float) -> Card | None:
+    """The card that a driver calls `name`; None for one not listed, for a laptop's, and for a slice of one (MIG)."""
+    if "Laptop" in name or "MIG" in name:
+        return None
+    parts = {key: re.sub(r" \d+GB$", "", key) for key in CARDS}
+    longest = max((len(part) for part in parts.values() if part in name), default=0)
+    known = [CARDS[key] for key, part in parts.items() if part in name and len(part) == longest]
+    return min(known, key=lambda card: abs(card.memory_gib * GIB - memory_bytes), default=None)
+
+
+def card_in(device: torch.device) -> Card | None:
+    """The card of a CUDA device of this machine."""
+    if device.type != "cuda":
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    return card_of(facts.name, facts.total_memory)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by its name, None for one not listed."""
+    card = card_in(device)
+    return None if card is None else card.flops
+
+
+def family_in(device: torch.device) -> str | None:
+    """The family of a CUDA device of this machine; None for a CPU."""
+    return device_facts(device).family if device.type == "cuda" else None
+
+
+def runs_our_kernels(device: torch.device) -> bool:
+    """Whether `device` is a GPU on which Triton kernels are launched."""
+    return device.type == "cuda" and device_facts(device).has_kernels
+
+
+def has_fp8(family: str | None) -> bool:
+    """Whether a family multiplies e4m3; true of the CPU and of a GPU that is not known (None)."""
+    return family is None or (family in FAMILIES and FAMILIES[family].fp8)
+
+
+def path_of(family: str) -> str:
+    """What computes on a family, and how far that was tried, for people."""
+    if family not in FAMILIES:
+        which = "GPUs older than Ampere (sm_80)" if family == OLDER else "GPUs of its architecture"
+        return f"PyTorch computes: our kernels do not run on {which}"
+    known = FAMILIES[family]
+    tiles = "tiles by TMA" if known.tma else "tiles through pointers"
+    loss = "linear losses in one kernel with their products" if known.tma else "linear losses by cuBLAS and a fold"
+    return f"Triton kernels, {tiles}, {loss}; {tried(family)}"
+
+
+def tried(family: str) -> str:
+    """How far a family's kernels were tried."""
+    return TRIED.get(family, COMPILED if family.startswith("sm_") else NEITHER)

@@ -1,0 +1,212 @@
+"""GPUs by name and family: what is planned for a card, which path a GPU takes, what it is refused."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distill_kernels import launch
+from distill_kernels.launch import FAMILIES, INTERPRETER, OLDER, UNKNOWN
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.cli import run_command
+from distill.core.units import GIB
+from distill.models import cards, precision
+from distill.models.cards import CARDS, card_of, find_card, path_of
+from distill.models.shape import USABLE
+from distill.planning.devices import find_device
+from distill.planning.preflight import check, planned_precision
+from distill.recipe import load, parse
+from distill.teachers import opening
+from distill.teachers.base import open_context
+from distill.teachers.registry import source_of
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMED = ["4090", "3090", "a100-40", "a100-80", "l40s", "h100", "h200", "b200", "5090", "mi300x"]
+WITHOUT_FP8 = {"3090", "a100-40", "a100-80", "mi300x"}
+ADVICE = "has none; use int8, or teacher.offload: cpu"
+
+
+# ---------------------------------------------------------------- cards
+
+
+@pytest.mark.parametrize("name, card", [
+    ("4090", "RTX 4090"), ("rtx4090", "RTX 4090"), ("GeForce RTX 4090", "RTX 4090"), ("a100-40", "A100 40GB"),
+    ("A100 40GB", "A100 40GB"), ("a100", "A100 80GB"), ("a100-80gb", "A100 80GB"), ("h100 pcie", "H100 PCIe"),
+    ("mi300x", "MI300X"), ("24GB", None), ("40", None), ("4000", None), ("", None),
+])  # fmt: skip
+def test_a_card_is_found_by_what_people_call_it(name, card):
+    assert find_card(name) == card
+
+
+@pytest.mark.parametrize("name, gib, card", [
+    ("NVIDIA A100-SXM4-40GB", 39.4, "A100 40GB"), ("NVIDIA A100-SXM4-80GB", 79.2, "A100 80GB"),
+    ("NVIDIA A100 80GB PCIe", 79.1, "A100 80GB"), ("NVIDIA A100-PCIE-40GB", 39.6, "A100 40GB"),
+    ("NVIDIA GeForce RTX 4090", 23.6, "RTX 4090"), ("NVIDIA H100 80GB HBM3", 79.2, "H100"),
+    ("NVIDIA H100 NVL", 93.0, "H100 NVL"), ("NVIDIA L40S", 44.4, "L40S"), ("NVIDIA L4", 22.0, "L4"),
+    ("Tesla T4", 14.6, "T4"), ("AMD Instinct MI300X", 191.98, "MI300X"), ("Tesla V100-SXM2-32GB", 31.7, "V100 32GB"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 15.7, None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, None),
+    ("NVIDIA TITAN V", 11.8, None),
+])  # fmt: skip
+def test_a_card_is_known_by_what_its_driver_calls_it(name, gib, card):
+    assert card_of(name, gib * GIB) == (None if card is None else CARDS[card])
+
+
+def test_every_card_belongs_to_a_family_that_launches_know():
+    for name, card in CARDS.items():
+        assert card.family in FAMILIES or card.family == OLDER, name
+        assert card.family != INTERPRETER
+        # the data sheet and the kernels agree on fp8; MI300 has another form of e4m3, which the kernels do not know
+        has = card.family in FAMILIES and FAMILIES[card.family].fp8
+        assert (card.fp8 is not None) == has or name == "MI300X", name
+        assert card.bf16 is None or card.fp8 is None or card.fp8 == pytest.approx(2 * card.bf16, rel=0.02), name
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, OLDER, UNKNOWN])
+def test_a_path_says_who_computes_and_how_far_it_was_tried(family):
+    text = path_of(family)
+    assert text.startswith("Triton kernels" if family in FAMILIES else "PyTorch computes") and "\n" not in text
+    if family in FAMILIES:
+        assert ("by TMA" in text) == FAMILIES[family].tma
+        assert ("H100" in text) == (family == "sm_90")
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def plan(gpu, *overrides):
+    recipe = load(ROOT / "recipes" / "llama3-8b-to-1b-lora.yaml", overrides)
+    return check(recipe, find_device(gpu), look_at_data=False)
+
+
+@pytest.fixture(scope="module")
+def of_an_h100():
+    report = plan("H100")
+    return report.flops_per_step / report.seconds_per_step
+
+
+@pytest.mark.parametrize("gpu", NAMED)
+def test_a_plan_for_each_card_has_its_memory_time_and_path(gpu, of_an_h100):
+    report, card = plan(gpu), CARDS[find_card(gpu)]
+    assert report.device.card == card and report.device.family == card.family
+    rate = report.flops_per_step / report.seconds_per_step  # of which a part is done again for the gradients
+    assert rate == pytest.approx(0.5e12 * card.bf16, rel=0.1)
+    assert rate == pytest.approx(of_an_h100 * card.bf16 / 989.4)
+    assert report.fits == (report.memory.peak <= USABLE * card.memory_gib * GIB)
+    assert path_of(card.family) == report.device.path
+    in_fp8 = plan(gpu, "teacher.dtype=fp8")
+    refusals = [problem for problem in in_fp8.problems if problem.startswith("teacher.dtype: fp8 needs")]
+    assert bool(refusals) == (gpu in WITHOUT_FP8)
+    if not refusals:
+        assert 0.7 < in_fp8.seconds_per_step / report.seconds_per_step < 0.9
+    else:
+        assert card.family in refusals[0] and "offload" in refusals[0]
+
+
+@pytest.mark.parametrize("gpu, bits", [("3090", "int8"), ("4090", "fp8")])
+def test_advice_for_a_large_teacher_is_what_the_card_can(gpu, bits):
+    named = ["teacher={model: somewhere, config: llama-3.1-8b}", "data.max_length=512"]
+    labels = [label for label, _, _ in plan(gpu, *named).advice]
+    assert any(label.startswith(f"teacher.dtype={bits} ") for label in labels), labels
+    assert not any(label.startswith("teacher.dtype=fp8") for label in labels) or bits == "fp8"
+
+
+def test_a_t4_is_planned_in_float32_and_told_of_pytorch(capsys):
+    recipe = load(ROOT / "recipes" / "llama3-8b-to-1b.yaml", ["train.precision=auto", "teacher.dtype=auto"])
+    assert planned_precision(recipe, find_device("T4")).compute == torch.float32
+    overrides = ["teacher.init=random", "student.init=random", "data.source=synthetic"]
+    assert run_command(["check", "llama3-8b-to-1b", "--gpu", "t4", *overrides]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "our kernels do not run" in line] == [f"kernels     {path_of(OLDER)}"]
+    assert any(line.startswith("memory (arithmetic of our kernels; PyTorch takes more)") for line in lines)
+
+
+def test_a_plan_as_json_names_the_path(capsys):
+    overrides = ["teacher.init=random", "student.init=random", "data.source=synthetic"]
+    assert run_command(["check", "llama3-8b-to-1b-lora", "--gpu", "4090", "--json", *overrides]) in (0, 1)
+    found = json.loads(capsys.readouterr().out)
+    assert found["kernels"] == path_of("sm_89") and found["device"]["card"]["bandwidth"] == 1008
+
+
+# ---------------------------------------------------------------- the GPU that is there
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Has torch see a GPU that is not there."""
+
+    def of(capability, name="NVIDIA X", gib=15):
+        facts = SimpleNamespace(
+            name=name, major=capability[0], minor=capability[1], multi_processor_count=40, total_memory=gib * GIB,
+            shared_memory_per_block=48 << 10, shared_memory_per_block_optin=64 << 10, L2_cache_size=4 << 20,
+        )  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: facts)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+        launch._cuda_facts.cache_clear()
+        return torch.device("cuda", 0)
+
+    yield of
+    launch._cuda_facts.cache_clear()
+
+
+def test_this_machines_gpu_is_planned_by_its_card_and_family(gpu):
+    gpu((8, 9), "NVIDIA L40S", 44.4)
+    device = find_device(None)
+    assert device.card == CARDS["L40S"] and device.family == "sm_89" and device.path == path_of("sm_89")
+    gpu((13, 0), "NVIDIA Z1")
+    device = find_device(None)
+    assert device.card is None and device.flops is None and device.family == UNKNOWN
+    assert device.path.startswith("PyTorch computes")
+
+
+RECIPE = """
+teacher: {model: teacher, dtype: fp8}
+student: {init: random, config: teacher}
+data: {source: text.txt, max_length: 32, cache: false}
+train: {steps: 1, batch_size: 2}
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer), tokenizer)
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of some text to learn" for i in range(100)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("capability, family", [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((7, 5), OLDER)])
+def test_an_fp8_teacher_is_refused_before_it_is_read(gpu, workplace, monkeypatch, capability, family):
+    device, recipe = gpu(capability), parse(RECIPE)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr("distill.teachers.model.load_teacher", lambda *_, **__: pytest.fail("its weights are read"))
+    source, context = source_of(recipe), open_context(recipe)
+    assert context.device == device
+    with pytest.raises(ValueError, match=rf"^teacher\.dtype: fp8 needs a GPU .*\({family}\) {ADVICE}$"):
+        opening.open_pair(source, source.vocabulary(), context)
+
+
+def test_fp8_is_taken_where_it_is_known_or_emulated(gpu, workplace):
+    source = source_of(parse(RECIPE))
+    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
+        family = cards.family_in(gpu(capability))
+        assert source.problems(cuda=True, sharded=False, family=family) == []
+    assert source.problems(cuda=False, sharded=False) == [] == source.problems(cuda=True, sharded=False)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5), (13, 0)])
+def test_a_gpu_without_kernels_is_named_in_a_line_and_models_stay(gpu, monkeypatch, capsys, capability):
+    device, model = gpu(capability, "Tesla T4"), tiny_model()
+    monkeypatch.setattr("distill.teachers.opening.next", lambda _: SimpleNamespace(device=device), raising=False)
+    before = {name: module.forward for name, module in model.named_modules()}
+    opening.patch_models(SimpleNamespace(student=model, models=lambda: [("student", model)]), None)
+    assert capsys.readouterr().out.splitlines() == [f"kernels     Tesla T4: {path_of(cards.family_in(device))}"]
+    assert before == {name: module.forward for name, module in model.named_modules()}
+
+
+def test_bf16_is_not_taken_where_it_is_only_emulated(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert precision.resolve_precision(parse(RECIPE), torch.device("cuda")).compute == torch.float32
