@@ -1,6 +1,7 @@
 """`distill cache` and runs without a loaded teacher: as online where nothing is lost, refused where data differ."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ from transformers import AutoModelForCausalLM
 from distill.caching.make import fewer_rows
 from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
+from distill.data.collator import Collator
 from distill.data.load import DataReport
 from distill.models.load import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run
+from distill.teachers.cache.read import CachedRows, TeacherCache
 from distill.teachers.cache.teacher import CachedTeacher, maker_section
 from distill.training.progress import read_metrics
 
@@ -248,3 +251,22 @@ def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
     assert parts.after == whole.after
     a, b = (AutoModelForCausalLM.from_pretrained(r.folder / "student").state_dict() for r in (parts, whole))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_hidden_states_in_fp8_say_what_they_cost(here, capsys):
+    assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "fp8", "--out", "fp8"]) == 0
+    out = capsys.readouterr().out
+    assert "36 bytes each" in out, "a byte for each of 32 numbers and a scale of 4 bytes"
+    said = float(re.search(r"hidden states in fp8: KL\(teacher, what is stored\) (\S+) nats", out)[1])
+    teacher, cache = load_teacher(recipe().teacher), TeacherCache("fp8")
+    rows = load_for_cache(recipe()).splits.validation
+    batch = CachedRows(Collator(0), cache)([rows[number] for number in range(len(rows))])
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    exact = teacher(**inputs).logits.flatten(0, 1)[batch["valid_rows"]].double().log_softmax(-1)
+    stored = batch["cached_hidden"].double() * batch["cached_hidden_scale"][:, None]
+    read = (stored @ teacher.get_output_embeddings().weight.double().T).log_softmax(-1)
+    kl = float((exact.exp() * (exact - read)).sum(-1).mean())
+    assert 0 < kl < 1e-2 and said == pytest.approx(kl, rel=0.06)  # two digits are printed
+    result = run(cached("fp8"), name="fp8")
+    assert result.after.forward_kl < result.before.forward_kl
+    assert run_command(["verify", "fp8"]) == 0

@@ -24,7 +24,16 @@ from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
 from distill.data.collator import Collator
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, read_head
-from distill.teachers.cache.encode import Encoding, TopK, encode, log_probabilities, normalised, surplus_of
+from distill.teachers.cache.encode import (
+    Encoding,
+    TopK,
+    encode,
+    log_probabilities,
+    normalised,
+    rounding_cost,
+    surplus_of,
+)
+from distill.teachers.cache.format import DTYPES
 from distill.teachers.cache.settings import TAILS
 from distill.teachers.losses import LogitTransforms
 
@@ -85,6 +94,12 @@ def take_sample(loaded: Loaded, positions: int = 512) -> Sample:
         teacher_hidden, student_hidden, loaded.teacher.head, read_head(find_head(student)), loaded.teacher.transform,
         loaded.student_transform, labels, loaded.columns,
     )  # fmt: skip
+
+
+def rounding(sample: Sample, dtype: str) -> float:
+    """KL(teacher || what is stored), nats a position, of hidden states stored in `dtype`."""
+    s = sample
+    return rounding_cost(s.teacher_hidden, s.teacher_head, s.teacher_transform, s.columns, DTYPES[dtype])
 
 
 def measure(

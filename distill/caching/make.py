@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,46 +11,33 @@ import transformers
 from accelerate import PartialState
 
 from distill.caching.write import (
-    EncodableTeacher,
     Job,
-    close,
     missing_shards,
     open_folder,
     plan_work,
     require_room,
     write_shards,
 )
-from distill.core.environment import environment
 from distill.core.files import write_json
 from distill.core.ranks import is_first, of_the_first, world_size
 from distill.core.units import counted
 from distill.data.load import DataReport, Splits
 from distill.models.attention_choice import AttentionChoices
-from distill.models.head import HeadWeights, LogitTransform, last_hidden, probe_logits
-from distill.models.load import save_student
+from distill.models.head import LogitTransform, probe_logits
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import ALONE, Sharing
 from distill.planning.caching import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
-from distill.recipe.models import EIGHT_BITS
-from distill.teachers.base import OpenContext, Teacher
+from distill.teachers.base import OpenContext
 from distill.teachers.cache.format import (
     ANSWERS,
-    HEAD,
-    STUDENT,
-    TEACHER,
-    TOKENIZER,
-    VERSION,
     bytes_a_token,
-    write_tensors,
 )
-from distill.teachers.cache.identity import text_hashes
-from distill.teachers.cache.read import data_settings
+from distill.teachers.cache.plan import EncodableTeacher, Origin, close_cache, encodable, plan_of, write_companions
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
-from distill.teachers.identity import teacher_identity
-from distill.teachers.model import LoadedTeacher, ModelSource
+from distill.teachers.model import ModelSource
 from distill.teachers.opening import Pair, open_pair, patch_models
 
 
@@ -124,49 +110,18 @@ def load(recipe: Recipe, batch_size: int | None = None) -> Loaded:
     return Loaded(recipe, splits, pair, precision, teacher, student_transform, cut, vocabulary.id_bound, sharing)
 
 
-def encodable(loaded: Teacher, device: torch.device) -> EncodableTeacher:
-    """A loaded teacher in the parts that caching needs.
-
-    The head of a sharded one is kept whole beside its shards.
-    """
-    assert isinstance(loaded, LoadedTeacher)
-    with loaded.hidden.head.open() as weights:
-        if loaded.is_collective:
-            bias = weights.bias
-            weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
-    return EncodableTeacher(
-        functools.partial(last_hidden, loaded.model), weights, loaded.hidden.transform, device, loaded.is_collective
-    )
-
-
 def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
     """What the cache will be, all but the documents.
 
     Raises:
         ValueError: more tokens than there are.
     """
-    recipe, head, held = loaded.recipe, loaded.teacher.head, loaded.recipe.teacher.dtype
     if not settings.hidden and settings.k > loaded.columns:
         raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}")
-    kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
-    return {
-        "version": VERSION,
-        **kind,
-        "temperature": None if settings.hidden else recipe.loss.temperature,
-        "dtype": settings.dtype,
-        "vocabulary": len(head.weight) if settings.hidden else loaded.columns,
-        "hidden": head.weight.shape[1],
-        "scale": loaded.teacher.transform.scale,
-        "softcap": loaded.teacher.transform.softcap,
-        "seed": recipe.train.seed,
-        "ids_below": loaded.ids_below,
-        "teacher": teacher_identity(recipe.teacher)
-        | {"dtype": held if held in EIGHT_BITS else str(head.weight.dtype).removeprefix("torch.")},
-        "text": text_hashes(recipe, loaded.tokenizer),
-        "data": data_settings(recipe, loaded.splits.report.digest),
-        "student_layers": loaded.pair.layer_indices,
-        "versions": environment(),
-    }
+    origin = Origin(
+        loaded.recipe, loaded.splits.report.digest, loaded.tokenizer, loaded.ids_below, loaded.pair.layer_indices
+    )
+    return plan_of(origin, settings, loaded.teacher, loaded.columns)
 
 
 def make_cache(
@@ -220,8 +175,9 @@ def make_cache(
         return None
     if answers is not None:
         write_json(folder / ANSWERS, {"max_new_tokens": recipe.generate.max_new_tokens, "answers": answers})
-    _write_what_goes_with_it(loaded, folder, plan)
-    return close(job)
+    (model,) = loaded.pair.teacher.models.values()
+    write_companions(folder, model, loaded.tokenizer, loaded.teacher.head if settings.hidden else None, loaded.cut)
+    return close_cache(folder, plan)
 
 
 def _answers(loaded: Loaded) -> dict[str, str] | None:
@@ -272,17 +228,3 @@ def fewer_rows(recipe: Recipe, report: DataReport) -> str | None:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:,.2f} GiB" if count >= 2**29 else f"{count / 2**20:,.1f} MiB"
-
-
-def _write_what_goes_with_it(loaded: Loaded, folder: Path, plan: dict[str, Any]) -> None:
-    """Tokenizer, configuration, head and cut student."""
-    pair, (teacher,) = loaded.pair, loaded.pair.teacher.models.values()
-    teacher.config.save_pretrained(folder / TEACHER)  # type: ignore[union-attr,operator]
-    if pair.tokenizer is not None:
-        pair.tokenizer.save_pretrained(folder / TOKENIZER)
-    if plan["kind"] == "hidden":
-        head = loaded.teacher.head
-        tensors = {"weight": head.weight.detach()} | ({} if head.bias is None else {"bias": head.bias.detach()})
-        write_tensors(folder / HEAD, {name: tensor.cpu().clone() for name, tensor in tensors.items()})
-    if loaded.cut is not None:
-        save_student(loaded.cut, None, folder / STUDENT)

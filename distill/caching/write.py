@@ -23,31 +23,22 @@ import torch
 
 from distill.core.files import write_json
 from distill.core.labels import IGNORE_INDEX, shift_labels
-from distill.core.manifest import sums_of
 from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.data.collator import Collator
 from distill.data.packing import best_fit
-from distill.models.head import HeadWeights, LogitTransform
-from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.format import (
-    DTYPES,
-    FIGURES,
     KEY_BYTES,
     MANIFEST,
     PLAN,
-    as_arrays,
     bytes_a_token,
-    document_sums,
     documents_of,
     read_json,
     rows_of,
     shard_path,
-    sizes_of,
-    split_ids,
-    sum_of_sums,
     write_tensors,
 )
+from distill.teachers.cache.plan import EncodableTeacher, shard_of, stored_tensors
 from distill.training.lock import differences
 
 SHARDS, LEAST_ROWS = 64, 32
@@ -134,24 +125,6 @@ def plan_work(splits: Sequence[Any], *, width: int, max_length: int, packing: bo
         shards[-1].append(group)
         size += width * sum(entries[number].learned for number in group)
     return Work(entries, shards)
-
-
-class EncodableTeacher(NamedTuple):
-    """The teacher in parts.
-
-    Attributes:
-        hidden_states: of a collated batch, [B, S, H].
-        head: what makes logits of them; likewise `transform`.
-        transform: scale and soft cap.
-        device: where it is.
-        sharded: whether the processes hold it together, so that all must call it as often.
-    """
-
-    hidden_states: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-    head: HeadWeights
-    transform: LogitTransform
-    device: torch.device
-    sharded: bool = False
 
 
 class Job(NamedTuple):
@@ -293,16 +266,14 @@ def shard_tensors(
     for start in range(0, len(rows), batch_size):
         made = [_laid_out([_tokens(work.entries[n], tables) for n in row]) for row in rows[start : start + batch_size]]
         batch = {name: tensor.to(teacher.device) for name, tensor in collate(made).items()}
-        for name, tensor in _stored(plan, batch, teacher, generator).items():
-            parts.setdefault(name, []).append(tensor)
+        hidden = teacher.hidden_states(batch).flatten(0, 1)[batch["valid_rows"]]
+        labels = shift_labels(batch["labels"]).flatten()[batch["valid_rows"]]
+        for name, tensor in stored_tensors(plan, hidden, labels, teacher, generator).items():
+            parts.setdefault(name, []).append(tensor.cpu())
         advance(len(batch["valid_rows"]))
     documents = [work.entries[n] for row in rows for n in row]
-    keys = np.frombuffer(b"".join(entry.key for entry in documents), np.uint8).reshape(-1, KEY_BYTES)
-    offsets = np.concatenate([[0], np.cumsum([entry.learned for entry in documents])]).astype(np.int64)
     tensors = {name: torch.cat(values) for name, values in parts.items()}
-    assert all(len(tensor) == offsets[-1] for tensor in tensors.values()), "a position was lost"
-    tensors |= {"keys": torch.from_numpy(keys.copy()), "offsets": torch.from_numpy(offsets)}
-    return tensors | {"sums": torch.tensor(document_sums(as_arrays(tensors), range(len(documents))))}
+    return shard_of([entry.key for entry in documents], [entry.learned for entry in documents], tensors)
 
 
 def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
@@ -315,34 +286,3 @@ def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
 
 def _laid_out(documents: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Any]:
     return {name: np.concatenate([document[name] for document in documents]) for name in documents[0]}
-
-
-@torch.no_grad()  # FSDP2's gathered weights must not be made under inference mode
-def _stored(
-    plan: Mapping[str, Any], batch: Mapping[str, torch.Tensor], teacher: EncodableTeacher, generator: torch.Generator
-) -> dict[str, torch.Tensor]:
-    """What is stored of a batch, on the CPU."""
-    dtype = DTYPES[plan["dtype"]]
-    hidden = teacher.hidden_states(batch).flatten(0, 1)[batch["valid_rows"]]
-    if plan["kind"] == "hidden":
-        return {"hidden": hidden.to(dtype).cpu()}
-    labels = shift_labels(batch["labels"]).flatten()[batch["valid_rows"]]
-    encoding = Encoding(*(plan[name] for name in ("vocabulary", "k", "tail", "temperature")))
-    top = encode(hidden, teacher.head, teacher.transform, labels, encoding, generator).to(dtype)
-    low, high = split_ids(top.ids.cpu().numpy(), plan["vocabulary"])
-    tensors = {"ids": torch.from_numpy(low), "logprobs": top.logprobs.cpu()}
-    tensors |= {name: getattr(top, name).cpu() for name in FIGURES}
-    return tensors if high is None else tensors | {"ids_high": torch.from_numpy(high)}
-
-
-def close(job: Job) -> dict[str, Any]:
-    """Write the manifest, which makes the cache complete."""
-    folder, plan, work = job
-    manifest = {
-        **plan, "documents": len(work.entries), "positions": work.learned,
-        "shards": list(sizes_of(folder, len(work.shards))),
-        "sums": [sum_of_sums(shard_path(folder, number)) for number in range(len(work.shards))],
-        "files": {name: entry for name, entry in sums_of(folder, skip="shard-").items() if name != PLAN},
-    }  # fmt: skip
-    write_json(folder / MANIFEST, manifest)
-    return manifest

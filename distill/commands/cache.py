@@ -36,7 +36,8 @@ def cache(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="DTYPE", help="float16 (hidden: bfloat16) or float32.")
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="float16 or float32; of hidden states bfloat16, float32 or fp8."),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Rows at a time, else train.batch_size.")
@@ -82,21 +83,29 @@ def cache(
     if not (first or loaded.teacher.sharded):
         return
     table: Sequence[Any] = []
-    if report or not hidden:
-        from distill.caching.error import KS, measure, take_sample
+    rounded = None
+    if report or not hidden or settings.dtype == "fp8":
+        from distill.caching.error import KS, measure, rounding, take_sample
 
         with contextlib.nullcontext() if quiet else console.working("measuring what K tokens lose"):
             sample = take_sample(loaded)  # shards answer together
             del loaded  # both models leave the device
             gc.collect()
-            if first:
+            if first and hidden:
+                rounded = rounding(sample, settings.dtype or "bfloat16")
+            if first and (report or not hidden):
                 ks = sorted({*KS, top_k})
                 table = measure(sample, temperature=resolved.loss.temperature, ks=ks, seed=resolved.train.seed)
     if not first:
         return
     if as_json:
-        say_json({"cache": manifest, "errors": table})
+        say_json({"cache": manifest, "errors": table} | ({} if rounded is None else {"kl": rounded}))
         return
+    if rounded is not None:
+        console.say(
+            f"hidden states in {settings.dtype}: KL(teacher, what is stored) {rounded:.2g} nats a position, over "
+            f"{counted(len(sample.labels), 'held-out position')}"
+        )
     if table:
         _show(table, len(sample.labels), resolved.loss.temperature, (top_k, settings.tail))
     if manifest is not None:

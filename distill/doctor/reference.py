@@ -177,7 +177,10 @@ class MixtureReference(Reference):
 def stored_logits(teacher: CachedTeacher, rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     """fp64 logits [N, V] of the trained positions of rows, from the hidden states and the head in a cache's files."""
     manifest, head = teacher.cache.manifest, load_file(teacher.cache.path / HEAD, device=str(device))
-    hidden = teacher.cache.look_up(list(rows))["cached_hidden"].to(device).double()
+    stored = {name: value.to(device).double() for name, value in teacher.cache.look_up(list(rows)).items()}
+    hidden = stored["cached_hidden"]
+    if "cached_hidden_scale" in stored:
+        hidden = hidden * stored["cached_hidden_scale"][:, None]
     z = manifest["scale"] * F.linear(hidden, head["weight"].double(), head["bias"].double() if "bias" in head else None)
     cap = manifest["softcap"]
     return cap * torch.tanh(z / cap) if cap else z

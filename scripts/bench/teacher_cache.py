@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from distill_kernels import FusedAdamW
 
-from distill.caching.write import EncodableTeacher, Job, close, open_folder, plan_work, write_shards
+from distill.caching.write import Job, open_folder, plan_work, write_shards
 from distill.data.collator import Collator
 from distill.models.head import decoder_of, find_head, probe_logits, read_head
 from distill.teachers.cache.format import HEAD, bytes_a_token, write_tensors
+from distill.teachers.cache.plan import EncodableTeacher, close_cache
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import SHARD_BYTES
 from distill.teachers.cache.teacher import CachedTeacher
@@ -59,7 +60,7 @@ def write_cache(folder: Path, teacher: Any, rows: list[dict[str, Any]], *, hidde
     seconds = time.perf_counter() - start
     if hidden:
         write_tensors(folder / HEAD, {"weight": head.weight.detach().cpu().clone()})
-    close(Job(folder, plan, work))
+    close_cache(folder, plan)
     return seconds
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distill.caching.make import Loaded, encodable, make_cache
+from distill.caching.make import Loaded, make_cache
 from distill.core.console import progress
 from distill.data.chat import load_template
 from distill.data.collator import Collator
@@ -26,6 +26,7 @@ from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.models.head import find_head, probe_logits
 from distill.recipe import Recipe
+from distill.teachers.cache.plan import encodable
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import CachedTeacher

@@ -163,3 +163,30 @@ def surplus_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     """By how much the loss of sampled log-weights [M, K] is above that of the whole distribution, on average, [M]."""
     wide = logprobs.float()
     return torch.where(wide > -torch.inf, wide.exp() * wide, 0.0).sum(-1) + entropy.float()
+
+
+def pack_hidden(hidden: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Hidden states [M, H] as they are stored; in fp8 each row is scaled so that its largest number is fp8's."""
+    if dtype.itemsize > 1:
+        return {"hidden": hidden.to(dtype)}
+    wide = hidden.float()
+    scale = wide.abs().amax(-1).clamp_min(torch.finfo(torch.float32).tiny) / torch.finfo(dtype).max
+    return {"hidden": (wide / scale[:, None]).to(dtype), "hidden_scale": scale}
+
+
+def unpack_hidden(hidden: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Hidden states [M, H] in `dtype` from what `pack_hidden` made."""
+    return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
+
+
+def rounding_cost(
+    hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform, columns: int, dtype: torch.dtype
+) -> float:
+    """KL(as it is || as it is stored), nats a position at temperature 1, of hidden states [M, H] stored in `dtype`."""
+    packed = pack_hidden(hidden, dtype)
+    stored = unpack_hidden(packed["hidden"], packed.get("hidden_scale"), hidden.dtype)
+    rows, total = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // columns, 1), 0.0
+    for start in range(0, len(hidden), rows):
+        p, q = (log_probabilities(h[start : start + rows], head, transform, columns, 1.0)[1] for h in (hidden, stored))
+        total += float(torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum())
+    return total / max(len(hidden), 1)

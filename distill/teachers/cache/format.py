@@ -20,7 +20,7 @@ and ranks cannot misalign it. Stored are the positions whose next token is learn
 
 At K = 64 that is 262 bytes a token for vocabularies up to 65,536, 270 up to 131,072 and 278 up to 262,144. The rounding
 of float16 moves a probability by at most 0.4 % where it is above 1e-7 (log-probabilities from -16 to -8 are 0.0078
-apart). With hidden states: `hidden` [teacher's width] in bfloat16 alone.
+apart). With hidden states: `hidden` [teacher's width] in bfloat16 alone, or in fp8 (E4M3) with `hidden_scale`, float32.
 
 Beside them a shard has, for each document, its key, where its positions begin, and a checksum (XXH3, 64 bits) of key
 and positions, held whenever the document is read: hashing what is copied anyway costs about 0.1 s a GiB. The manifest
@@ -53,7 +53,10 @@ VERSION = 1
 PLAN, MANIFEST, ANSWERS, HEAD = "plan.json", "manifest.json", "answers.json", "head.safetensors"
 TOKENIZER, TEACHER, STUDENT = "tokenizer", "teacher", "student"  # folders
 KEY_BYTES = 16
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SHARD = "shard-"  # the names of shards begin so
+FP8 = torch.float8_e4m3fn
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8}
+BITS = {torch.bfloat16: torch.uint16, FP8: torch.uint8}  # dtypes that numpy does not know, and what holds their bits
 FIGURES = ("tail", "entropy", "label_logprob")
 DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard that hold a value a document, not a position
 
@@ -144,7 +147,7 @@ def bytes_a_token(plan: Mapping[str, Any]) -> int:
     """Bytes of one stored position under this plan."""
     width = DTYPES[plan["dtype"]].itemsize
     if plan["kind"] == "hidden":
-        return width * plan["hidden"]
+        return int(width * plan["hidden"] + 4 * (plan["dtype"] == "fp8"))
     k = plan["k"]
     return k * (2 + width) + -(-k * high_bits(plan["vocabulary"]) // 8) + len(FIGURES) * width
 
@@ -171,7 +174,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def shard_path(folder: Path, number: int) -> Path:
     """The file of a shard."""
-    return folder / f"shard-{number:05d}.safetensors"
+    return folder / f"{SHARD}{number:05d}.safetensors"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -181,11 +184,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """numpy arrays over the same memory; bfloat16, which numpy does not know, as its bits, uint16."""
-    return {
-        name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-        for name, tensor in tensors.items()
-    }
+    """numpy arrays over the same memory; dtypes that numpy does not know as their bits."""
+    return {name: tensor.view(BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:

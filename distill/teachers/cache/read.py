@@ -24,6 +24,7 @@ from distill.recipe import Generate, Recipe
 from distill.teachers.cache.format import (
     ANSWERS,
     DOCUMENTS,
+    DTYPES,
     FIGURES,
     HEAD,
     KEY_BYTES,
@@ -49,15 +50,121 @@ PREFIX = "cached_"
 log = logging.getLogger(__name__)
 
 
-class TeacherCache:
-    """A complete cache, open for reading.
+class Shards:
+    """Documents in shards, found by their keys.
 
     Attributes:
-        path: its folder.
+        path: the folder.
         manifest: what it holds and how it was made.
         stored: positions it has.
         shards: their tensors by name, mapped.
     """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    shards: list[dict[str, np.ndarray]]
+    cure = f"delete the file and {MANIFEST}, and distill cache with the same settings makes them again"
+
+    @property
+    def is_hidden(self) -> bool:
+        """Hidden states are stored, not K tokens."""
+        return self.manifest["kind"] == "hidden"
+
+    @property
+    def columns(self) -> int:
+        """Of the vocabulary that the stored probabilities are over; rows of the stored head."""
+        return int(self.manifest["vocabulary"])
+
+    def _index(self) -> None:
+        none = np.zeros((0, KEY_BYTES), np.uint8)
+        keys = np.concatenate([none, *(shard["keys"].reshape(-1, KEY_BYTES) for shard in self.shards)])
+        halves = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
+        sizes = np.array([len(shard["keys"]) for shard in self.shards], np.int32)
+        owner = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        within = np.concatenate([none[:, 0].astype(np.int32), *(np.arange(size, dtype=np.int32) for size in sizes)])
+        order = np.argsort(halves[:, 0], kind="stable")
+        self._first, self._second = halves[order, 0], halves[order, 1]
+        self._owner, self._within = owner[order], within[order]
+        self.stored = sum(int(shard["offsets"][-1]) for shard in self.shards)
+
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """Shard and number in it of a document; None where it is not in the cache."""
+        first, second = np.frombuffer(key, np.uint64)
+        place = int(np.searchsorted(self._first, first))
+        while place < len(self._first) and self._first[place] == first:
+            if self._second[place] == second:
+                shard, document = int(self._owner[place]), int(self._within[place])
+                return shard, document
+            place += 1
+        return None
+
+    def look_up(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """What is stored of the learned positions of some rows, in their order.
+
+        Returns:
+            Tensors named as the batch calls them: `cached_ids` int32 [M, K], `cached_logprobs` [M, K], `cached_tail`,
+            `cached_entropy`, `cached_label_logprob` [M]; or `cached_hidden` [M, H],
+            in fp8 with `cached_hidden_scale` [M].
+
+        Raises:
+            ValueError: a document is not in the cache.
+        """
+        names = self.shards[0].keys() - set(DOCUMENTS)
+        pieces = [{name: self.shards[0][name][:0] for name in names}]  # nothing may be learned
+        for number, row in enumerate(rows):
+            for document in documents_of(row):
+                shard, start, stop = self._place(document, number, row)
+                pieces.append({name: self.shards[shard][name][start:stop] for name in names})
+        return self.joined(pieces)
+
+    def joined(self, pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, torch.Tensor]:
+        """What is stored of some documents, as one; named as the batch calls it."""
+        whole = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+        if self.is_hidden:
+            bits, dtype = torch.from_numpy(whole.pop("hidden")), DTYPES[self.manifest["dtype"]]
+            scale = {f"{PREFIX}{name}": torch.from_numpy(values) for name, values in whole.items()}
+            return {f"{PREFIX}hidden": bits.view(dtype), **scale}
+        ids = join_ids(whole["ids"], whole.get("ids_high"), self.columns)
+        return {
+            f"{PREFIX}ids": torch.from_numpy(ids),
+            **{f"{PREFIX}{name}": torch.from_numpy(whole[name]) for name in ("logprobs", *FIGURES)},
+        }
+
+    def _place(self, document: Document, number: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
+        place = self.find(document.key)
+        if place is None:
+            ids = [int(token) for token in row["input_ids"][document.start : document.start + 8]]
+            raise ValueError(
+                f"teacher.path: {self.path} has no document of these tokens and labels: row {number} of the batch, "
+                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them learned, beginning "
+                f"{ids}; it was made from other data, another tokenizer or another split into pieces"
+            )
+        return place[0], *self.read_back(*place, len(document.predicting))
+
+    def file_of(self, shard: int) -> Path:
+        """Where a shard was read from."""
+        return shard_path(self.path, shard)
+
+    def read_back(self, shard: int, number: int, length: int | None = None) -> tuple[int, int]:
+        """The positions of a document in its shard, once its checksum holds; `length` of them where that is known.
+
+        Raises:
+            ValueError: it does not.
+        """
+        arrays = self.shards[shard]
+        if "sums" in arrays and document_sums(arrays, [number]) != [int(arrays["sums"][number])]:
+            raise ValueError(
+                f"teacher.path: {self.file_of(shard)} is damaged: document {number} of it is not as it was written; "
+                f"{self.cure}"
+            )
+        start, stop = arrays["offsets"][number : number + 2].tolist()
+        if length is not None and stop - start != length:
+            raise ValueError(f"teacher.path: {self.file_of(shard)} is damaged: a document has another length")
+        return start, stop
+
+
+class TeacherCache(Shards):
+    """A complete cache, open for reading."""
 
     def __init__(self, path: str | Path) -> None:
         """Open the cache in a folder.
@@ -95,39 +202,6 @@ class TeacherCache:
     def __reduce__(self) -> Any:
         return TeacherCache, (self.path,)  # a worker maps the files itself
 
-    @property
-    def is_hidden(self) -> bool:
-        """Hidden states are stored, not K tokens."""
-        return self.manifest["kind"] == "hidden"
-
-    @property
-    def columns(self) -> int:
-        """Of the vocabulary that the stored probabilities are over; rows of the stored head."""
-        return int(self.manifest["vocabulary"])
-
-    def _index(self) -> None:
-        keys = np.concatenate([shard["keys"].reshape(-1, KEY_BYTES) for shard in self.shards])
-        halves = np.ascontiguousarray(keys).view(np.uint64).reshape(-1, 2)
-        owner = np.concatenate(
-            [np.full(len(shard["keys"]), number, np.int32) for number, shard in enumerate(self.shards)]
-        )
-        within = np.concatenate([np.arange(len(shard["keys"]), dtype=np.int32) for shard in self.shards])
-        order = np.argsort(halves[:, 0], kind="stable")
-        self._first, self._second = halves[order, 0], halves[order, 1]
-        self._owner, self._within = owner[order], within[order]
-        self.stored = sum(int(shard["offsets"][-1]) for shard in self.shards)
-
-    def find(self, key: bytes) -> tuple[int, int] | None:
-        """Shard and number in it of a document; None where it is not in the cache."""
-        first, second = np.frombuffer(key, np.uint64)
-        place = int(np.searchsorted(self._first, first))
-        while place < len(self._first) and self._first[place] == first:
-            if self._second[place] == second:
-                shard, document = int(self._owner[place]), int(self._within[place])
-                return shard, document
-            place += 1
-        return None
-
     def require(self, rows: Any, name: str, hint: str = "") -> None:
         """Hold that every document of a data set is in the cache.
 
@@ -151,63 +225,6 @@ class TeacherCache:
                 f"teacher.path: {self.path} lacks {missing:,} of the {total:,} documents of the {name}, "
                 f"the first in {first}; {hint or 'it was made from other data'}"
             )
-
-    def look_up(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """What is stored of the learned positions of some rows, in their order.
-
-        Returns:
-            Tensors named as the batch calls them: `cached_ids` int32 [M, K], `cached_logprobs` [M, K], `cached_tail`,
-            `cached_entropy`, `cached_label_logprob` [M]; or `cached_hidden` [M, H].
-
-        Raises:
-            ValueError: a document is not in the cache.
-        """
-        names = self.shards[0].keys() - set(DOCUMENTS)
-        pieces = {name: [self.shards[0][name][:0]] for name in names}  # nothing may be learned
-        for number, row in enumerate(rows):
-            for document in documents_of(row):
-                shard, start, stop = self._place(document, number, row)
-                for name in names:
-                    pieces[name].append(self.shards[shard][name][start:stop])
-        whole = {name: np.concatenate(parts) for name, parts in pieces.items()}
-        if self.is_hidden:
-            bits = torch.from_numpy(whole["hidden"])
-            return {f"{PREFIX}hidden": bits.view(torch.bfloat16) if bits.dtype == torch.uint16 else bits}
-        ids = join_ids(whole["ids"], whole.get("ids_high"), self.columns)
-        return {
-            f"{PREFIX}ids": torch.from_numpy(ids),
-            **{f"{PREFIX}{name}": torch.from_numpy(whole[name]) for name in ("logprobs", *FIGURES)},
-        }
-
-    def _place(self, document: Document, number: int, row: Mapping[str, Any]) -> tuple[int, int, int]:
-        place = self.find(document.key)
-        if place is None:
-            ids = [int(token) for token in row["input_ids"][document.start : document.start + 8]]
-            raise ValueError(
-                f"teacher.path: {self.path} has no document of these tokens and labels: row {number} of the batch, "
-                f"tokens {document.start} to {document.stop}, {len(document.predicting)} of them learned, beginning "
-                f"{ids}; it was made from other data, another tokenizer or another split into pieces"
-            )
-        shard, (start, stop) = place[0], self.read_back(*place)
-        if stop - start != len(document.predicting):
-            raise ValueError(f"teacher.path: {shard_path(self.path, shard)} is damaged: a document has another length")
-        return shard, start, stop
-
-    def read_back(self, shard: int, number: int) -> tuple[int, int]:
-        """The positions of a document in its shard, once its checksum holds.
-
-        Raises:
-            ValueError: it does not.
-        """
-        arrays = self.shards[shard]
-        if "sums" in arrays and document_sums(arrays, [number]) != [int(arrays["sums"][number])]:
-            path = shard_path(self.path, shard)
-            raise ValueError(
-                f"teacher.path: {path} is damaged: document {number} of it is not as it was written; delete the file "
-                f"and {self.path / MANIFEST}, and distill cache with the same settings makes them again"
-            )
-        start, stop = arrays["offsets"][number : number + 2].tolist()
-        return start, stop
 
     def require_data(self, recipe: Recipe, splits: Splits) -> None:
         """Hold that every document of a run is in the cache.

@@ -50,7 +50,7 @@ class Settings(NamedTuple):
         if not self.hidden and not 0 < self.k <= MOST_TOP_K:
             raise ValueError(f"--top-k: expected 1 to {MOST_TOP_K}, got {self.k}")
         dtype = self.dtype or ("bfloat16" if self.hidden else "float16")
-        allowed = ("bfloat16", "float32") if self.hidden else ("float16", "float32")
+        allowed = ("bfloat16", "float32", "fp8") if self.hidden else ("float16", "float32")
         if dtype not in allowed:
             raise ValueError(f"--dtype: expected {' or '.join(allowed)}, got {dtype!r}")
         return self._replace(dtype=dtype)

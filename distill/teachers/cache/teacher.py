@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from distill.teachers.base import (
     Teacher,
     TeacherSource,
 )
-from distill.teachers.cache.encode import normalised, surplus_of
+from distill.teachers.cache.encode import normalised, surplus_of, unpack_hidden
 from distill.teachers.cache.format import (
     DTYPES,
     HEAD,
@@ -87,24 +87,8 @@ class CachedTeacher(Teacher):
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
         """What was stored, each at its position; 0 where nothing is learned."""
-        shape, rows = batch["input_ids"].shape, batch["valid_rows"]
-        count = shape.numel()
-        if self.head is not None:
-            hidden = spread(batch[f"{PREFIX}hidden"], rows, count).view(*shape, -1)
-            return hidden.to(self.head.weights.weight.dtype)
-        stored = {name: batch[PREFIX + name] for name in ("ids", "logprobs", "tail", "entropy", "label_logprob")}
-        logprobs, surplus = stored["logprobs"].float(), None
-        if self.cache.manifest["tail"] == "sampled":
-            surplus = spread(surplus_of(logprobs, stored["tail"]), rows, count)
-        else:
-            logprobs = normalised(logprobs, stored["tail"])
-        return TopKTargets(
-            spread(stored["ids"], rows, count).view(*shape, -1),
-            spread(logprobs, rows, count).view(*shape, -1),
-            spread(stored["entropy"].float(), rows, count),
-            spread(stored["label_logprob"].float(), rows, count),
-            surplus,
-        )
+        dtype = torch.float32 if self.head is None else self.head.weights.weight.dtype
+        return targets_of(self.cache.manifest, batch, dtype)
 
     def head_rows(self) -> list[int]:
         """Columns that the stored probabilities are over."""
@@ -138,6 +122,34 @@ class CachedTeacher(Teacher):
     def fingerprint(self) -> dict[str, object]:
         """The hash of the manifest, which names teacher and documents, and the size and checksums of every shard."""
         return {"cache_sha256": hashlib.sha256((self.cache.path / MANIFEST).read_bytes()).hexdigest()}
+
+
+def targets_of(plan: Mapping[str, Any], batch: Batch, dtype: torch.dtype) -> torch.Tensor | TopKTargets:
+    """What was stored of a batch, each at its position; 0 where nothing is learned.
+
+    Args:
+        plan: of the cache.
+        batch: collated, with what was stored beside.
+        dtype: of hidden states.
+    """
+    shape, rows = batch["input_ids"].shape, batch["valid_rows"]
+    count = shape.numel()
+    if plan["kind"] == "hidden":
+        hidden = unpack_hidden(batch[f"{PREFIX}hidden"], batch.get(f"{PREFIX}hidden_scale"), dtype)
+        return spread(hidden, rows, count).view(*shape, -1)
+    stored = {name: batch[PREFIX + name] for name in ("ids", "logprobs", "tail", "entropy", "label_logprob")}
+    logprobs, surplus = stored["logprobs"].float(), None
+    if plan["tail"] == "sampled":
+        surplus = spread(surplus_of(logprobs, stored["tail"]), rows, count)
+    else:
+        logprobs = normalised(logprobs, stored["tail"])
+    return TopKTargets(
+        spread(stored["ids"], rows, count).view(*shape, -1),
+        spread(logprobs, rows, count).view(*shape, -1),
+        spread(stored["entropy"].float(), rows, count),
+        spread(stored["label_logprob"].float(), rows, count),
+        surplus,
+    )
 
 
 def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
@@ -217,8 +229,8 @@ class CacheSource(TeacherSource):
         stored = self.manifest or Settings().checked()._asdict()
         number = DTYPES[stored["dtype"]].itemsize
         if stored.get("kind") == "hidden":
-            shape = self.shapes()[0]
-            return Footprint(weights=float(shape.head * number), token_bytes=2 * number * shape.hidden)
+            shape, read = self.shapes()[0], max(number, 2)
+            return Footprint(weights=float(shape.head * read), token_bytes=(number + read) * shape.hidden)
         # ids in int32; at their positions in fp32
         return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
 
