@@ -19,6 +19,7 @@ from distill.recipe.loss import Loss
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.cross.encode import PairEncoder
 from distill.teachers.cross.teacher import CrossTeacher
 from distill.teachers.cross.vocabularies import compare_by_bytes
@@ -183,10 +184,36 @@ def answering():
     return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
 
 
+def informed(loss=None, ema=None):
+    """A teacher that reads one to five tokens more before each answer, in another place than the student's prompt."""
+    subject = one(loss or TWO_TERMS)
+    made = []
+    for number, document in enumerate(subject.documents()):
+        ids, labels = document["input_ids"], document["labels"]
+        first = next(at for at, label in enumerate(labels) if label != -100)
+        other = [*ids[: first // 2], *range(250, 251 + number % 5), *ids[first // 2 :]]
+        made.append(document | {"teacher_input_ids": other, "teacher_position_ids": list(range(len(other)))})
+    joined = [Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)]
+    (teacher,) = subject.teacher.models.values()
+    return replace(subject, teacher=ContextTeacher(teacher, ema=ema), rows=joined)
+
+
+def informed_answering():
+    """The same of a student that answers: what the teacher reads before stays before its answers."""
+    subject = informed({"terms": [{"type": "reverse_kl"}]})
+    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
+    asked = subject.documents()
+    answers = rollouts.answered(subject.student, asked, len(asked))
+    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
+    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
+
+
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
 SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
+SUBJECTS |= {"informed": informed, "informed answering": informed_answering}
 # by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
 KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"], "cache": list(CACHED)}
+KINDS["context"] = ["informed", "informed answering"]
 
 
 COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
@@ -199,6 +226,9 @@ RECIPES = {
     "several": "teachers: [{model: teacher, weight: 3}, {model: other}]\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
     "across": "teacher: {model: merged}\nstudent: {model: pieces, vocabulary: cross, lora: {r: 2, head: true}}\n"
     + TEXT,
+    "informed": "teacher: {type: student, context: {template: 'A hint. {hint}'}}\nstudent: {model: teacher}\n"
+    "data: {source: chat.jsonl, max_length: 192, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
+    "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,
     "bucket": "teacher: {type: cache, path: %s}\nstudent: {model: %s/student}\n"
     "data: {source: %s/text.txt, max_length: 48, cache: false, validation: {fraction: 0.1}}\n" + COMMON,
 }
@@ -214,7 +244,10 @@ def write_recipes(root, caches):
     lines = [f"The teacher explains line {n} and the student listens to it once more." for n in range(40)]
     (root / "text.txt").write_text("\n".join(lines))
     chats = [
-        {"messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "It does."}]}
+        {
+            "messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "It does."}],
+            "hint": f"Say that {line.split()[-3]} does {len(line)} times.",
+        }
         for line in lines
     ]
     (root / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))

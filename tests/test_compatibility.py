@@ -15,6 +15,7 @@ OF_KIND = {
     "cache": ["teacher={type: cache, path: there}"],
     "mixture": ["teacher=null", "teachers=[{model: t}, {model: u, weight: 3}]"],
     "cross": ["student.vocabulary=cross"],
+    "context": ["teacher.context={template: 'Know that {hint}'}"],
 }
 WITH = {
     "on-policy": ["data.on_policy={}"],
@@ -29,6 +30,10 @@ WITH = {
     "offloaded teacher": ["teacher.offload=cpu"],
     "sharded teacher": ["parallel.teacher=sharded"],
     "cut student": ["student={from_teacher: {layers: 1}}"],
+    "teacher's context": ["teacher.context={template: 'Be brief.'}"],
+    "student as teacher": ["teacher={type: student, context: {template: 'Be brief.'}}"],
+    "running average": ["teacher={type: student, ema: 0.9, context: {template: 'Be brief.'}}"],
+    "LoRA": ["student.lora={r: 2}"],
 }
 
 

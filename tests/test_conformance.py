@@ -23,6 +23,7 @@ SAYS = {
     "answering": "answers of the student's own after the data's prompts",
     "several": "of the mixture (over 259 columns) from itself",
     "across": "spans cover the same",
+    "informed": "before them are the teacher's alone",
     "bucket": "places found in the cache",
 }
 EVERY = [subject for subjects in KINDS.values() for subject in subjects]

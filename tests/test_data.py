@@ -404,7 +404,7 @@ def test_a_gzip_file_that_is_cut_short_is_counted(tmp_path, tokenizer):
 
 def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
     (tmp_path / "long.txt").write_text(text := "The teacher explains, and the student listens.\n" * 40_000)
-    hashed, calls, original, encode = [], [], tokenise.hash_of, tokenise.Encoder._ids_of
+    hashed, calls, original, encode = [], [], tokenise.hash_of, tokenise.Encoder.ids_of
     monkeypatch.setattr(tokenise, "hash_of", lambda text: hashed.append(len(text)) or original(text))
 
     def call(self, parts):
@@ -414,7 +414,7 @@ def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
         assert ids == plain(parts, add_special_tokens=False)["input_ids"]
         return ids
 
-    monkeypatch.setattr(tokenise.Encoder, "_ids_of", call)
+    monkeypatch.setattr(tokenise.Encoder, "ids_of", call)
     splits = load(str(tmp_path / "long.txt"), plain, cache=False)
     assert splits.report.documents > 1000 and sum(hashed) == len(text)
     assert max(calls) < tokenise.CALL + tokenise.BLOCK < len(text) == sum(calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +19,12 @@ def within_documents(labels: torch.Tensor, position_ids: torch.Tensor | None) ->
         position_ids: Of the same shape, 0 where a document begins; None where each row is one.
     """
     return labels if position_ids is None else labels.masked_fill(position_ids == 0, IGNORE_INDEX)
+
+
+def document_bounds(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each document of a packed row begins and ends: it begins where positions restart."""
+    starts = [index for index, position in enumerate(positions) if position == 0]
+    return list(zip(starts, [*starts[1:], len(positions)], strict=True))
 
 
 def count_learned(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

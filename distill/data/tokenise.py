@@ -167,7 +167,7 @@ class Encoder(RowEncoder):
         template = self.template.source if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, self.train_on]
 
-    def documents(self, batch: Batch, tally: Tally) -> Iterator[Piece]:
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
         texts: list[tuple[int, str]] = []
         partly: list[tuple[int, str, list[Span], bool]] = []  # number, text, what is learned of it, from a template
         for number, row in batch:
@@ -176,12 +176,22 @@ class Encoder(RowEncoder):
                 if sample.messages is None and sample.prompt is None:
                     texts.append((number, clean(sample.text or "")))
                 else:
-                    partly.append((number, *self._spans(sample)))
+                    partly.append((number, *self.spans(sample)))
                     tally.see_roles(sample.messages or ())
         yield from self._encode_texts(texts, tally)
-        yield from self._encode_partly(partly, tally)
+        for number, text, ids, labels in self.encode_partly(partly, tally):
+            if (labels := labels[: self.max_length]).max() == IGNORE_INDEX:
+                tally.drop(number, RowFault("prompt longer than data.max_length", f"{len(ids)} tokens"))
+                continue
+            tally.truncated += len(ids) > self.max_length
+            yield Piece(ids[: self.max_length], labels, hash_of(text))
 
-    def _spans(self, sample: Sample) -> tuple[str, list[Span], bool]:
+    def spans(self, sample: Sample) -> tuple[str, list[Span], bool]:
+        """The text of a chat or a pair, what of it is learned, and whether a template has written it.
+
+        Raises:
+            RowFault: the template refuses it.
+        """
         if sample.messages is None:
             prompt, text = sample.prompt or "", sample.text or ""
             return clean(prompt + text), [(len(prompt), len(prompt) + len(text))], False
@@ -202,7 +212,7 @@ class Encoder(RowEncoder):
 
         def encode() -> Iterator[tuple[tuple[int, str], np.ndarray]]:
             parts = [block for _, block in waiting]
-            for (item, _), ids in zip(waiting, self._ids_of(parts), strict=True):
+            for (item, _), ids in zip(waiting, self.ids_of(parts), strict=True):
                 yield item, np.array(ids, dtype=np.int32)
 
         for item in texts:
@@ -215,7 +225,7 @@ class Encoder(RowEncoder):
         if waiting:
             yield from encode()
 
-    def _ids_of(self, parts: list[str]) -> list[list[int]]:
+    def ids_of(self, parts: list[str]) -> list[list[int]]:
         """The ids of some texts, without special tokens; where nobody asks for offsets, none are made."""
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -240,7 +250,7 @@ class Encoder(RowEncoder):
         for part in parts:
             if len(part) == 0:
                 continue
-            before, last = self._around(part)
+            before, last = self.around(part)
             ids = np.concatenate([ids, part if begun else part[len(beginning) - len(before) :]])
             begun, whole = True, len(ids) // room * room
             yield from pieces(whole)
@@ -250,25 +260,26 @@ class Encoder(RowEncoder):
             tally.drop(number, RowFault("too short", "fewer than two tokens"))
         yield from pieces(len(ids))
 
-    def _encode_partly(self, rows: Sequence[tuple[int, str, list[Span], bool]], tally: Tally) -> Iterator[Piece]:
+    def encode_partly(
+        self, rows: Sequence[tuple[int, str, list[Span], bool]], tally: Tally
+    ) -> Iterator[tuple[int, str, np.ndarray, np.ndarray]]:
+        """Of numbered texts, as `spans` gives them: number, text, ids and labels, both whole, int32; those of which
+        nothing is learned are counted and left out."""
         if not rows:
             return
         for (number, text, _, templated), (ids, learned, merged) in zip(rows, self._tokens(rows), strict=True):
             if not templated:  # a template writes these itself
-                before, last = self._around(ids)
+                before, last = self.around(ids)
                 ids = np.concatenate([before, ids, last]).astype(np.int32)
                 learned = np.concatenate([np.zeros(len(before)), learned, np.ones(len(last))]).astype(bool)
-            labels = _labels(ids, learned)[: self.max_length]
+            labels = _labels(ids, learned)
             if not (labels != IGNORE_INDEX).any():
-                within = len(ids) > self.max_length and (_labels(ids, learned) != IGNORE_INDEX).any()
-                reason = "prompt longer than data.max_length" if within else "nothing to learn after masking"
-                tally.drop(number, RowFault(reason, f"{len(ids)} tokens"))
+                tally.drop(number, RowFault("nothing to learn after masking", f"{len(ids)} tokens"))
                 continue
-            tally.truncated += len(ids) > self.max_length
             tally.merged += merged
-            yield Piece(ids[: self.max_length], labels, hash_of(text))
+            yield number, text, ids, labels
 
-    def _around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
+    def around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
         """The tokens that begin and end a text, each unless the text says it itself (`<s>[INST] ... </s>`)."""
         said = len(ids) > 0 and list(ids[:1]) == self.beginning, len(ids) > 0 and ids[-1] == self.end
         return [] if said[0] else self.beginning, [] if said[1] or self.end is None else [self.end]

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from distill.doctor.reference import MixtureReference, Reference
+from distill.doctor.reference_context import ContextReference
 from distill.doctor.reference_spans import SpansReference
 from distill.doctor.reference_top_k import TopKReference
 from distill.teachers.base import TargetFormat, Teacher
 from distill.teachers.cache.top_k import TopKFormat
+from distill.teachers.context.teacher import ContextFormat
 from distill.teachers.cross.teacher import SpansFormat
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.mixture import MixtureFormat
@@ -19,6 +21,7 @@ REFERENCES: dict[type[TargetFormat], type[Reference]] = {
     MixtureFormat: MixtureReference,
     TopKFormat: TopKReference,
     SpansFormat: SpansReference,
+    ContextFormat: ContextReference,
 }
 BY_NAME = {format.__name__: reference for format, reference in REFERENCES.items()}
 

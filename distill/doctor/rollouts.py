@@ -16,6 +16,7 @@ from distill.generation.documents import documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicy
 from distill.recipe import Recipe
+from distill.teachers.context.data import ContextCollator
 
 MOST_NEW_TOKENS = 16
 
@@ -75,7 +76,8 @@ class StudentRollouts:
 
         Answers follow from weights, seed and document alone: `at_once` plays no part.
         """
-        collate = Collator(self.pad)
+        collate: Any = Collator(self.pad)
+        collate = ContextCollator(collate, self.pad) if "teacher_input_ids" in rows[0] else collate
         batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
         with eval_mode(student):
             batches = self.by(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})

@@ -45,6 +45,27 @@ class Rows:
         return longer
 
 
+class TwoPromptRows(Rows):
+    """Rows that hold each answer after the student's prompt and after the teacher's (`distill.teachers.context`)."""
+
+    @staticmethod
+    def documents(row: Row) -> list[Document]:
+        """Cut where the positions of both readings start again."""
+        return [
+            {name: list(row[name][a:b]) for name in OWN} | {name: list(row[name][c:d]) for name in OTHERS}
+            for (a, b), (c, d) in zip(bounds(row["position_ids"]), bounds(row["teacher_position_ids"]), strict=True)
+        ]
+
+    @staticmethod
+    def shortened(document: Row, tokens: int) -> Document | None:
+        """Both readings end in the same tokens, and are cut by as many."""
+        short = Rows.shortened({name: document[name] for name in OWN}, tokens)
+        if short is None:
+            return None
+        left = len(document["teacher_input_ids"]) - (len(document["input_ids"]) - len(short["input_ids"]))
+        return short | {name: list(document[name][:left]) for name in OTHERS}
+
+
 class SpanRows(Rows):
     """Rows that hold each text as two models read it, and their `spans` (`distill.teachers.cross.data`)."""
 

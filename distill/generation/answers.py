@@ -14,7 +14,9 @@ Turn = dict[str, str]  # role and content
 
 
 @torch.no_grad()
-def generate(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int = 48) -> list[str]:
+def generate(
+    model: Any, tokenizer: Any, prompts: Sequence[str | Sequence[Turn]], max_new_tokens: int = 48
+) -> list[str]:
     """Greedy answers, one a prompt, without the prompt and without special tokens.
 
     A tokenizer with a chat template puts each prompt as a user's turn, one without continues it as text. The model's
@@ -22,6 +24,7 @@ def generate(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens:
 
     Args:
         model: A causal language model, bare or inside PEFT.
+        prompts: Plain texts, or chats, which only a template can write.
         max_new_tokens: The most an answer may have; it ends earlier at an end-of-sequence token.
     """
     device, ends, answers = next(model.parameters()).device, end_tokens(tokenizer, model, None), []

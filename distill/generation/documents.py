@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distill.core.labels import IGNORE_INDEX
+from distill.core.labels import IGNORE_INDEX, document_bounds
 
 Row = dict[str, list[int]]
 
@@ -25,11 +25,23 @@ class Document:
         ids: its tokens, up to the last one that is learned: nothing depends on what follows.
         labels: as in the batch, not shifted.
         row: of the batch.
+        teacher_ids: what the teacher reads in their place, which ends with the same answer; None for the same.
     """
 
     ids: list[int]
     labels: list[int]
     row: int
+    teacher_ids: list[int] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens, of the longer reading."""
+        return max(len(self.ids), len(self.teacher_ids or ()))
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the last stretch that is learned, of the longer reading."""
+        return self.length - (len(self.ids) - len(self.prompt))
 
     @property
     def prompt(self) -> list[int]:
@@ -46,35 +58,57 @@ class Document:
 
     def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> Document:
         """The document with another answer, which alone is learned."""
-        return Document([*prompt, *answer], [IGNORE_INDEX] * len(prompt) + list(answer), self.row)
+        other = self.teacher_ids
+        if other is not None:
+            other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
+        return Document([*prompt, *answer], [IGNORE_INDEX] * len(prompt) + list(answer), self.row, other)
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
     """The documents of a collated batch of which something is learned, row by row.
 
     Args:
-        batch: `input_ids` and `labels` [B, S]; `position_ids` [B, S] if rows hold several documents.
+        batch: `input_ids` and `labels` [B, S]; `position_ids` [B, S] if rows hold several documents; padded on the
+            right. Where it has `teacher_input_ids`, the teacher's reading too, which `teacher_rows` aligns with
+            `valid_rows`.
     """
     ids, labels = batch["input_ids"].tolist(), batch["labels"].tolist()
-    positions = batch.get("position_ids")
-    starts = [[0]] * len(ids)
-    if positions is not None:
-        starts = [[number for number, position in enumerate(row) if position == 0] for row in positions.tolist()]
-    found = []
-    for row, first in enumerate(starts):
-        for start, end in zip(first, [*first[1:], len(ids[row])], strict=True):
+    own, others, found = _bounds(batch, ""), _bounds(batch, "teacher_"), []
+    if others:
+        teacher = batch["teacher_input_ids"].tolist()
+        place_of = dict(zip(batch["valid_rows"].tolist(), batch["teacher_rows"].tolist(), strict=True))
+    for row, bounds in enumerate(own):
+        for number, (start, end) in enumerate(bounds):
             # padding, or what follows an answer in a template
             while end > start and labels[row][end - 1] == IGNORE_INDEX:
                 end -= 1
             if end > start:
-                found.append(Document(ids[row][start:end], labels[row][start:end], row))
+                other = None
+                if others:
+                    predicts_last = place_of[row * len(ids[row]) + end - 2] % len(teacher[row])
+                    other = teacher[row][others[row][number][0] : predicts_last + 2]
+                found.append(Document(ids[row][start:end], labels[row][start:end], row, other))
     return found
+
+
+def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[int, int]]]:
+    """Of each row where its documents, and padding after them, begin and end; nothing where there is no such
+    reading."""
+    ids, positions = batch.get(f"{prefix}input_ids"), batch.get(f"{prefix}position_ids")
+    if ids is None:
+        return []
+    return [[(0, ids.shape[1])]] * len(ids) if positions is None else list(map(document_bounds, positions.tolist()))
 
 
 def as_row(documents: Sequence[Document]) -> Row:
     """Documents after each other as one row, as `distill.data` makes them."""
-    return {
+    row = {
         "input_ids": [token for document in documents for token in document.ids],
         "labels": [label for document in documents for label in document.labels],
         "position_ids": [position for document in documents for position in range(len(document.ids))],
     }
+    readings = [document.teacher_ids for document in documents if document.teacher_ids is not None]
+    if readings:
+        row["teacher_input_ids"] = [token for ids in readings for token in ids]
+        row["teacher_position_ids"] = [position for ids in readings for position in range(len(ids))]
+    return row

@@ -81,7 +81,7 @@ class OnPolicy:
         prompts = [document.prompt for document in asked]
         answers = self.engine.generate(
             prompts,
-            max_new_tokens=[self._limit(prompt) for prompt in prompts],
+            max_new_tokens=[self._limit(document) for document in asked],
             temperature=self.temperature,
             seeds=[self._seed_of(document, step) for document in asked],
             batch_size=self.batch_size,
@@ -133,7 +133,7 @@ class OnPolicy:
         if not packed:
             return _Plan(documents, asked, None)
         lengths = [
-            len(document.prompt) + self._limit(document.prompt) if drawn else len(document.ids)
+            document.prompt_length + self._limit(document) if drawn else document.length
             for document, drawn in zip(documents, asked, strict=True)
         ]
         # what does not fit is left out in an order that nothing but chance decides
@@ -143,8 +143,8 @@ class OnPolicy:
         staying = sorted(order)
         return _Plan([documents[number] for number in staying], [asked[number] for number in staying], rows)
 
-    def _limit(self, prompt: Sequence[int]) -> int:
-        return min(self.max_new_tokens, self.max_length - len(prompt))
+    def _limit(self, document: Document) -> int:
+        return min(self.max_new_tokens, self.max_length - document.prompt_length)
 
     def _drawn(self, document: Document, step: int) -> bool:
         return int.from_bytes(document.hash(self.seed, step, 0)[:8], "little") < self.fraction * 2.0**64
@@ -169,7 +169,7 @@ class _Plan(NamedTuple):
         documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
         if self.limit is None:
             return [as_row([document]) for document in documents]
-        groups = best_fit(np.array([len(document.ids) for document in documents]), max_length)
+        groups = best_fit(np.array([document.length for document in documents]), max_length)
         return [as_row([documents[number] for number in group]) for group in groups]
 
 

@@ -97,7 +97,8 @@ def load_teacher(
     """
     device = torch.device(device)
     dtype = dtype or _named_dtype(section.dtype)
-    model = _load(section, "teacher", torch.device("cpu") if section.offload else device, dtype, TEACHER_SEED)
+    seed = STUDENT_SEED if section.type == "student" else TEACHER_SEED
+    model = _load(section, "teacher", torch.device("cpu") if section.offload else device, dtype, seed)
     if section.adapter is not None:
         model = load_and_merge(model, section.adapter)
     model.config.use_cache = False

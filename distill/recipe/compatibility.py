@@ -33,6 +33,10 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "offloaded teacher": lambda recipe: recipe.teacher.offload is not None,
     "sharded teacher": lambda recipe: recipe.parallel.teacher == "sharded",
     "cut student": lambda recipe: recipe.student.is_cut,
+    "teacher's context": lambda recipe: recipe.teacher.context is not None,
+    "student as teacher": lambda recipe: recipe.teacher.type == "student",
+    "running average": lambda recipe: recipe.teacher.ema is not None,
+    "LoRA": lambda recipe: recipe.student.lora is not None,
 }
 
 
@@ -96,6 +100,34 @@ CONFLICTS: tuple[Conflict, ...] = (
         "loss.plugin: its functions take one teacher's logits; they do not work with student.vocabulary: cross",
     ),
     Conflict(
+        "cache", "teacher's context",
+        "teacher.context: not with type: cache, which holds what the teacher said of the student's own rows",
+    ),
+    Conflict(
+        "cross", "teacher's context",
+        "teacher.context: not with student.vocabulary: cross, whose answers are not the same tokens to both",
+    ),
+    Conflict(
+        "context", "running text",
+        "teacher.context: running text (data.format: text) has no answers that could be read after another prompt",
+    ),
+    Conflict(
+        "context", "random tokens",
+        "teacher.context: random tokens have no answers that could be read after another prompt",
+    ),
+    Conflict(
+        "student as teacher", "cut student",
+        "teacher.type: student is the student's checkpoint, and student.from_teacher has none; give student.model",
+    ),
+    Conflict(
+        "running average", "LoRA",
+        "teacher.ema: a running average is of all weights, and student.lora trains adapters; leave ema out",
+    ),
+    Conflict(
+        "running average", "sharded teacher",
+        "teacher.ema: a running average cannot be sharded; set parallel.teacher to copied",
+    ),
+    Conflict(
         "mixture", "plugin",
         "loss.plugin: its functions take one teacher's logits; they do not work with several teachers",
     ),
@@ -106,20 +138,24 @@ COMMANDS: dict[str, dict[Kind, str]] = {
     "cache": {
         "mixture": "teachers: expected one teacher, since a cache holds what one says; got several",
         "cross": "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; got cross",
+        "context": "teacher.context: a cache holds what a teacher says of the student's own rows",
     },
     "sample --from teacher": {
         "cache": "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model",
+        "context": "--from teacher: this teacher answers after a prompt of its own (teacher.context), not the data's",
     },
     "inspect --shade": {
         "cache": "--shade: expected a recipe whose teacher is loaded, got teacher.type: cache",
         "mixture": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
         "cross": "--shade: compares with one teacher of the same tokenizer; this recipe's has another one",
+        "context": "--shade: compares on the same rows; this recipe's teacher reads others (teacher.context)",
     },
     "eval": {
         "mixture": "--teacher: this run had several teachers; name the one to compare with",
+        "context": "--teacher: this run's teacher read more than the student (teacher.context); name one",
     },
 }
-KINDS: tuple[Kind, ...] = ("model", "cache", "mixture", "cross")
+KINDS: tuple[Kind, ...] = ("model", "cache", "mixture", "cross", "context")
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -46,20 +47,60 @@ class ModelSection(Section):
         return self
 
 
+class Context(Section):
+    """What the teacher alone reads before it judges an answer: a system prompt, a worked solution, documents.
+
+    Attributes:
+        template: the text. `{column}` stands for what that column of the row holds, text or a list of texts; the
+            columns named so are what no prompt of the student's may hold.
+        place: `system` adds it to the system message; `before` or `after` beside the question whose answer is
+            learned first.
+    """
+
+    template: Text
+    place: Literal["system", "before", "after"] = "system"
+
+    @property
+    def parts(self) -> list[tuple[str, str | None]]:
+        """The template as plain text, each piece with the column that follows it."""
+        return [(text, column) for text, column, _, _ in Formatter().parse(self.template)]
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it names."""
+        return [column for _, column in self.parts if column is not None]
+
+    @model_validator(mode="after")
+    def _names_columns(self) -> Self:
+        try:
+            named = all(self.columns)
+        except ValueError as error:
+            raise ValueError(f"template: {error}; a brace of the text itself is written twice") from None
+        if not named or not self.template.strip():
+            raise ValueError(refuse("template to be text with {column} where a row's column stands", self.template))
+        return self
+
+
 class Teacher(ModelSection):
     """The large model, never trained.
 
     Attributes:
-        type: `model` loads it; `cache` reads what it said, as `distill cache` wrote it, and loads no teacher. A model
-            that is named beside a cache must be the one that made it.
+        type: `model` loads it; `cache` reads what it said, as `distill cache` wrote it, and loads no teacher (a model
+            that is named beside it must be the one that made it); `student` is the student's own checkpoint, frozen,
+            which knows more than the student by its `context` alone.
+        context: what it reads that the student does not.
+        ema: with `type: student`, follow the student: after each step the teacher is `ema` times itself plus the rest
+            of the student.
         path: the cache's folder.
         adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory, to travel to the GPU one after another in every forward
             pass: for a teacher larger than the GPU, at the speed of the bus.
     """
 
-    type: Literal["model", "cache"] = "model"
+    type: Literal["model", "cache", "student"] = "model"
     path: Text | None = None
+    context: Context | None = None
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     adapter: Text | None = None
     offload: Literal["cpu"] | None = None
 
@@ -83,8 +124,19 @@ class Teacher(ModelSection):
             )
         if self.is_cached and self.offload is not None:
             raise ValueError("offload: cpu has no meaning with type: cache; no teacher is loaded")
-        if self.init == "pretrained" and self.model is None and not self.is_cached:
+        if self.init == "pretrained" and self.model is None and self.type == "model":
             raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")
+        return self
+
+    @model_validator(mode="after")
+    def _is_the_student_itself(self) -> Self:
+        itself = self.type == "student"
+        if itself and (self.model or self.config or self.adapter or self.revision):
+            raise ValueError("type: student is the student's own checkpoint: leave model, config and adapter out")
+        if itself and self.context is None:
+            raise ValueError("type: student needs context: a copy of the student that reads the same teaches nothing")
+        if self.ema is not None and (not itself or self.dtype in EIGHT_BITS or self.offload is not None):
+            raise ValueError("ema: a running average needs type: student, weights of 16 or 32 bits and no offload")
         return self
 
     @model_validator(mode="after")
@@ -111,8 +163,9 @@ class WeightedTeacher(Teacher):
 
     @model_validator(mode="after")
     def _is_loaded_as_it_is(self) -> Self:
-        if self.is_cached or self.dtype in EIGHT_BITS or self.offload is not None:
-            what = "type: cache" if self.is_cached else "offload: cpu" if self.offload else f"dtype: {self.dtype}"
+        if self.type != "model" or self.context or self.dtype in EIGHT_BITS or self.offload is not None:
+            what = "offload: cpu" if self.offload else f"dtype: {self.dtype}"
+            what = f"type: {self.type}" if self.type != "model" else "context" if self.context else what
             raise ValueError(f"{what} works for one teacher only, under teacher:")
         return self
 

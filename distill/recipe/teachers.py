@@ -9,7 +9,8 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel
 
-Kind = Literal["model", "cache", "mixture", "cross"]
+Kind = Literal["model", "cache", "mixture", "cross", "context"]
+CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
 
 
 class Sections(Protocol):
@@ -43,14 +44,24 @@ def kind_of(recipe: Sections) -> Kind:
         return "mixture"
     if recipe.student.vocabulary == "cross":
         return "cross"
-    return "cache" if recipe.teacher.is_cached else "model"
+    if recipe.teacher.is_cached:
+        return "cache"
+    return "model" if recipe.teacher.context is None else "context"
+
+
+def loaded_section(recipe: Sections) -> Teacher:
+    """The section of the model that is loaded as the only teacher: of `type: student`, the student's own checkpoint."""
+    if recipe.teacher.type != "student":
+        return recipe.teacher
+    own = {name: getattr(recipe.student, name) for name in CHECKPOINT}
+    return recipe.teacher.model_copy(update=own)
 
 
 def describe_teacher(recipe: Sections) -> TeacherDescription:
     """The kind of teacher, with its members."""
     kind = kind_of(recipe)
     if kind != "mixture":
-        return TeacherDescription(kind, {"teacher": recipe.teacher})
+        return TeacherDescription(kind, {"teacher": loaded_section(recipe)})
     sections: list[WeightedTeacher] = recipe.teachers
     total = sum(section.weight for section in sections)
     members = {f"teachers.{number}": section.alone() for number, section in enumerate(sections)}

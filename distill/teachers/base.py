@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from distill.data.load import Splits
+    from distill.models.average import RunningAverage
     from distill.models.shape import Shape
     from distill.recipe import Generate, ModelSection, Recipe, Student
     from distill.recipe import Teacher as TeacherSection
@@ -159,12 +160,14 @@ class Teacher(Protocol):
         models: by the field of the recipe that names each: to patch, compile, blame; empty for a cache.
         judges_new_rows: may it be asked about rows it has not seen (on-policy).
         whole_documents: rows must hold whole documents, as they were when it was asked: doctor may not cut them.
+        average: what has it follow the student after each optimizer step; None of a frozen one.
     """
 
     format: TargetFormat
     models: Mapping[str, nn.Module]
     judges_new_rows: bool = True
     whole_documents: bool = False
+    average: RunningAverage | None = None
 
     def collate(self, plain: Collate) -> Collate:
         """What makes batches: `plain`, or something around it that adds what must be known of a batch beforehand."""
@@ -179,11 +182,7 @@ class Teacher(Protocol):
         ...
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        """The part of a batch that is the student's.
-
-        Raises:
-            ValueError: a batch that `collate` has not made.
-        """
+        """The part of a batch that is the student's; ValueError of one that `collate` has not made."""
         return dict(batch)
 
     def head_rows(self) -> list[int]:

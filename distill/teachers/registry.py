@@ -9,6 +9,7 @@ from distill.recipe import Recipe
 from distill.recipe.teachers import Kind, kind_of
 from distill.teachers.base import TeacherSource
 from distill.teachers.cache.teacher import CacheSource
+from distill.teachers.context.teacher import ContextSource
 from distill.teachers.cross.teacher import CrossSource
 from distill.teachers.measure import Measure
 from distill.teachers.mixture import MixtureSource
@@ -19,6 +20,7 @@ SOURCES: dict[Kind, Callable[[Recipe], TeacherSource]] = {
     "cache": CacheSource,
     "mixture": MixtureSource,
     "cross": CrossSource,
+    "context": ContextSource,
 }
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     PreTrainedTokenizerBase,
@@ -51,6 +52,7 @@ from distill.training.metrics import Meter, named_means
 from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
+TEACHER_AVERAGE = "teacher.safetensors"  # of a checkpoint, where the teacher follows the student
 
 
 class DistillationTrainer(Trainer):
@@ -323,7 +325,9 @@ class DistillationTrainer(Trainer):
     # ----------------------------------------------------------- checkpoints
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As `Trainer`'s, which fails for a sharded student whose optimizer has no state."""
+        """As `Trainer`'s, which fails for a sharded student whose optimizer has no state; and the teacher's state."""
+        if checkpoint is not None and (average := self.objective.teacher.average) is not None:
+            average.restore(load_file(Path(checkpoint) / TEACHER_AVERAGE))
         if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -357,6 +361,8 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
+                if (average := self.objective.teacher.average) is not None:
+                    save_file(average.state(), unfinished / name / TEACHER_AVERAGE)
                 write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
                 sync(folder, deep=False)
@@ -388,6 +394,8 @@ class _Watch(TrainerCallback):
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Log, write a checkpoint and stop, where that was requested."""
+        if (average := self.trainer.objective.teacher.average) is not None:
+            average.follow(self.trainer.objective.student)
         self.trainer.meter.phases.enter("data")
         self.trainer.meter.phases.steps += 1
         if self.trainer.health.stopping and state.global_step < state.max_steps:

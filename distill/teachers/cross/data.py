@@ -7,20 +7,20 @@ that the trained tokens of a batch are its spans: what the loss is a mean over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from distill.data.collator import Collator
 from distill.data.formats import Format
 from distill.data.load import DataReport, Splits, load_rows
 from distill.data.packing import Documents
 from distill.recipe import Data
 from distill.teachers.cross.encode import PairEncoder
 from distill.teachers.cross.vocabularies import readers_of
+from distill.teachers.reading import SecondReading
 
 NAMES = ("input_ids", "labels", "position_ids", "teacher_input_ids", "teacher_position_ids", "spans")
 
@@ -85,35 +85,18 @@ def load_cross_data(data: Data, student_tokenizer: Any, teacher_tokenizer: Any, 
     return load_rows(data, encoder, [student.template, teacher.template], seed=seed, report_type=CrossReport)
 
 
-class CrossCollator:
-    """Adds to a plain collator's batch the teacher's reading and the spans in flat positions.
-
-    Args:
-        plain: makes the student's batch.
-        pad_token_id: the teacher's; any id does.
-    """
-
-    def __init__(self, plain: Callable[[list[Any]], dict[str, Any]], pad_token_id: int) -> None:
-        self.plain = plain
-        inner = getattr(plain, "collator", plain)
-        self.padding_side: Literal["right", "left"] = getattr(inner, "padding_side", "right")
-        self.teacher = Collator(
-            pad_token_id, getattr(inner, "pad_to_multiple_of", None), self.padding_side,
-            getattr(inner, "omit_plain_positions", True),
-        )  # fmt: skip
+class CrossCollator(SecondReading):
+    """Adds to a plain collator's batch the teacher's reading and the spans in flat positions."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """As `Collator`, and `teacher_input_ids`, `teacher_position_ids` (where a row holds several documents), `spans`
         int64 [M, 4]."""
-        batch = self.plain([{name: row[name] for name in NAMES[:3]} for row in rows])
-        readings = [(row["teacher_input_ids"], row["teacher_position_ids"]) for row in rows]
-        teacher = self.teacher([{"input_ids": ids, "labels": ids, "position_ids": at} for ids, at in readings])
+        batch, teacher = self.both(rows)
         spans = [torch.zeros(0, 4, dtype=torch.int64)]
         for number, row in enumerate(rows):
             own = torch.as_tensor(row["spans"], dtype=torch.int64).view(-1, 2, 2)
             for side, (made, name) in enumerate(((batch, "input_ids"), (teacher, "teacher_input_ids"))):
-                width = made["input_ids"].shape[1]
-                own[:, side] += number * width + (width - len(row[name])) * (self.padding_side == "left")
+                width = made[name].shape[1]
+                own[:, side] += number * width + self.begin(width, len(row[name]))
             spans.append(own.view(-1, 4))
-        batch |= {f"teacher_{name}": teacher[name] for name in ("input_ids", "position_ids") if name in teacher}
-        return batch | {"spans": torch.cat(spans)}
+        return batch | teacher | {"spans": torch.cat(spans)}

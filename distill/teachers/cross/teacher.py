@@ -42,6 +42,7 @@ from distill.teachers.hidden import HiddenFormat
 from distill.teachers.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
 from distill.teachers.measure import SPANS, Measure
 from distill.teachers.model import LoadedTeacher, ModelSource, shortened
+from distill.teachers.reading import reading_of, without_reading
 from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
 
 
@@ -101,17 +102,12 @@ class CrossTeacher(LoadedTeacher):
         return CrossCollator(plain, getattr(self.model.config, "pad_token_id", None) or 0)
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
-        if missing := sorted({"input_ids", "labels", "teacher_input_ids", "spans"} - set(batch)):
-            raise ValueError(
-                f"batch: expected {', '.join(missing)} too, as CrossCollator gives them; got {sorted(batch)}"
-            )
-        return {name: value for name, value in batch.items() if name != "spans" and not name.startswith("teacher_")}
+        return without_reading(batch, ("teacher_input_ids", "spans"), "CrossCollator")
 
     def targets(self, batch: Batch) -> SpanTargets:
-        reading = {name.removeprefix("teacher_"): value for name, value in batch.items() if name.startswith("teacher_")}
         spans = batch["spans"]
         return SpanTargets(
-            last_hidden(self.model, reading), Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"],
+            last_hidden(self.model, reading_of(batch)), Spans(spans[:, :2], spans[:, 2:]), batch["input_ids"],
             batch["teacher_input_ids"],
         )  # fmt: skip
 

@@ -1,0 +1,87 @@
+"""Doctor's reference of a teacher with a prompt of its own: every answer after it, document by document, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+
+from distill.core.labels import IGNORE_INDEX
+from distill.doctor.reference import Reads, Reference, Verdict
+from distill.doctor.reference_loss import Mixture
+from distill.doctor.rows import Row, TwoPromptRows, bounds, first_learned
+from distill.teachers.base import Batch, Teacher
+from distill.teachers.context.teacher import ContextTeacher
+
+FEW = 4  # tokens: so short a context may stand in a prompt by chance
+
+
+class ContextReference(Reference):
+    """Of hidden states over another reading of the rows."""
+
+    rows = TwoPromptRows
+
+    def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
+        """Its logits [N, V] for what is learned, from a forward over each document alone."""
+        (model,) = self.teacher.models.values()
+        found = []
+        for row in rows:
+            for document in self.rows.documents(row):
+                ids = torch.as_tensor(document["teacher_input_ids"], device=keep.device)
+                later = len(ids) - len(document["labels"])  # the answer stands so much later than in the student's
+                learned = [at for at, label in enumerate(document["labels"]) if at and label != IGNORE_INDEX]
+                logits = model(input_ids=ids[None], use_cache=False).logits[0]
+                found.append(logits[[at + later - 1 for at in learned]])
+        return [(1.0, torch.cat(found))]
+
+    def reads(self, student: Any, batch: Batch) -> Reads:
+        (model,) = self.teacher.models.values()
+        names = ("input_ids", "position_ids")
+        return [(model, {n: batch[f"teacher_{n}"] for n in names}), (student, {n: batch[n] for n in names})]
+
+    def same_tokens(self, batch: Batch, columns: int, student_rows: int) -> Verdict:
+        """As for one reading; and each answer is the same tokens to both, and what only the teacher reads stands in no
+        prompt of the student's."""
+        same, detail = super().same_tokens(batch, columns, student_rows)
+        more = 0
+        for row in range(len(batch["labels"])):
+            own, positions, other, other_positions = (
+                batch[f"{who}{name}"][row].tolist()
+                for who in ("", "teacher_")
+                for name in ("input_ids", "position_ids")
+            )
+            labels = batch["labels"][row].tolist()
+            for (a, b), (c, d) in zip(bounds(positions), bounds(other_positions), strict=False):
+                document = {"labels": labels[a:b]}
+                if (first := first_learned(document)) is None:
+                    continue
+                answer, prompt = own[a + first : b], own[a : a + first]
+                if other[d - len(answer) : d] != answer:
+                    return False, "an answer is other tokens to the teacher"
+                private = _only_in(other[c : d - len(answer)], prompt)
+                if not private:
+                    return False, "the teacher reads nothing that the student does not"
+                if (leaked := _common_run(prompt, private)) >= max(FEW, len(private) / 2):
+                    return False, f"{leaked} tokens that only the teacher should read stand in the student's prompt"
+                more += len(private)
+        return same, f"{detail}; answers are the same tokens to both, and {more} before them are the teacher's alone"
+
+    @staticmethod
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+        return ContextTeacher(models[0])
+
+
+def _only_in(longer: list[int], shorter: list[int]) -> list[int]:
+    """What of a prompt is left without what it begins and ends with in common with another."""
+    start = next((at for at, pair in enumerate(zip(longer, shorter, strict=False)) if pair[0] != pair[1]), len(shorter))
+    most = len(shorter) - start
+    backwards = zip(longer[::-1], shorter[::-1], strict=False)
+    end = next((at for at, pair in enumerate(backwards) if pair[0] != pair[1]), len(shorter))
+    return longer[start : len(longer) - min(end, most)]
+
+
+def _common_run(one: list[int], other: list[int]) -> int:
+    """Length of the longest run of tokens that stands in both."""
+    return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size

@@ -1,0 +1,63 @@
+"""A model that follows another as a running average of its weights:
+
+w <- share w + (1 - share) w_other        added up in float32 or wider
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from distill.models.head import bare
+
+
+class RunningAverage:
+    """The average, and the model that has it.
+
+    Args:
+        model: begins as it is; its weights are changed in place. They may be moved before the first step.
+        share: of itself that the average keeps in a step, above 0 and below 1.
+    """
+
+    def __init__(self, model: nn.Module, share: float) -> None:
+        self.model, self.share = model, share
+        self.kept: dict[str, torch.Tensor] = {}  # wide weights are the average, narrow ones get a copy of it
+
+    @torch.no_grad()
+    def follow(self, other: nn.Module) -> None:
+        """One step towards the weights of `other`, bare or inside PEFT.
+
+        Raises:
+            ValueError: they are not the same weights by name.
+        """
+        own, theirs = dict(self.model.named_parameters()), dict(bare(other).named_parameters())
+        if own.keys() != theirs.keys():
+            raise ValueError(f"teacher.ema: expected the student's weights, got {min(own.keys() ^ theirs.keys())}")
+        self.kept = self.kept or {name: p.detach() if _is_wide(p) else p.float() for name, p in own.items()}
+        new = [theirs[name].to(kept.dtype) for name, kept in self.kept.items()]
+        torch._foreach_lerp_(list(self.kept.values()), new, 1 - self.share)
+        self._write(own)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The average, for a checkpoint."""
+        return self.kept
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a checkpoint."""
+        own = dict(self.model.named_parameters())
+        self.kept = {
+            name: p.detach().copy_(state[name]) if _is_wide(p) else state[name].to(p.device) for name, p in own.items()
+        }
+        self._write(own)
+
+    def _write(self, own: Mapping[str, nn.Parameter]) -> None:
+        for name, kept in self.kept.items():
+            if not _is_wide(own[name]):
+                own[name].copy_(kept)
+
+
+def _is_wide(parameter: torch.Tensor) -> bool:
+    return parameter.dtype.itemsize >= 4

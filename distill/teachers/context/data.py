@@ -1,0 +1,215 @@
+"""Data for a teacher that sees more: each answer after the student's prompt, and after the teacher's.
+
+A row holds the student's `input_ids`, `labels`, `position_ids` and what the teacher reads in their place,
+`teacher_input_ids` and `teacher_position_ids`, document by document. From the first token that is learned on, both
+readings of a document are the same tokens: they are aligned from their ends. `data.max_length` bounds both, and what
+exceeds it is cut off both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distill.core.labels import IGNORE_INDEX, document_bounds
+from distill.data.formats import Sample
+from distill.data.load import DataReport
+from distill.data.packing import Documents
+from distill.data.sources import Row, RowFault
+from distill.data.tokenise import Batch, Document, Encoder, Tally, clean, hash_of
+from distill.recipe.models import Context
+from distill.teachers.reading import PREFIX, SecondReading
+
+SHORT = 16  # characters: a shorter text may stand in a prompt by chance
+LEAK = "the student's prompt holds what only the teacher reads"
+
+
+class TwoPrompts(NamedTuple):
+    """An answer after two prompts: int32 ids of both readings, the student's labels, the hash of the student's text."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+    teacher_ids: np.ndarray
+    origin: int
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """As `ContextEncoder.columns`."""
+        return {"input_ids": self.ids, "labels": self.labels, "teacher_input_ids": self.teacher_ids}
+
+
+class ContextEncoder(Encoder):
+    """The rows as the student reads them, and as the teacher does. Arguments as of `Encoder`, and the recipe's
+    `teacher.context`, set by `after`."""
+
+    columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "teacher_input_ids": ()}
+    context: Context
+
+    def after(self, context: Context) -> ContextEncoder:
+        """This encoder, with the context.
+
+        Raises:
+            ValueError: the rows are running text.
+        """
+        if self.format.kind == "text":
+            raise ValueError(
+                f"teacher.context: needs prompts with answers, and the data are {self.format}; give chats, or prompts "
+                "with completions"
+            )
+        self.context = context
+        return self
+
+    def settings(self) -> list[object]:
+        return [*super().settings(), self.context.model_dump()]
+
+    def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
+        rows, others = [], {}
+        for number, row in batch:
+            with tally.row(number):
+                sample = self.sample(row, tally)
+                assert isinstance(row, dict)
+                text, spans, templated = self.spans(sample)
+                answer = text[min(start for start, _ in spans) :]
+                private = filled(self.context, row)
+                other, other_spans, _ = self.spans(self._for_teacher(sample, private))
+                if answer != other[min(start for start, _ in other_spans) :]:
+                    raise RowFault("the template writes the answer in another way after the teacher's context")
+                prompt = text[: len(text) - len(answer)]
+                if any(len(secret) >= SHORT and secret in prompt for secret in _secrets(self.context, row, private)):
+                    raise RowFault(LEAK, "the column of the prompt, or the messages, hold it too")
+                rows.append((number, text, spans, templated))
+                others[number] = other, templated
+                tally.see_roles(sample.messages or ())
+        readings = dict(zip(others, self._readings(list(others.values())), strict=True))
+        for number, text, ids, labels in self.encode_partly(rows, tally):
+            with tally.row(number):
+                yield self._both(ids, labels, readings[number], hash_of(text), tally)
+
+    def _readings(self, texts: Sequence[tuple[str, bool]]) -> Iterator[np.ndarray]:
+        """The teacher's ids of each text, int32; a template writes what begins and ends a text itself."""
+        for (_, templated), ids in zip(texts, self.ids_of([text for text, _ in texts]) if texts else [], strict=True):
+            before, last = ([], []) if templated else self.around(ids)
+            yield np.array([*before, *ids, *last], dtype=np.int32)
+
+    def _both(self, ids: np.ndarray, labels: np.ndarray, other: np.ndarray, origin: int, tally: Tally) -> TwoPrompts:
+        """Both readings, as long as both have room."""
+        answer = ids[int((labels != IGNORE_INDEX).argmax()) :]
+        if len(other) <= len(answer) or not np.array_equal(other[len(other) - len(answer) :], answer):
+            raise RowFault("the answer's tokens are others after the teacher's context", f"{len(answer)} tokens")
+        surplus = max(len(ids), len(other), self.max_length) - self.max_length
+        keep, other_keep = len(ids) - surplus, len(other) - surplus
+        if keep < 2 or (labels[:keep] == IGNORE_INDEX).all():
+            raise RowFault("prompt longer than data.max_length, the teacher's or the student's", f"{len(other)} tokens")
+        tally.truncated += surplus > 0
+        return TwoPrompts(ids[:keep], labels[:keep], other[:other_keep], origin)
+
+    def _for_teacher(self, sample: Sample, text: str) -> Sample:
+        """The sample with the context in its place."""
+        text, place = clean(text), self.context.place
+        if sample.messages is None:
+            prompt = sample.prompt or ""
+            joint = prompt[len(prompt.rstrip()) :]
+            return sample._replace(
+                prompt=f"{prompt.rstrip()}\n\n{text}{joint}" if place == "after" else f"{text}\n\n{prompt}"
+            )
+        turns = [
+            number
+            for number, message in enumerate(sample.messages)
+            if message["role"] == "assistant" and number >= sample.first_trained
+        ]
+        assert turns, "held by the student's reading"
+        first = turns[-1] if self.train_on == "last" else turns[0]
+        role = ("system", "developer") if place == "system" else ("user",)
+        at = [number for number in range(first) if sample.messages[number]["role"] in role]
+        messages = list(sample.messages)
+        if place == "system" and not at:
+            return sample._replace(
+                messages=[{"role": "system", "content": text}, *messages],
+                first_trained=sample.first_trained + 1 if sample.first_trained else 0,
+            )
+        if not at:
+            raise RowFault("no question beside which the teacher's context could stand")
+        content = messages[at[-1]]["content"]
+        both = f"{text}\n\n{content}" if place == "before" else f"{content}\n\n{text}"
+        messages[at[-1]] = {**messages[at[-1]], "content": both}
+        return sample._replace(messages=messages)
+
+
+def filled(context: Context, row: Row) -> str:
+    """The template with a row's columns in it.
+
+    Raises:
+        RowFault: a column is missing, empty or no text.
+    """
+    return "".join(text + ("" if column is None else _value(row, column)) for text, column in context.parts)
+
+
+def _value(row: Row, column: str) -> str:
+    value = row.get(column)
+    given = value if isinstance(value, list) else [value]
+    parts = [part for part in given if isinstance(part, str) and part.strip()]
+    if not parts or len(parts) < len(given):
+        raise RowFault("nothing for the teacher's context", f"column {column!r} of teacher.context.template")
+    return "\n\n".join(parts)
+
+
+def _secrets(context: Context, row: Row, private: str) -> list[str]:
+    """What no prompt of the student's may hold: the columns' texts; of a template without columns all of it."""
+    return [_value(row, column).strip() for column in context.columns] or [private.strip()]
+
+
+@dataclass
+class ContextReport(DataReport):
+    """What became of the data, with the tokens that the teacher reads in the training documents.
+
+    Attributes:
+        teacher_tokens: those.
+    """
+
+    teacher_tokens: int = 0
+
+    def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
+        super().count(documents, chosen, held_out_of, held_out)
+        self.teacher_tokens = documents.tokens(chosen, "teacher_input_ids")
+
+    def __str__(self) -> str:
+        more = (self.teacher_tokens - self.tokens) / max(self.documents, 1)
+        return f"{super().__str__()}\ncontext: the teacher reads {more:,.1f} tokens more a document than the student"
+
+
+class ContextCollator(SecondReading):
+    """Adds to a plain collator's batch the teacher's reading, and where in it each learned token is predicted."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """As `Collator`, and `teacher_input_ids`, `teacher_position_ids` (where a row holds several documents), and
+        `teacher_rows` int64 [M], the flat positions of the teacher's that `valid_rows` correspond to.
+
+        Raises:
+            ValueError: rows without the teacher's reading, or with another answer in it.
+        """
+        batch, reading = self.both(rows)
+        width = reading["teacher_input_ids"].shape[1]
+        places = [torch.zeros(0, dtype=torch.int64)]
+        for number, row in enumerate(rows):
+            begin = number * width + self.begin(width, len(row["teacher_input_ids"]))
+            places += [begin + aligned for aligned in _aligned(row)]
+        return batch | reading | {"teacher_rows": torch.cat(places)}
+
+
+def _aligned(row: Mapping[str, Sequence[int]]) -> Iterator[torch.Tensor]:
+    """Of each document the places in the teacher's row that predict what is learned, int64.
+
+    Raises:
+        ValueError: they predict other tokens.
+    """
+    labels, other = torch.as_tensor(row["labels"]), torch.as_tensor(row["teacher_input_ids"])
+    bounds = (document_bounds(row[f"{reader}position_ids"]) for reader in ("", PREFIX))
+    for (start, end), (_, other_end) in zip(*bounds, strict=True):
+        learned = (labels[start + 1 : end] != IGNORE_INDEX).nonzero().squeeze(1) + start + 1
+        places = learned + (other_end - end)
+        if len(learned) and not torch.equal(other[places].long(), labels[learned].long()):
+            raise ValueError("rows: the teacher's reading of an answer is not the student's, token by token")
+        yield places - 1
