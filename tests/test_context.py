@@ -298,7 +298,7 @@ def test_new_answers_after_another_prompt_are_found(monkeypatch):
 # ------------------------------------------------------------------ the student as teacher
 
 
-def test_a_running_average():
+def test_a_running_average(tmp_path):
     """By its definition, in float64 and for narrow weights, which get a copy of a float32 average."""
     for dtype in (torch.float64, torch.bfloat16):
         model, other = tiny_model(seed=1, dtype=dtype), tiny_model(seed=2, dtype=dtype)
@@ -314,10 +314,10 @@ def test_a_running_average():
         for name, p in model.named_parameters():
             torch.testing.assert_close(average.kept[name], wide[name], rtol=1e-6, atol=1e-7)
             assert torch.equal(p, average.kept[name].to(dtype))
-        state = {name: kept.clone() for name, kept in average.state().items()}
+        average.save(tmp_path)
         fresh = tiny_model(seed=1, dtype=dtype)
         restored = RunningAverage(fresh, 0.9)
-        restored.restore(state)
+        restored.restore(tmp_path)
         average.follow(other), restored.follow(other)
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), fresh.parameters(), strict=True))
     with pytest.raises(ValueError, match=r"teacher\.ema"):

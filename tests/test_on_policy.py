@@ -12,14 +12,14 @@ from transformers import TrainingArguments
 from two_ranks import run_as_two
 
 from distill.core.ranks import leave
-from distill.data.collator import Collator
+from distill.data.collator import Collator, PlainRows
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
 from distill.recipe import RecipeError, parse
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import MetricsFile, read_metrics
-from distill.training.trainer import DistillationTrainer, PlainRows
+from distill.training.trainer import DistillationTrainer
 
 COLLATE = PlainRows(Collator(2, omit_plain_positions=True))
 

@@ -75,3 +75,16 @@ def _is_one_document(row: Mapping[str, Sequence[int]]) -> bool:
 def valid_rows(labels: torch.Tensor) -> torch.Tensor:
     """The flat positions whose next token is learned: int64 [M], from labels [B, S] that are not shifted."""
     return (shift_labels(labels) != IGNORE_INDEX).flatten().nonzero().squeeze(1)
+
+
+class PlainRows:
+    """A collator for rows that may lack `position_ids` (one document a row) or `labels` (every token is learned)."""
+
+    def __init__(self, collator: Collator) -> None:
+        self.collator = collator
+
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        """Complete the rows and collate them."""
+        return self.collator(
+            [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
+        )

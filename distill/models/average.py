@@ -6,11 +6,15 @@ w <- share w + (1 - share) w_other        added up in float32 or wider
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from distill.models.head import bare
+
+FILE = "teacher.safetensors"  # of a checkpoint
 
 
 class RunningAverage:
@@ -40,14 +44,14 @@ class RunningAverage:
         torch._foreach_lerp_(list(self.kept.values()), new, 1 - self.share)
         self._write(own)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The average, for a checkpoint."""
-        return self.kept
+    def save(self, checkpoint: Path) -> None:
+        """Write the average into a checkpoint's folder."""
+        save_file(self.kept, checkpoint / FILE)
 
     @torch.no_grad()
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+    def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
-        own = dict(self.model.named_parameters())
+        state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
         self.kept = {
             name: p.detach().copy_(state[name]) if _is_wide(p) else state[name].to(p.device) for name, p in own.items()
         }

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
     PreTrainedTokenizerBase,
@@ -35,7 +34,7 @@ from distill.core.faults import RunError
 from distill.core.files import sync
 from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
-from distill.data.collator import Collator
+from distill.data.collator import Collator, PlainRows
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
@@ -52,7 +51,6 @@ from distill.training.metrics import Meter, named_means
 from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
-TEACHER_AVERAGE = "teacher.safetensors"  # of a checkpoint, where the teacher follows the student
 
 
 class DistillationTrainer(Trainer):
@@ -327,7 +325,7 @@ class DistillationTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer`'s, which fails for a sharded student whose optimizer has no state; and the teacher's state."""
         if checkpoint is not None and (average := self.objective.teacher.average) is not None:
-            average.restore(load_file(Path(checkpoint) / TEACHER_AVERAGE))
+            average.restore(Path(checkpoint))
         if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -362,7 +360,7 @@ class DistillationTrainer(Trainer):
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
                 if (average := self.objective.teacher.average) is not None:
-                    save_file(average.state(), unfinished / name / TEACHER_AVERAGE)
+                    average.save(unfinished / name)
                 write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
                 sync(folder, deep=False)
@@ -400,19 +398,6 @@ class _Watch(TrainerCallback):
         self.trainer.meter.phases.steps += 1
         if self.trainer.health.stopping and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True
-
-
-class PlainRows:
-    """A collator for rows that may lack `position_ids` (one document a row) or `labels` (every token is learned)."""
-
-    def __init__(self, collator: Collator) -> None:
-        self.collator = collator
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """Complete the rows and collate them."""
-        return self.collator(
-            [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
-        )
 
 
 def _padding_token(tokenizer: Any, model: nn.Module) -> int:
