@@ -62,7 +62,7 @@ class HeldOut(NamedTuple):
 
 def perplexity(cross_entropy: float) -> float:
     """Of a mean cross-entropy in nats; infinite where a float holds no such number."""
-    return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
+    return math.inf if cross_entropy >= 700 else math.exp(cross_entropy)
 
 
 def gap_closed(before: HeldOut, after: HeldOut) -> float:
