@@ -14,7 +14,7 @@ from distill.commands import reference
 from distill.commands.reference import find_settings, json_schema, settings
 from distill.core.faults import Section
 from distill.recipe import RecipeError, parse, shipped
-from distill.recipe.other_tools import OTHER_TOOLS
+from distill.recipe.aliases import OTHER_TOOLS
 from distill.recipe.shipped import MODELINE, SCHEMA_FILE, copy_recipe, shipped_folder
 
 ROOT = Path(__file__).resolve().parents[1]

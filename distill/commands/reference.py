@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from distill import __version__
 from distill.core.faults import Section, did_you_mean
 from distill.recipe import Recipe
-from distill.recipe.other_tools import OTHER_TOOLS
+from distill.recipe.aliases import OTHER_TOOLS
 from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
 
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}

@@ -112,12 +112,10 @@ class Alias(NamedTuple):
 
     Attributes:
         field: ours, with dots; empty where there is none.
-        tools: whose name it is.
         cure: how it is written here, where another name alone would not do.
     """
 
     field: str
-    tools: str
     cure: str = ""
 
 

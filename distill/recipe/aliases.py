@@ -1,98 +1,155 @@
 """Names that people know from other tools: what each is called here, and how it is written where that differs.
 
-    ALIASES["micro_batch_size"]     # Alias(field="train.batch_size", tools="axolotl", cure="")
+    ALIASES["micro_batch_size"]     # Alias(field="train.batch_size", cure="")
+    OTHER_TOOLS["train.batch_size"]["axolotl"]      # "micro_batch_size"
 
-The error line of an unknown field and the settings reference read these tables; nothing is renamed in silence.
+The error line of an unknown field and the settings reference read these tables; nothing is renamed in silence. Read in
+TRL 1.16 (`GKDConfig`, `DistillationConfig`, `SFTConfig`, `ModelConfig` and transformers.TrainingArguments), in
+torchtune 0.6.1 (the YAML of its recipe knowledge_distillation_distributed) and in axolotl 0.19 (its schemas, and those
+of its integration kd).
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 from distill.core.faults import Alias, Names
 from distill.recipe.train import OWNED_ARGUMENTS
 
-# our field: its names elsewhere (and whose names they are), with a section where the name alone means something else;
-# those of transformers that a field of the recipe owns are in OWNED_ARGUMENTS
-_ELSEWHERE = {
+TOOLS = ("TRL", "torchtune", "axolotl")
+# our setting: its names in TOOLS, of the same meaning or nearly so, and, last, what else people write for it (and whose
+# names these are), with a section where the name alone means something else. Of transformers, those that a field of the
+# recipe owns are in OWNED_ARGUMENTS
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "train.steps": (
+        "max_steps", "max_steps_per_epoch", "max_steps", "train_steps train_iters (Megatron); max_iters (nanoGPT)",
+    ),
+    "train.epochs": ("num_train_epochs", "epochs", "num_epochs"),
     "train.tokens_per_step": (
-        "gradient_accumulation_steps (transformers, axolotl); global_batch_size (Megatron, NeMo); "
-        "effective_batch_size gradient_accumulation grad_accum_steps"
+        "gradient_accumulation_steps", "gradient_accumulation_steps", "gradient_accumulation_steps",
+        "global_batch_size (Megatron, NeMo); effective_batch_size gradient_accumulation grad_accum_steps",
     ),
-    "train.precision": "bf16 fp16 (transformers, axolotl); mixed_precision (accelerate)",
-    "train.learning_rate": "lr (torchtune, PyTorch); max_lr (Megatron)",
-    "train.steps": "train_steps train_iters (Megatron); max_iters (nanoGPT); max_steps_per_epoch (torchtune)",
-    "train.epochs": "num_epochs (axolotl)",
     "train.batch_size": (
-        "micro_batch_size (axolotl); per_device_eval_batch_size (transformers); train_batch_size (DeepSpeed)"
+        "per_device_train_batch_size", "batch_size", "micro_batch_size",
+        "per_device_eval_batch_size (transformers); train_batch_size (DeepSpeed)",
     ),
-    "train.schedule": "lr_scheduler (axolotl, torchtune); lr_schedule scheduler",
-    "train.warmup": "num_warmup_steps (torchtune)",
+    "train.learning_rate": (
+        "learning_rate", "optimizer.lr", "learning_rate", "lr (torchtune, PyTorch); max_lr (Megatron)",
+    ),
+    "train.schedule": ("lr_scheduler_type", "lr_scheduler", "lr_scheduler", "lr_schedule scheduler"),
+    "train.warmup": (
+        "warmup_steps, warmup_ratio", "lr_scheduler.num_warmup_steps", "warmup_steps, warmup_ratio",
+        "num_warmup_steps (torchtune)",
+    ),
+    "train.weight_decay": ("weight_decay", "optimizer.weight_decay", "weight_decay"),
     "train.max_grad_norm": (
-        "max_norm (PyTorch); clip_grad_norm (torchtune); grad_clip (nanoGPT, Megatron); gradient_clipping "
-        "(DeepSpeed); gradient_clip_val (Lightning)"
+        "max_grad_norm", "clip_grad_norm", "max_grad_norm",
+        "max_norm (PyTorch); grad_clip (nanoGPT, Megatron); gradient_clipping (DeepSpeed); gradient_clip_val "
+        "(Lightning)",
     ),
-    "train.arguments.tf32": "tf32 (transformers)",
-    "train.gradient_checkpointing": "enable_activation_checkpointing (torchtune); use_gradient_checkpointing (unsloth)",
-    "train.seed": "random_state (unsloth); random_seed; data_seed (transformers)",
-    "train.eval_every": "evals_per_epoch (axolotl)",
-    "train.save_every": "saves_per_epoch (axolotl)",
-    "train.log_every": "log_every_n_steps (torchtune)",
-    "train.report_to": "use_wandb; wandb_project (axolotl)",
-    "train.arguments.save_total_limit": "save_total_limit (transformers)",
-    "train.arguments.adam_beta1": "adam_beta1 (transformers)",
-    "train.arguments.adam_beta2": "adam_beta2 (transformers)",
-    "train.arguments.adam_epsilon": "adam_epsilon (transformers)",
-    "name": "run_name (transformers)",
-    "output_dir": "out_dir (nanoGPT); log_dir",
-    "data.source": (
-        "data.path datasets (axolotl); data.name data_files (datasets); dataset (LLaMA-Factory, torchtune, "
-        "DistillKit); dataset_name (TRL); dataset_path data_path train_data; train_file (transformers)"
+    "train.optimizer": ("optim", "optimizer", "optimizer"),
+    "train.precision": ("bf16, fp16", "dtype", "bf16, fp16", "mixed_precision (accelerate)"),
+    "train.gradient_checkpointing": (
+        "gradient_checkpointing", "enable_activation_checkpointing", "gradient_checkpointing",
+        "use_gradient_checkpointing (unsloth)",
     ),
-    "data.subset": "dataset_config (TRL); dataset_config_name (transformers)",
-    "data.split": "train_split",
-    "data.format": "data.type (axolotl); dataset_format",
-    "data.max_length": (
-        "max_seq_length (unsloth, TRL, DistillKit); max_seq_len (torchtune); sequence_len (axolotl); seq_length "
-        "(Megatron, NeMo); cutoff_len (LLaMA-Factory); block_size (nanoGPT); model_max_length (transformers)"
+    "train.compile": ("torch_compile", "compile", "torch_compile"),
+    "train.seed": ("seed", "seed", "seed", "random_state (unsloth); random_seed; data_seed (transformers)"),
+    "train.save_every": ("save_steps", "", "save_steps", "saves_per_epoch (axolotl)"),
+    "train.eval_every": ("eval_steps", "", "eval_steps", "evals_per_epoch (axolotl)"),
+    "train.log_every": ("logging_steps", "log_every_n_steps", "logging_steps"),
+    "train.report_to": ("report_to", "metric_logger", "use_tensorboard, use_wandb", "wandb_project (axolotl)"),
+    "train.device": ("use_cpu", "device", ""),
+    "train.deterministic": ("full_determinism", "", ""),
+    "train.arguments.tf32": ("", "", "", "tf32 (transformers)"),
+    "train.arguments.save_total_limit": ("", "", "", "save_total_limit (transformers)"),
+    "train.arguments.adam_beta1": ("", "", "", "adam_beta1 (transformers)"),
+    "train.arguments.adam_beta2": ("", "", "", "adam_beta2 (transformers)"),
+    "train.arguments.adam_epsilon": ("", "", "", "adam_epsilon (transformers)"),
+    "output_dir": ("output_dir", "output_dir", "output_dir", "out_dir (nanoGPT); log_dir"),
+    "teacher.model": (
+        "teacher_model_name_or_path", "teacher_checkpointer", "kd_online_server_base_url",
+        "teacher_model (DistillKit)",
     ),
-    "data.packing": "sample_packing (axolotl); packed (torchtune)",
-    "data.max_rows": "max_samples (LLaMA-Factory); num_samples (DistillKit); max_train_samples (transformers)",
-    "data.workers": "num_proc (datasets); dataset_num_proc (TRL); preprocessing_num_workers (LLaMA-Factory)",
-    "data.fields.text": "text_field; dataset_text_field (TRL)",
-    "data.fields.messages": "field_messages (axolotl)",
-    "data.chat_template": "template (LLaMA-Factory)",
-    "data.train_on": "train_on_inputs (axolotl); completion_only_loss assistant_only_loss (TRL)",
-    "data.validation.fraction": "val_set_size (axolotl); val_size (LLaMA-Factory); test_size (datasets)",
-    "data.validation.source": "test_datasets (axolotl); eval_dataset (LLaMA-Factory); validation_file (transformers)",
-    "data.validation.seed": "split_seed",
-    "data.on_policy.fraction": "lmbda (TRL)",
+    "teacher.revision": ("teacher_model_revision", "", ""),
+    "teacher.dtype": ("teacher_model_init_kwargs", "dtype", "", "load_in_8bit (transformers); quantization"),
     "student.model": (
-        "base_model (axolotl); model_name_or_path (TRL, LLaMA-Factory); model_name (unsloth); name_or_path model; "
-        "student_model (DistillKit)"
+        "model_name_or_path", "checkpointer", "base_model",
+        "model_name (unsloth); name_or_path model; student_model (DistillKit)",
     ),
-    "teacher.model": "teacher_model (DistillKit); teacher_model_name_or_path (TRL)",
-    "teachers": "teacher.weight",
-    "student.dtype": "torch_dtype (transformers)",
-    "teacher.dtype": "load_in_8bit (transformers); quantization",
-    "": "load_in_4bit (transformers); use_dora (PEFT)",
-    "student.attention": "attn_implementation (transformers); flash_attention (axolotl); use_flash_attention",
-    "student.from_teacher.layers": "num_hidden_layers (transformers); num_layers",
-    "student.lora": "adapter (axolotl); lora use_lora peft; use_peft (TRL); finetuning_type (LLaMA-Factory)",
-    "student.lora.r": "lora_r (axolotl, TRL); lora_rank (LLaMA-Factory, torchtune); rank",
-    "student.lora.alpha": "lora_alpha use_rslora (PEFT)",
-    "student.lora.dropout": "lora_dropout (PEFT)",
+    "student.revision": ("model_revision", "", ""),
+    "student.dtype": ("dtype", "dtype", "", "torch_dtype (transformers)"),
+    "student.trust_remote_code": ("trust_remote_code", "", "trust_remote_code"),
+    "student.attention": (
+        "attn_implementation", "", "attn_implementation", "flash_attention (axolotl); use_flash_attention",
+    ),
+    "student.vocabulary": ("use_uld_loss", "", ""),
+    "student.lora": ("use_peft", "", "adapter", "lora use_lora peft; finetuning_type (LLaMA-Factory)"),
+    "student.lora.r": ("lora_r", "model.lora_rank", "lora_r", "lora_rank (LLaMA-Factory, torchtune); rank"),
+    "student.lora.alpha": ("lora_alpha", "model.lora_alpha", "lora_alpha", "use_rslora (PEFT)"),
+    "student.lora.dropout": ("lora_dropout", "model.lora_dropout", "lora_dropout"),
     "student.lora.targets": (
-        "target_modules (PEFT); lora_target_modules lora_target_linear (axolotl); lora_target (LLaMA-Factory); "
-        "lora_attn_modules (torchtune)"
+        "lora_target_modules", "model.lora_attn_modules", "lora_target_modules",
+        "target_modules (PEFT); lora_target_linear (axolotl); lora_target (LLaMA-Factory); lora_attn_modules "
+        "(torchtune)",
     ),
-    "loss.temperature": "kd_temperature (KDFlow); loss.temp",
+    "student.lora.head": ("lora_modules_to_save", "model.apply_lora_to_output", "lora_modules_to_save"),
+    "student.from_teacher.layers": ("", "", "", "num_hidden_layers (transformers); num_layers"),
+    "data.source": (
+        "dataset_name", "dataset.source", "datasets.path",
+        "data.path datasets (axolotl); data.name data_files (datasets); dataset (LLaMA-Factory, torchtune, "
+        "DistillKit); dataset_path data_path train_data; train_file (transformers)",
+    ),
+    "data.subset": ("dataset_config", "", "datasets.name", "dataset_config_name (transformers)"),
+    "data.split": ("dataset_train_split", "dataset.split", "datasets.split", "train_split"),
+    "data.format": ("", "dataset", "datasets.type", "data.type (axolotl); dataset_format"),
+    "data.fields.text": ("dataset_text_field", "", "datasets.field", "text_field"),
+    "data.fields.messages": ("", "dataset.conversation_column", "datasets.field_messages", "field_messages (axolotl)"),
+    "data.chat_template": ("chat_template_path", "", "chat_template", "template (LLaMA-Factory)"),
+    "data.max_length": (
+        "max_length", "tokenizer.max_seq_len", "sequence_len",
+        "max_seq_length (unsloth, TRL, DistillKit); max_seq_len (torchtune); seq_length (Megatron, NeMo); "
+        "cutoff_len (LLaMA-Factory); block_size (nanoGPT); model_max_length (transformers)",
+    ),
+    "data.packing": ("packing", "dataset.packed", "sample_packing", "packed (torchtune)"),
+    "data.train_on": (
+        "assistant_only_loss", "dataset.train_on_input", "datasets.roles_to_train",
+        "train_on_inputs (axolotl); completion_only_loss (TRL)",
+    ),
+    "data.validation.fraction": ("", "", "val_set_size", "val_size (LLaMA-Factory); test_size (datasets)"),
+    "data.on_policy.fraction": ("lmbda", "", ""),
+    "data.on_policy.max_new_tokens": ("max_new_tokens, max_completion_length", "", ""),
+    "data.on_policy.temperature": ("temperature", "", ""),
+    "data.on_policy.engine": ("use_vllm", "", ""),
+    "data.workers": (
+        "dataset_num_proc, dataloader_num_workers", "", "dataset_num_proc",
+        "num_proc (datasets); preprocessing_num_workers (LLaMA-Factory)",
+    ),
+    "data.cache": ("", "", "dataset_prepared_path"),
+    "data.max_rows": (
+        "", "", "", "max_samples (LLaMA-Factory); num_samples (DistillKit); max_train_samples (transformers)",
+    ),
+    "data.validation.source": (
+        "", "", "", "test_datasets (axolotl); eval_dataset (LLaMA-Factory); validation_file (transformers)",
+    ),
+    "data.validation.seed": ("", "", "", "split_seed"),
+    "loss.temperature": ("temperature", "", "kd_temperature", "loss.temp"),
+    "loss.label_smoothing": ("label_smoothing_factor", "", ""),
+    "loss.terms[].weight": ("", "kd_ratio", "kd_alpha, kd_ce_alpha"),
+    "loss.terms[].type": ("", "kd_loss", ""),
+    "loss.terms[].beta": ("beta", "", "kd_beta"),
     "loss.terms": (
+        "", "", "",
         "loss.type loss.divergence loss.alpha loss.lambda loss.kd_ratio loss.kd_weight loss.kl_weight "
         "loss.ce_weight loss.ce_ratio loss.hard_weight; loss_type (TRL); loss_functions (DistillKit); kd_loss "
-        "(KDFlow); loss.beta (TRL)"
+        "(KDFlow); loss.beta (TRL)",
     ),
-}
+    "parallel.strategy": ("fsdp", "", "fsdp_config"),
+    "name": ("", "", "", "run_name (transformers)"),
+    "teachers": ("", "", "", "teacher.weight"),
+    "": ("", "", "", "load_in_4bit (transformers); use_dora (PEFT)"),
+}  # fmt: skip
 # how it is written here, where another name alone would not do
 _CURES = {
     "gradient_accumulation_steps global_batch_size effective_batch_size gradient_accumulation grad_accum_steps": (
@@ -134,13 +191,25 @@ _CURES = {
 }
 
 
+OTHER_TOOLS: dict[str, dict[str, str]] = {
+    setting: {tool: name for tool, name in zip(TOOLS, names, strict=False) if name}
+    for setting, names in _ELSEWHERE.items()
+    if any(names[: len(TOOLS)])
+}
+
+
 def _aliases() -> dict[str, Alias]:
     cures = {name: cure for names, cure in _CURES.items() for name in names.split()}
-    found = {name: Alias(field, "transformers", cures.get(name, "")) for name, field in OWNED_ARGUMENTS.items()}
-    for field, text in _ELSEWHERE.items():
-        for names, tools in re.findall(r"([\w. ]+)(?: \((.+?)\))?(?:; |$)", text):
-            found |= {name: Alias(field, tools, cures.get(name, "")) for name in names.split()}
-    return found
+    found, settings = dict(OWNED_ARGUMENTS), defaultdict[str, set[str]](set)
+    for setting, tools in OTHER_TOOLS.items():
+        for name in ", ".join(tools.values()).split(", "):
+            settings[name].add(setting.partition("[")[0])
+    ours = {setting.rpartition(".")[2] for setting in _ELSEWHERE}
+    found |= {name: min(of) for name, of in settings.items() if len(of) == 1 and "." not in name and name not in ours}
+    for setting, names in _ELSEWHERE.items():
+        for words in re.findall(r"([\w. ]+)(?: \(.+?\))?(?:; |$)", "; ".join(names[len(TOOLS) :])):
+            found |= dict.fromkeys(words.split(), setting)
+    return {name: Alias(setting, cures.get(name, "")) for name, setting in found.items()}
 
 
 ALIASES: dict[str, Alias] = _aliases()
