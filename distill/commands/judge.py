@@ -66,6 +66,7 @@ def evaluate(
     from distill.evaluation.judge import judge
     from distill.models.load import load_tokenizer
     from distill.models.packed import keeps_apart
+    from distill.models.vocabulary import compare as compare_vocabularies
     from distill.recipe import Student
     from distill.teachers.measure import shown as figure_shown
 
@@ -92,7 +93,8 @@ def evaluate(
             look = _across(found, own, tokenizer)
             rows = targets.held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
         else:
-            columns = targets.shared_vocabulary(student, large, own, tokenizer)
+            heads = [model.get_output_embeddings().weight.shape[0] for model in (large, student)]
+            columns = compare_vocabularies(tokenizer, own, *heads).require()
             look = functools.partial(judge, vocab_size=columns, batch_size=batch_size)
             rows = targets.held_out_rows(found, data, tokenizer, max_rows, max_length, packing=packing)
     passes = len(rows) * (1 if before is None else 2)

@@ -160,10 +160,6 @@ class Subject:
         """Those that the teacher's targets can be compared by."""
         return [term for term in DIVERGENCES if term.type in self.teacher.format.terms]
 
-    def expected_loss(self) -> torch.Tensor:
-        """The loss of all rows by the reference, fp64, with a graph to the student."""
-        return self.reference.loss(self.student, self.rows, self.batch(), self.loss, self.vocab_size)
-
     def token_losses(
         self, rows: Sequence[Row] | None = None, terms: Sequence[LossTerm] = (), **collator: Any
     ) -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ from distill.core.folders import RECIPE_FILE, RUNS
 from distill.data.load import columns_of, load_data
 from distill.data.sources import open_source
 from distill.models.load import load_student, load_teacher, load_tokenizer
-from distill.models.vocabulary import compare
 from distill.recipe import Data, ModelSection, Recipe, Student, Teacher, Validation, load
 from distill.recipe.compatibility import require_command
 from distill.teachers.cache.teacher import section_to_load
@@ -176,13 +175,3 @@ def _as_read_by(section: Data, source: str) -> dict[str, Any]:
     if mapped and set(mapped.values()) <= set(columns_of(open_source(source, field="--data"))):
         kept |= {"fields": section.fields, "format": section.format}
     return kept
-
-
-def shared_vocabulary(student: Any, teacher: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> int:
-    """Columns both heads share, after the tokenizers were compared.
-
-    Raises:
-        ValueError: these two cannot be compared token by token.
-    """
-    rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher, student)]
-    return compare(teacher_tokenizer, student_tokenizer, *rows).require()

@@ -21,15 +21,6 @@ from distill.recipe import Lora
 log = logging.getLogger(__name__)
 
 
-def linear_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Full names of the linear layers under the last part of their name (`q_proj`), the head's included."""
-    names: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | Conv1D):
-            names.setdefault(name.rpartition(".")[2], []).append(name)
-    return names
-
-
 def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> Any:
     """Put trainable adapters on `model`; its own weights stop training.
 
@@ -48,7 +39,10 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> 
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
-    known = linear_names(model)
+    known: dict[str, list[str]] = {}  # full names of linear layers, by the last part (`q_proj`); the head's too
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            known.setdefault(name.rpartition(".")[2], []).append(name)
     head = next(name for name, module in model.named_modules() if module is find_head(model).module)
     wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if wanted == ["all-linear"]:
@@ -113,7 +107,8 @@ def merged(model: Any) -> PreTrainedModel:
 def merge_in_place(model: Any) -> PreTrainedModel:
     """As `merged`, consuming `model`."""
     plain = model.get_base_model()
-    head, embedding = find_head(plain).linear, _unwrapped(plain.get_input_embeddings())
+    head, own = find_head(plain).linear, plain.get_input_embeddings()
+    embedding = own.get_base_layer() if hasattr(own, "lora_A") else getattr(own, "original_module", own)
     adapted = any(
         hasattr(module, part)
         for module in (plain.get_output_embeddings(), plain.get_input_embeddings())
@@ -131,10 +126,6 @@ def merge_in_place(model: Any) -> PreTrainedModel:
             # what transformers 5 ties by when it saves and loads
             plain.all_tied_weights_keys = {}
     return plain
-
-
-def _unwrapped(module: Any) -> Any:
-    return module.get_base_layer() if hasattr(module, "lora_A") else getattr(module, "original_module", module)
 
 
 def load_and_merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:

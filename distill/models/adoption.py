@@ -24,7 +24,7 @@ from transformers.generation import GenerationMode
 
 from distill.models.attention import keep_soft_cap
 from distill.models.fused_loss import fuse_loss
-from distill.models.head import bare
+from distill.models.head import attention_sizes, bare
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
 from distill.models.patching import UNDO, PatchReport, Role
 from distill.models.patching import patch as patch_parts
@@ -151,6 +151,5 @@ def _use_our_cache(model: PreTrainedModel, undo: list[Callable[[], None]]) -> st
 
 def _cache_bytes(config: Any, batch: int, slots: int, element: int) -> int:
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    _, heads, width = attention_sizes(text)
     return 2 * text.num_hidden_layers * batch * slots * heads * width * element

@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from distill.models.head import bare
+from distill.models.head import attention_sizes, bare
 from distill.models.kv_cache import PreallocatedCache
 from distill.models.padding import PaddingMasks, add_to_hidden
 
@@ -373,10 +373,8 @@ def fastest_attention(
 def choose_attention(model: nn.Module, batch: int, length: int, *, backward: bool) -> tuple[str, dict[str, float]]:
     """`fastest_attention` for a model's heads, on batches of `batch` sequences of `length` tokens."""
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
     dtype = torch.float16 if next(model.parameters()).dtype == torch.float16 else torch.bfloat16
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads, kv_heads, width = attention_sizes(config)
     name, times = fastest_attention(batch, heads, kv_heads, length, width, dtype, backward=backward)
     log.info("attention: %s (%s)", name, ", ".join(f"{key} {ms:.3f} ms" for key, ms in times.items()))
     return name, times

@@ -132,7 +132,7 @@ class _GraphedDecoder:
                 self._captured[key] = None
             return self.launched(**kwargs)
         captured = self._captured[key]
-        if captured is None or not captured.is_current():
+        if captured is None or captured.addresses != [p.data_ptr() for p in captured.parameters]:  # they have moved
             captured = self._captured[key] = self._capture(tensors)
         if captured is None:
             return self.launched(**kwargs)
@@ -172,7 +172,7 @@ class _Captured:
         # their hooks and, under DDP, their places in autograd's graph belong to the stream of launched steps
         stand_ins: dict[str, torch.Tensor] = {name: nn.Parameter(p.detach()) for name, p in trained.items()}
         self._leaves = list(stand_ins.values())
-        self._addresses = [p.data_ptr() for p in self.parameters]
+        self.addresses = [p.data_ptr() for p in self.parameters]
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         # a cast weight in autocast's cache would be one of the graph's, read outside of it
         autocast = torch.autocast("cuda", dtype=dtype, enabled=enabled, cache_enabled=False)
@@ -193,10 +193,6 @@ class _Captured:
                         gradients = torch.autograd.grad(output, self._leaves, self.upstream, allow_unused=True)
                     self.gradients: Sequence[torch.Tensor | None] = gradients
             self.output = output.detach()
-
-    def is_current(self) -> bool:
-        """Whether the parameters still lie where the graph reads them."""
-        return self._addresses == [p.data_ptr() for p in self.parameters]
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         with torch.no_grad():

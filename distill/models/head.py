@@ -68,6 +68,13 @@ def bare(model: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
+def attention_sizes(config: Any) -> tuple[int, int, int]:
+    """Heads of queries, heads of keys and values, and the width of a head, as a text configuration has them."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, width
+
+
 def decoder_of(model: nn.Module) -> nn.Module:
     """The body of a causal language model: its `__call__` returns the hidden states that the head takes."""
     model = bare(model)

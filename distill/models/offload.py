@@ -103,9 +103,10 @@ class Conveyor:
         self.host: list[torch.Tensor] = []
         self.waiting: list[list[torch.Tensor]] = []  # the parameters' data in host memory
         for group in travelling:  # one after another, so that host memory holds the model and one layer more
-            block, views = _packed(group)
+            block = torch.zeros(_places(group)[1], dtype=torch.uint8)
+            views = _views(group, block)
             for parameter, view in zip(group, views, strict=True):
-                parameter.data = view
+                parameter.data = view.copy_(parameter.detach())
             self.host.append(block)
             self.waiting.append(views)
         largest = max(len(block) for block in self.host)
@@ -268,12 +269,3 @@ def _views(group: Sequence[torch.Tensor], block: torch.Tensor) -> list[torch.Ten
         block[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, group, strict=True)
     ]
-
-
-def _packed(group: Sequence[nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One block of host memory with a group's data, and the views of it."""
-    block = torch.zeros(_places(group)[1], dtype=torch.uint8)
-    views = _views(group, block)
-    for view, parameter in zip(views, group, strict=True):
-        view.copy_(parameter.detach())
-    return block, views

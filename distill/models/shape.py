@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.pruning import find_layers
 from distill.models.quantised import quantisation_of, stored_bits
 
@@ -56,8 +56,7 @@ def shape_of(model: nn.Module) -> Shape:
     adapters: list[Any] = [m for m in bare(model).modules() if hasattr(m, "lora_A") and hasattr(m, "get_base_layer")]
     adapter_layers = {id(part) for m in adapters for part in m.modules() if part is not m.get_base_layer()}
     linears = [m for m in linears if id(m) not in adapter_layers]
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, pairs, width = attention_sizes(config)
     names = {name.rpartition(".")[2] for name, _ in decoder.named_modules()}
     parameters = list(model.parameters())
     embedding = bare(model).get_input_embeddings()  # type: ignore[operator]
@@ -76,7 +75,7 @@ def shape_of(model: nn.Module) -> Shape:
         layers=config.num_hidden_layers,
         heads=heads,
         query=heads * width,
-        key_value=(getattr(config, "num_key_value_heads", None) or heads) * width,
+        key_value=pairs * width,
         intermediate=intermediate or 4 * config.hidden_size,
         gated=bool(names & {"gate_proj", "gate_up_proj", "w3"}),
         adapted=sum(m.get_base_layer().weight.shape[1] for m in adapters),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from distill.models.head import bare, decoder_of, find_head
+from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.quantised import as_built
 
 
@@ -35,15 +35,16 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
     decoder, linear = decoder_of(model), find_head(model).linear
     embeddings = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     body = [p for p in decoder.parameters() if id(p) not in embeddings]
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads, _, width = attention_sizes(config)
 
     def cost(parameters: list[nn.Parameter]) -> float:
         """Forward 2, backward to the input 2, to the weight 2 more where it is trained."""
         return float(sum(p.numel() * (2 + (2 + 2 * p.requires_grad) * trains) for p in parameters))
 
     return Work(
-        cost(body), cost(list(linear.parameters())), 4.0 * (3 if trains else 1) * config.num_hidden_layers * width
+        cost(body),
+        cost(list(linear.parameters())),
+        4.0 * (3 if trains else 1) * config.num_hidden_layers * heads * width,
     )
 
 

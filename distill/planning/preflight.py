@@ -133,7 +133,10 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
         recipe.train.steps, teacher_text=source.size_text(),
     )  # fmt: skip
     if not report.fits:
-        report.problems.append(_too_much(memory, device))
+        report.problems.append(
+            f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
+            f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
+        )
     report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded, family=device.family)
     footprint = situation.footprint(sharing.teacher_sharded)
     report.host = footprint.host * gpus
@@ -173,13 +176,6 @@ def _memory(situation: Situation, device: Device) -> Memory:
 
 def _fits(memory: Memory, situation: Situation) -> bool:
     return memory.peak <= situation.usable
-
-
-def _too_much(memory: Memory, device: Device) -> str:
-    return (
-        f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
-        f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
-    )
 
 
 def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:

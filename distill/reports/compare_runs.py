@@ -28,8 +28,8 @@ from distill.teachers.measure import Measure
 
 # what a held-out figure depends on besides the student; `config` is read of random weights alone
 JUDGED_BY = (
-    *(f"teacher.{name}" for name in ("model", "init", "config", "revision", "adapter")), "teachers",
-    *(f"data.{name}" for name in (
+    *(f"teacher.{name}." for name in ("model", "init", "config", "revision", "adapter")), "teachers.",
+    *(f"data.{name}." for name in (
         "source", "subset", "split", "format", "fields", "chat_template", "max_length", "train_on", "max_rows",
         "validation",
     )),
@@ -70,7 +70,9 @@ def differently_judged(runs: Sequence[Run]) -> list[str]:
     first: dict[Measure, tuple[str, dict[str, object]]] = {}
     for run in runs:
         recipe = parse(run.recipe, name=run.folder.name, of_run=True)
-        settings = {name: value for name, value in settings_of_steps(recipe, 1).items() if _judges(name)}
+        settings = {
+            name: value for name, value in settings_of_steps(recipe, 1).items() if f"{name}.".startswith(JUDGED_BY)
+        }
         if recipe.teacher.init != "random":
             settings.pop("teacher.config", None)
         if recipe.teacher.model is None:  # a cache that names no model: nothing is known of it here
@@ -81,10 +83,6 @@ def differently_judged(runs: Sequence[Run]) -> list[str]:
             told = "; ".join(f"{name} {show(settings[name])}, there {show(before[name])}" for name in changed)
             lines.append(f"{run.folder.name} was not judged as {other}: {told}")
     return lines
-
-
-def _judges(name: str) -> bool:
-    return f"{name}.".startswith(tuple(f"{part}." for part in JUDGED_BY))
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.core.faults import RecipeError
 from distill.core.files import replacing
+from distill.models.head import attention_sizes
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
@@ -117,8 +118,7 @@ def _write(model: Any, tokenizer: Any, path: Path, type: str, name: str, scaled:
 
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
-    heads, pairs = config.num_attention_heads, config.num_key_value_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, pairs, width = attention_sizes(config)
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
     writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)

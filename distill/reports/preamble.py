@@ -52,13 +52,16 @@ def preamble(
         name += f", layers {_ranges(pair.layer_indices)}"
     avoided = 2 * plan.tokens_per_step // plan.world // plan.accumulation * objective.columns * 4 / GIB
     terms = " + ".join(f"{term.weight:g} {term.type}" for term in objective.terms if term.weight > 0)
+    # never more tokens than the data's rows have room for
+    whole = plan.tokens_per_step <= data.rows * data.max_length
+    step = f"{plan.tokens_per_step:,} tokens" if whole else f"all {counted(data.tokens, 'token')} there are"
     lines = {
         "teacher": f"{source.title()}, {pair.teacher.parameters_text()}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
         "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
         "vocabulary": pair.verdict,
         "data": str(data).replace("\n", "\n" + " " * 12),
-        "steps": f"{plan.steps:,} of {_step_text(plan.tokens_per_step, data)}, "
+        "steps": f"{plan.steps:,} of {step}, "
         f"{counted(plan.accumulation, 'micro-batch')} a step on {plan.world} x {device}",
         "workspace": f"logits are made in chunks; in full they would take {avoided:,.1f} GiB a micro-batch",
     }
@@ -76,14 +79,6 @@ def preamble(
     if caveat := pair.teacher.format.caveat:
         lines["divergences"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
-
-
-def _step_text(tokens_per_step: int, data: DataReport) -> str:
-    """What a step sees: never more tokens than the data's rows have room for."""
-    room = data.rows * data.max_length
-    return (
-        f"{tokens_per_step:,} tokens" if tokens_per_step <= room else f"all {counted(data.tokens, 'token')} there are"
-    )
 
 
 def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:
