@@ -159,10 +159,10 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
     assert run_command(["cache", "tiny.yaml", "--report"]) == 0
     out = capsys.readouterr().out
     assert "seen" in out and "renormalize" in out and "held-out positions" in out
-    report = DataReport("x", rows_read=1000, tokens=5120)
+    report = DataReport(source="x", rows_read=1000, tokens=5120)
     assert "4 steps see 10% of these 5,120 tokens: data.max_rows=111" in fewer_rows(recipe(), report)
     assert fewer_rows(recipe("train.steps=40"), report) is None
-    assert fewer_rows(recipe(), DataReport("one.txt", rows_read=1, tokens=5120)) is None, "there is no fewer"
+    assert fewer_rows(recipe(), DataReport(source="one.txt", rows_read=1, tokens=5120)) is None, "there is no fewer"
     assert sorted(here.iterdir()) == before, "--report writes nothing"
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "tiny.yaml"]) == 2
     assert "--out: expected a folder, got the file tiny.yaml" in capsys.readouterr().err

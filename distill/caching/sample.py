@@ -24,9 +24,8 @@ from accelerate import PartialState
 from distill.core.ranks import is_first, of_the_first, world_size
 from distill.data.chat import load_template
 from distill.generation.decode_loop import Engine
-from distill.generation.engines import TransformersEngine, engine_for, settings_for
+from distill.generation.engines import AnswersTogether, TransformersEngine, engine_for, settings_for
 from distill.generation.prompts import Prompt, read_prompts
-from distill.generation.together import AnswersTogether
 from distill.models.cards import runs_our_kernels
 from distill.models.head import bare
 from distill.models.load import load_config, load_student, load_teacher, load_tokenizer

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,7 +41,7 @@ SYNTHETIC_ROWS = 1024
 
 
 @dataclass
-class DataReport:
+class DataReport(Tally):
     """What was read, what was dropped and why, what is left.
 
     Attributes:
@@ -49,12 +49,6 @@ class DataReport:
         digest: hash of its content.
         format: what the rows were taken for.
         max_length: tokens in a row at most.
-        rows_read: rows of the source, usable or not.
-        dropped: reason to number of rows.
-        examples: reason to the first row it hit.
-        truncated: chats and pairs cut off at `max_length`.
-        merged: chats and pairs with one token across the end of a prompt; that token is not learned.
-        roles: unusual roles in chats, which the template got as they are, to number of rows.
         documents: pieces of text, chats and pairs to train on; none is split further.
         tokens: in them.
         trained_tokens: of these the ones that are learned.
@@ -64,16 +58,10 @@ class DataReport:
         from_cache: nothing was tokenised anew.
     """
 
-    source: str
+    source: str = ""
     digest: str = ""
     format: str = ""
     max_length: int = 0
-    rows_read: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, str] = field(default_factory=dict)
-    truncated: int = 0
-    merged: int = 0
-    roles: dict[str, int] = field(default_factory=dict)
     documents: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -94,11 +82,6 @@ class DataReport:
         """Share of the rows' room that holds tokens."""
         return self.tokens / max(1, self.rows * self.max_length)
 
-    def read(self, tally: Tally) -> None:
-        """Take over what happened to the rows."""
-        self.rows_read, self.dropped, self.examples = tally.rows_read, dict(tally.dropped), tally.examples
-        self.truncated, self.merged, self.roles = tally.truncated, tally.merged, dict(tally.roles)
-
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
         """Count what is trained and what is held out, by the documents' numbers."""
         self.documents, self.validation_documents = len(chosen), len(held_out)
@@ -107,7 +90,7 @@ class DataReport:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields and the two shares."""
-        return asdict(self) | {"trained_share": self.trained_share, "packing_efficiency": self.packing_efficiency}
+        return vars(self) | {"trained_share": self.trained_share, "packing_efficiency": self.packing_efficiency}
 
     def __str__(self) -> str:
         lines = [
@@ -204,10 +187,10 @@ def load_rows(
         if field == "data.source":
             report.source, report.digest, report.format = source.name, source.digest, str(format)
             report.from_cache = cached
-            report.read(tally)
+            report.add(tally)
         return documents, key
 
-    report = report_type(data.source, max_length=data.max_length)
+    report = report_type(source=data.source, max_length=data.max_length)
     days = [template.frozen_date for template in templates if template and template.frozen_date]
     report.frozen_date = max(days).isoformat() if days else None
     documents, key = read(data.source, "data.source", data.split, data.max_rows)
@@ -245,14 +228,15 @@ def columns_of(source: Source) -> tuple[str, ...]:
 def _check(documents: Documents, tally: Tally, source: Source, field: str) -> None:
     """Refuse data of which nothing is left; say so where much is lost."""
     dropped = sum(tally.dropped.values())
-    reasons = "; ".join(f"{count:,} {why} ({tally.examples[why]})" for why, count in tally.dropped.most_common(3))
     if len(documents.origin) == 0:
         raise ValueError(
             f"{field}: no trainable tokens in {source.name}: {counted(tally.rows_read, 'row')} read, "
-            f"{dropped:,} dropped" + (f": {reasons}" if reasons else "")
+            f"{dropped:,} dropped{tally.reasons and f': {tally.reasons}'}"
         )
     if dropped * 10 > tally.rows_read:
-        logger.warning("%s: %s of %s rows dropped: %s", source.name, f"{dropped:,}", f"{tally.rows_read:,}", reasons)
+        logger.warning(
+            "%s: %s of %s rows dropped: %s", source.name, f"{dropped:,}", f"{tally.rows_read:,}", tally.reasons
+        )
     if tally.merged * 2 > tally.rows_read:
         logger.warning(
             "%s: prompts end in a way that the tokenizer merges with the answer in %s of %s rows; the merged token is "
@@ -375,6 +359,8 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
     columns = {name: Ragged(values.reshape(-1), offsets) for name, values in (("input_ids", ids), ("labels", labels))}
     documents = Documents(columns, np.arange(rows, dtype=np.uint64), {})
     digest = f"synthetic-{kind}-{vocab_size}-{data.validation.seed}"
-    report = DataReport(data.source, digest, "random tokens", data.max_length, rows_read=rows)
+    report = DataReport(
+        source=data.source, digest=digest, format="random tokens", max_length=data.max_length, rows_read=rows
+    )
     held_out, rest = _hold_out(documents.origin, data.validation)
     return _pack(data, (documents, rest), (documents, held_out), report, seed, key_of(digest, rows, data.max_length))

@@ -74,6 +74,11 @@ class Tally:
     merged: int = 0
     roles: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def reasons(self) -> str:
+        """The three commonest reasons for which rows were dropped, each with the first row it hit."""
+        return "; ".join(f"{count:,} {why} ({self.examples[why]})" for why, count in self.dropped.most_common(3))
+
     def drop(self, number: int, fault: RowFault) -> None:
         """Count a row that cannot be used."""
         self.dropped[fault.reason] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from distill.data.chat import ChatTemplate
 from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format
 from distill.data.sources import Row, RowFault, open_source
-from distill.data.tokenise import Encoder
+from distill.data.tokenise import Encoder, Tally
 
 ANSWER = "an answer"  # a column that no file has
 
@@ -45,22 +44,10 @@ class Prompt:
 
 
 @dataclass
-class Prompts:
-    """The usable prompts of a file, in its order.
-
-    Attributes:
-        dropped: reason to number of rows.
-        examples: reason to the first row it hit.
-    """
+class Prompts(Tally):
+    """The usable prompts of a file, in its order, and what became of the others."""
 
     prompts: list[Prompt] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-
-    def drop(self, number: int, fault: RowFault) -> None:
-        """Count a row that cannot be used."""
-        self.dropped[fault.reason] += 1
-        self.examples.setdefault(fault.reason, f"row {number}: {fault.detail}"[:300])
 
 
 def read_prompts(
@@ -84,7 +71,7 @@ def read_prompts(
     reader: Format | None = None
     beginning: list[int] = []
     for number, row in enumerate(_rows(path)):
-        try:
+        with found.row(number):
             if isinstance(row, RowFault):
                 raise row
             if reader is None:
@@ -96,11 +83,8 @@ def read_prompts(
             if len(prompt.ids) > longest:
                 raise RowFault("too long", f"{len(prompt.ids):,} tokens, and {longest:,} leave room for an answer")
             found.prompts.append(prompt)
-        except RowFault as fault:
-            found.drop(number, fault)
     if not found.prompts:
-        reasons = "; ".join(f"{count:,} {why} ({found.examples[why]})" for why, count in found.dropped.most_common(3))
-        raise ValueError(f"--prompts: {path} holds no usable prompt" + (f": {reasons}" if reasons else ""))
+        raise ValueError(f"--prompts: {path} holds no usable prompt{found.reasons and f': {found.reasons}'}")
     return found
 
 
