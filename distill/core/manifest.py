@@ -77,11 +77,7 @@ def fault_of_files(folder: Path, files: object) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
-    """What a folder's manifest says; None where there is none.
-
-    Raises:
-        ValueError: it is no manifest.
-    """
+    """What a folder's manifest says; None where there is none. One that is no section of JSON is a `ValueError`."""
     try:
         value = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

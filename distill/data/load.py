@@ -141,9 +141,6 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
         seed: fixes the order of the rows; `data.validation.seed` fixes which documents are held out.
         vocab_size: for `source: synthetic` (uniform) and `synthetic:zipf`, ids are drawn below it.
 
-    Returns:
-        The rows to learn, the rows held out, and the report.
-
     Raises:
         ValueError: the source, its columns, its template or all of its rows are of no use; the message names the field.
     """

@@ -148,9 +148,6 @@ def rows_of(lengths: np.ndarray, chosen: np.ndarray, *, packing: bool, capacity:
         packing: Several documents share a row of at most `capacity` tokens; else each has its own.
         capacity: Tokens a row.
         seed: Of the order; with the number of documents it decides all.
-
-    Returns:
-        Numbers of documents, an array a row.
     """
     random = np.random.default_rng([seed, len(chosen)])
     order = random.permutation(chosen)

@@ -59,14 +59,11 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def keep(key: str, build: Callable[[Path], None], *, cache: bool) -> tuple[Path, bool]:
-    """The folder that `build` fills, made now or found from before.
+    """The folder that `build` fills, made now or found from before, and whether it was found.
 
     Args:
         build: writes files into an empty folder.
         cache: look for it, and keep it; else it is made in a temporary folder that goes when the process ends.
-
-    Returns:
-        The folder, and whether it was found.
     """
     if not cache:
         folder = Path(_temporary().name, key)

@@ -53,9 +53,6 @@ def stream(
     """Generate an answer to `prompt`, a text or the turns of a chat, writing it as it comes.
 
     Tokens are drawn from softmax(logits / temperature), greedy at 0.
-
-    Returns:
-        The answer.
     """
     device = next(model.parameters()).device
     ids = encode_prompt(tokenizer, prompt).to(device)

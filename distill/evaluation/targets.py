@@ -96,11 +96,7 @@ def measure_of_target(target: Target, teacher: str | None) -> Measure:
 
 
 def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> Any:
-    """The teacher named, else the recipe's; with `in_shards` over all processes, which must have found each other.
-
-    Raises:
-        ValueError: as `its_teacher`.
-    """
+    """The teacher named, else the recipe's; with `in_shards` over all processes, which must have found each other."""
     section, device = its_teacher(target, teacher), device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if in_shards:
@@ -115,9 +111,6 @@ def takes_shards(target: Target, teacher: str | None, processes: int, batch_size
     """Whether that many processes, one a GPU where there are GPUs, hold the teacher in shards to judge by it.
 
     The recipe of the run decides (`parallel.teacher`); a model that no run made is judged on one device.
-
-    Raises:
-        ValueError: as `its_teacher`.
     """
     if processes <= 1 or target.recipe is None:
         return False

@@ -66,9 +66,6 @@ def patch(
         layers: Swap norms, MLPs, rotary embeddings and residual additions.
         keep_logits: Leave loss and logits to the model.
 
-    Returns:
-        What was swapped and what was left.
-
     Raises:
         ValueError: The model is patched already, or an argument has an unknown value.
     """

@@ -260,11 +260,7 @@ def log_once(said: set[str], key: str, message: str, *values: object) -> None:
 
 
 def fuse_loss(model: PreTrainedModel, undo: list[Callable[[], None]]) -> str | None:
-    """Have `model` compute its loss without logits from now on.
-
-    Returns:
-        None, or why its loss stays its own.
-    """
+    """Have `model` compute its loss without logits from now on; None, or why its loss stays its own."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return "no weights to try it on"
     try:

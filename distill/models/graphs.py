@@ -157,11 +157,7 @@ class _GraphedDecoder:
 
 
 class _Captured:
-    """The graphs of one decoder for batches of one shape.
-
-    Raises:
-        RuntimeError: the forward cannot be captured.
-    """
+    """The graphs of one decoder for batches of one shape."""
 
     def __init__(
         self, graphs: DecoderGraphs, decoder: nn.Module, tensors: dict[str, torch.Tensor], trains: bool

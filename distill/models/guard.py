@@ -24,11 +24,7 @@ PLAIN_NAME = re.compile(r"[\w][\w.-]*\.safetensors")
 
 
 def read_json(path: Path, field: str) -> dict[str, Any]:
-    """A JSON object from a plain file of at most 64 MiB.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A JSON object from a plain file of at most 64 MiB; else a `ValueError`."""
     try:
         if not path.is_file():
             raise ValueError("it is no plain file")
@@ -47,9 +43,6 @@ def check_config(values: Mapping[str, Any], field: str, name: str, *, trusted: b
 
     Args:
         trusted: `trust_remote_code` was set.
-
-    Raises:
-        ValueError: naming what is wrong.
     """
     for key, value in _entries(values):
         if key in FETCHED and not trusted:
@@ -75,11 +68,7 @@ def _entries(values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_folder(folder: Path, field: str) -> None:
-    """Hold that the weights of a folder are safetensors inside of it, and its configuration is one.
-
-    Raises:
-        ValueError: naming the file.
-    """
+    """Hold that the weights of a folder are safetensors inside of it, and its configuration is one."""
     read_json(folder / CONFIG, field)
     for path in sorted(folder.glob("*.json")):
         if path.name.endswith(INDEX_SUFFIX):

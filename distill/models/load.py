@@ -91,9 +91,6 @@ def load_teacher(
     Args:
         dtype: Overrules `section.dtype`; where that is `auto`, the checkpoint's, and for a GGUF file (whose blocks
             are expanded) float32 on the CPU and bfloat16 on a GPU.
-
-    Raises:
-        ValueError: naming the field, what was expected and what came.
     """
     device = torch.device(device)
     dtype = dtype or _named_dtype(section.dtype)
@@ -121,9 +118,6 @@ def load_student(
 
     Returns:
         A `PreTrainedModel`, or a `peft.PeftModel` around it; what is to be trained has `requires_grad`.
-
-    Raises:
-        ValueError: naming the field, what was expected and what came.
     """
     device, dtype = torch.device(device), dtype or _named_dtype(section.dtype)
     if not section.is_cut:
@@ -243,9 +237,6 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
 
     Args:
         model: The student, unwrapped from DDP or FSDP; not changed.
-
-    Returns:
-        `folder`.
     """
     folder = Path(folder)
     is_lora = hasattr(model, "peft_config")

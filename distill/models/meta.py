@@ -71,9 +71,6 @@ def meta_config(section: ModelSection, field: str) -> Any:
     """The configuration of `model` where that is on this machine or no `config` is named, else of `config`.
 
     So nothing is downloaded for a recipe that names both; a `config` that some other model left behind is not used.
-
-    Raises:
-        ValueError: it cannot be found.
     """
     if section.config is None or section.init == "random" or follows_model(section, field):
         return load_config(section, field)

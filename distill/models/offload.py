@@ -50,9 +50,6 @@ def offload_layers(model: Any, device: torch.device) -> Any:
             place. `model.to(device)` does nothing from then on, and any other `to` is refused.
         device: Where it computes; a CPU is no use but in tests.
 
-    Returns:
-        `model`.
-
     Raises:
         ValueError: quantised weights, weights that are trained, or an architecture without a list of layers.
     """

@@ -105,9 +105,6 @@ def patch(
             out, so that `model` may be on the meta device (modules they do not cover are then left).
         log_it: Log the report, in one line.
 
-    Returns:
-        The report.
-
     Raises:
         ValueError: The model is patched already, or an argument has an unknown value.
     """

@@ -26,9 +26,6 @@ def layers_to_keep(total: int, count: int) -> list[int]:
     With `d = total - count` layers to drop, layers `s .. s + d - 1` go, `s = (count + 1) // 2`, so that the first half
     of the kept layers (and the odd one) stands before the gap and the second half after it. 30 layers, 20 kept:
     0-9 and 20-29.
-
-    Raises:
-        ValueError: `count` is not between 1 and `total`.
     """
     if not 1 <= count <= total:
         raise ValueError(f"student.from_teacher.layers: expected 1 to {total}, as many as the teacher has, got {count}")
@@ -37,11 +34,7 @@ def layers_to_keep(total: int, count: int) -> list[int]:
 
 
 def check_kept(keep: Sequence[int], total: int) -> list[int]:
-    """`keep` as a list, ascending and within the teacher's layers.
-
-    Raises:
-        ValueError: otherwise.
-    """
+    """`keep` as a list, ascending and within the teacher's layers."""
     kept = list(keep)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= total:
         raise ValueError(
@@ -51,11 +44,7 @@ def check_kept(keep: Sequence[int], total: int) -> list[int]:
 
 
 def layer_indices(cut: FromTeacher | None, total: int) -> list[int]:
-    """The layers that `student.from_teacher` keeps of a teacher's `total`.
-
-    Raises:
-        ValueError: layers that it has not.
-    """
+    """The layers that `student.from_teacher` keeps of a teacher's `total`."""
     assert cut is not None
     return check_kept(cut.keep, total) if cut.keep is not None else layers_to_keep(total, cut.layers or total)
 

@@ -224,9 +224,6 @@ def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tok
         student: the model, changed in place; its configuration follows.
         teacher_tokenizer: the one to train and to save with.
 
-    Returns:
-        The tokens added.
-
     Raises:
         ValueError: the two disagree on an id, or the student has tokens that the teacher lacks.
     """

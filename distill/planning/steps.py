@@ -78,11 +78,7 @@ def small_data_notes(recipe: Recipe, data: DataReport, accumulation: int, world:
 
 
 def require_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse `train.arguments` that do not exist, and numbers and switches that are none: transformers looks at few.
-
-    Raises:
-        ValueError: naming the first one.
-    """
+    """Refuse `train.arguments` that do not exist, and numbers and switches that are none: transformers looks at few."""
     unknown = sorted(set(given) - set(TrainingArguments.__dataclass_fields__))
     if unknown:
         raise ValueError(f"train.arguments.{unknown[0]}: transformers.TrainingArguments has no such argument")

@@ -48,9 +48,6 @@ def write_model_card(
         datasets: What it was trained and judged on; hub ids go into the metadata, others are left out.
         licence: Of the model that the student started as, as its own card says it; None where that is not known.
         measure: What the divergences are.
-
-    Returns:
-        The file.
     """
     head: dict[str, str | list[str]] = {
         "library_name": "transformers",

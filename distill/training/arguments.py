@@ -44,11 +44,7 @@ def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[
 
 
 def require_reports(names: Sequence[str]) -> None:
-    """Hold that what `train.report_to` names is known to transformers and installed.
-
-    Raises:
-        ValueError: naming the first that is not.
-    """
+    """Hold that what `train.report_to` names is known to transformers and installed."""
     installed = get_available_reporting_integrations()
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK and name != "all":
@@ -58,11 +54,7 @@ def require_reports(names: Sequence[str]) -> None:
 
 
 def require_optimizer(arguments: TrainingArguments, student: torch.nn.Module) -> None:
-    """Hold that the package which brings the optimizer is installed, and that it has what it needs.
-
-    Raises:
-        ValueError: in transformers' words.
-    """
+    """Hold that the package which brings the optimizer is installed, and that it has what it needs."""
     try:
         Trainer.get_optimizer_cls_and_kwargs(arguments, student)  # type: ignore[arg-type]
     except (ImportError, ValueError) as error:
