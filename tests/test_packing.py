@@ -134,6 +134,13 @@ def test_a_real_end_token_is_learned_though_it_is_the_padding_token():
     assert batch["valid_rows"].tolist() == [0, 1, 3]
 
 
+def test_a_first_token_is_not_learned_whatever_label_a_row_brings():
+    rows = [{"input_ids": [5, 6, 7, 8, 9], "labels": [5, 6, 7, 8, 9], "position_ids": [0, 1, 2, 0, 1]}]
+    batch = Collator(pad_token_id=0)(rows)
+    assert batch["labels"].tolist() == [[IGNORE_INDEX, 6, 7, IGNORE_INDEX, 9]]
+    assert batch["valid_rows"].tolist() == [0, 1, 3]
+
+
 def test_the_collator_draws_no_random_numbers():
     state = torch.get_rng_state()
     rows = [{"input_ids": [5, 6], "labels": [-100, 6], "position_ids": [0, 1]}]

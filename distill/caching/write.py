@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from distill.core.files import write_json
-from distill.core.labels import IGNORE_INDEX, shift_labels
+from distill.core.labels import shift_labels
 from distill.core.ranks import world_size
 from distill.core.units import GIB
 from distill.data.collator import Collator
@@ -279,8 +279,7 @@ def shard_tensors(
 def _tokens(entry: Entry, tables: Sequence[Any]) -> dict[str, np.ndarray]:
     row = tables[entry.split][entry.row]
     ids = np.asarray(row["input_ids"])[entry.start : entry.stop]
-    labels = np.array(np.asarray(row.get("labels", row["input_ids"]))[entry.start : entry.stop])
-    labels[0] = IGNORE_INDEX
+    labels = np.asarray(row.get("labels", row["input_ids"]))[entry.start : entry.stop]
     return {"input_ids": ids, "labels": labels, "position_ids": np.arange(len(ids))}
 
 

@@ -204,7 +204,7 @@ def _of_files(name: str, files: list[Path], field: str) -> Source:
 
     def rows() -> Iterator[Row | RowFault]:
         for path in files:
-            yield from READERS[_kind(path)](path)
+            yield from _guarded(path)
 
     only_text = all(_kind(path) == ".txt" for path in files)
     return Source(name, digest.hexdigest(), rows, ("text",) if only_text else None, "text" if only_text else None)
@@ -216,16 +216,12 @@ def _open(path: Path) -> TextIO:
     return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
-def _guarded(reader: Callable[[Path], Iterator[Row | RowFault]]) -> Callable[[Path], Iterator[Row | RowFault]]:
-    """A file that is cut short or breaks off while being read counts as one fault."""
-
-    def read(path: Path) -> Iterator[Row | RowFault]:
-        try:
-            yield from reader(path)
-        except (OSError, EOFError, csv.Error, zlib.error) as error:
-            yield RowFault("file breaks off", f"{path.name}: {error}")
-
-    return read
+def _guarded(path: Path) -> Iterator[Row | RowFault]:
+    """The rows of a file; one that is cut short or breaks off while being read counts as one fault."""
+    try:
+        yield from READERS[_kind(path)](path)
+    except (OSError, EOFError, csv.Error, zlib.error) as error:
+        yield RowFault("file breaks off", f"{path.name}: {error}")
 
 
 def _read_lines(path: Path) -> Iterator[Row | RowFault]:
@@ -340,14 +336,14 @@ def _opening(path: Path, kind: str) -> Iterator[None]:
 
 
 READERS = {
-    ".jsonl": _guarded(_read_lines),
-    ".ndjson": _guarded(_read_lines),
-    ".json": _guarded(_read_json),
-    ".csv": _guarded(_read_csv),
-    ".tsv": _guarded(_read_csv),
-    ".txt": _guarded(_read_text),
-    ".parquet": _guarded(_read_parquet),
-    ".arrow": _guarded(_read_arrow),
+    ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".txt": _read_text,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
 }
 
 

@@ -21,15 +21,12 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, intervals, share_interval
-from distill.evaluation.evaluate import as_trained, perplexity
+from distill.evaluation.evaluate import HeldOut, as_trained, perplexity
 from distill.models.head import LogitTransform, call_head, decoder_of, find_head, probe_logits
 
 BINS = 15
 CHUNK = 512  # tokens whose full logits exist together
-FIGURES = (
-    "forward_kl", "reverse_kl", "agreement", "student_cross_entropy", "teacher_cross_entropy",
-    "student_entropy", "teacher_entropy",
-)  # fmt: skip
+FIGURES = HeldOut._fields[1:]  # in this order
 
 
 class Judgement(NamedTuple):
