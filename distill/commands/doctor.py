@@ -20,12 +20,16 @@ def doctor(
     small: Annotated[
         bool | None, typer.Option("--small/--whole", help="Two layers of each model, or all; else by their size.")
     ] = None,
+    machine: Annotated[
+        bool, typer.Option("--machine", help="Each kernel and the rates of this machine: send it with a report.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Is this machine fit, and does what training relies on hold for a recipe? Exit code 1 where something fails.
 
     \b
     distill doctor
+    distill doctor --machine --json
     distill doctor recipes/quickstart.yaml
     distill doctor my.yaml student.lora.head=true --small
     """
@@ -33,25 +37,37 @@ def doctor(
     from distill.doctor.examine import environment_lines, examine
 
     lines = environment_lines()
+    if machine:
+        from distill.doctor.machine import examine_machine, machine_lines
+
+        lines += machine_lines()
     if not as_json:
         console.say("\n".join(map(str, lines)))
-    findings = []
+    kernels, findings = [], []
+    if machine:
+        with console.working("trying the kernels; compiling them takes minutes the first time"):
+            for finding in examine_machine():
+                kernels.append(finding)
+                if not as_json:
+                    console.say(str(finding))
     if resolved is not None:
         for finding in examine(resolved, small=small):
             findings.append(finding)
             if not as_json:
                 console.say(str(finding))
     if as_json:
-        say_json({"environment": lines, "recipe": findings})
-    failed = sum(finding.passed is False for finding in findings)
+        say_json({"environment": lines, **({"kernels": kernels} if machine else {}), "recipe": findings})
+    failed = sum(finding.passed is False for finding in [*kernels, *findings])
+    if kernels and not as_json:
+        console.say(_summary([finding.passed for finding in kernels], "check"))
     if findings and not as_json:
-        console.say(_summary([finding.passed for finding in findings]))
+        console.say(_summary([finding.passed for finding in findings], "invariant"))
     if failed or not all(line.fine for line in lines):
         raise typer.Exit(1)
 
 
-def _summary(passed: list[bool | None]) -> str:
+def _summary(passed: list[bool | None], what: str) -> str:
     """How many hold; those that were skipped are neither."""
     failed, skipped = passed.count(False), passed.count(None)
     told = f"{failed} FAILED" if failed else f"{passed.count(True)} hold" if skipped else "all hold"
-    return f"{counted(len(passed), 'invariant')}, {told}" + (f", {skipped} skipped" if skipped else "")
+    return f"{counted(len(passed), what)}, {told}" + (f", {skipped} skipped" if skipped else "")

@@ -109,10 +109,9 @@ def _triton() -> Line:
 
 
 def _memory() -> Line:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    with contextlib.suppress(OSError):  # the kernel's own estimate counts caches that it can give up
-        lines = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
-        free = int(lines[0].split()[1]) * 1024 / GIB if lines else free
+    import psutil  # comes with accelerate
+
+    free = psutil.virtual_memory().available / GIB
     return Line("memory", free >= 4, f"{free:.0f} GiB free" + ("" if free >= 4 else "; close what you do not need"))
 
 

@@ -7,7 +7,6 @@ direction; of a GPU that is not listed nothing is said.
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -65,8 +64,9 @@ def find_device(name: str | None) -> Device:
         facts = torch.cuda.get_device_properties(here)
         return Device(facts.name, facts.total_memory, card_in(here), family_in(here))
     if name is None or name.lower() == "cpu":
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-        return Device("this machine's CPU", pages, cuda=False)
+        import psutil  # comes with accelerate
+
+        return Device("this machine's CPU", psutil.virtual_memory().total, cuda=False)
     if key := find_card(name):
         return Device(key, int(CARDS[key].memory_gib * GIB), CARDS[key], CARDS[key].family)
     digits = name.upper().removesuffix("GB").removesuffix("G").strip()
