@@ -24,6 +24,8 @@ from distill.teachers.cross.encode import PairEncoder
 from distill.teachers.cross.teacher import CrossTeacher
 from distill.teachers.cross.vocabularies import compare_by_bytes
 from distill.teachers.mixture import MixtureTeacher
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.routed.teacher import RoutedTeacher
 from distill.training.trainer import DistillationTrainer
 
 TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}
@@ -208,12 +210,41 @@ def informed_answering():
     return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
 
 
+def routed(loss=None):
+    """Two routes, one of them a mixture; rows that hold documents of one and of both."""
+    subject = several(loss)
+    tokenizer = tiny_tokenizer()
+    other = tiny_model(tokenizer, hidden=48, seed=7)
+    made = [part | {"route": [number % 3 % 2]} for number, part in enumerate(subject.documents())]
+    teachers = list(subject.teacher.models.values())
+    members = [LoadedTeacher(other, field="teachers.0"), MixtureTeacher(
+        [LoadedTeacher(model, field=f"teachers.{number}") for number, model in enumerate(teachers, 1)], (3.0, 1.0)
+    )]  # fmt: skip
+    return replace(
+        subject, teacher=RoutedTeacher(members, ["code", "talk"]), weights=(1.0, 0.75, 0.25),
+        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)], tokenizers=(tokenizer,) * 4,
+    )  # fmt: skip
+
+
+def routed_answering():
+    """The same of a student that answers: an answer's teacher is its prompt's."""
+    subject = routed({"terms": [{"type": "reverse_kl"}]})
+    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
+    asked = subject.documents()
+    for number, document in enumerate(asked):  # the first tokens are the prompt
+        document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
+    answers = rollouts.answered(subject.student, asked, len(asked))
+    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
+    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
+
+
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
 SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
 SUBJECTS |= {"informed": informed, "informed answering": informed_answering}
 # by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
 KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"], "cache": list(CACHED)}
-KINDS["context"] = ["informed", "informed answering"]
+SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
+KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
 
 
 COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
@@ -229,6 +260,9 @@ RECIPES = {
     "informed": "teacher: {type: student, context: {template: 'A hint. {hint}'}}\nstudent: {model: teacher}\n"
     "data: {source: chat.jsonl, max_length: 192, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
     "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,
+    "routed": "teachers: [{model: teacher, route: even}, {model: other, route: odd}]\n"
+    "student: {from_teacher: {layers: 3}}\ndata: {source: chat.jsonl, max_length: 96, cache: false, fields: "
+    "{teacher: domain}, on_policy: {fraction: 0.5, max_new_tokens: 6}}\nloss: {terms: [{type: reverse_kl}]}\n" + COMMON,
     "bucket": "teacher: {type: cache, path: %s}\nstudent: {model: %s/student}\n"
     "data: {source: %s/text.txt, max_length: 48, cache: false, validation: {fraction: 0.1}}\n" + COMMON,
 }
@@ -247,8 +281,9 @@ def write_recipes(root, caches):
         {
             "messages": [{"role": "user", "content": line}, {"role": "assistant", "content": "It does."}],
             "hint": f"Say that {line.split()[-3]} does {len(line)} times.",
+            "domain": "odd" if number % 2 else "even",
         }
-        for line in lines
+        for number, line in enumerate(lines)
     ]
     (root / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
     cache, _ = caches.store(1.0, k=8)

@@ -15,6 +15,11 @@ OF_KIND = {
     "cache": ["teacher={type: cache, path: there}"],
     "mixture": ["teacher=null", "teachers=[{model: t}, {model: u, weight: 3}]"],
     "cross": ["student.vocabulary=cross"],
+    "routed": [
+        "teacher=null",
+        "teachers=[{model: t, route: a}, {model: u, route: b}]",
+        "data.fields.teacher=domain",
+    ],
     "context": ["teacher.context={template: 'Know that {hint}'}"],
 }
 WITH = {
@@ -48,7 +53,8 @@ def test_the_table_knows_every_kind_and_feature():
 def test_a_kind_is_what_a_recipe_spells(kind):
     recipe = parse(ONE, OF_KIND[kind])
     assert kind_of(recipe) == describe_teacher(recipe).kind == kind
-    assert abs(sum(describe_teacher(recipe).weights) - 1) < 1e-12
+    described = describe_teacher(recipe)
+    assert abs(sum(described.weights) - len(set(described.routes or [""]))) < 1e-12
     for command, kinds in COMMANDS.items():
         if kind not in kinds:
             require_command(recipe, command)

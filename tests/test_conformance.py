@@ -23,6 +23,7 @@ SAYS = {
     "answering": "answers of the student's own after the data's prompts",
     "several": "of the mixture (over 259 columns) from itself",
     "across": "spans cover the same",
+    "routed": "each document at its own teacher",
     "informed": "before them are the teacher's alone",
     "bucket": "places found in the cache",
 }

@@ -66,18 +66,16 @@ def test_every_recipe_validates_and_can_run_dry(path):
     if recipe.student.vocabulary == "cross":  # compares by text, of which random tokens have none
         with pytest.raises(ValueError, match=r"data\.source: random tokens have no text"):
             load(path, DRY_RUN)
-    itself = recipe.teacher.type == "student"  # random with the student
-    dry = load(
-        path, [setting for setting in DRY_RUN if not ("synthetic" in setting or (itself and "teacher" in setting))]
-    )
-    teacher = describe_teacher(dry).members["teacher"] if itself else dry.teacher
-    for field, spec in (("teacher.config", teacher), ("student.config", dry.student)):
-        assert spec.init == "random" and find_architecture(spec.config, field).is_file()
+    fields = [f"teachers.{n}" for n in range(len(recipe.teachers))] or ["teacher"] * (recipe.teacher.type == "model")
+    fields += ["teacher"] * recipe.teacher.is_cached
+    dry = load(path, [f"{field}.init=random" for field in (*fields, "student")])
+    for field, spec in (*describe_teacher(dry).members.items(), ("student", dry.student)):
+        assert spec.init == "random" and find_architecture(spec.config, f"{field}.config").is_file()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_headers_give_launch_line_hardware_and_memory(path):
-    header = path.read_text().split("\n\nteacher:")[0]
+    header = path.read_text().split("\n\nteacher")[0]
     assert all(line.startswith("#") for line in header.splitlines())
     assert "distill run" in header and re.search(r"GiB|GB", header) and re.search(r"CPU|GPU|80 GB", header)
 
@@ -85,7 +83,7 @@ def test_headers_give_launch_line_hardware_and_memory(path):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_commands_in_headers_are_valid(path):
     """Every `distill run RECIPE overrides` of a header is a valid recipe, continuation lines included."""
-    header = path.read_text().split("\n\nteacher:")[0].replace("\\\n#", "")
+    header = path.read_text().split("\n\nteacher")[0].replace("\\\n#", "")
     commands = re.findall(r"distill run \S+((?: +[a-z_.]+=\S+)*)", header)
     assert commands
     for overrides in commands:

@@ -7,6 +7,7 @@ from typing import Any
 
 from distill.doctor.reference import MixtureReference, Reference
 from distill.doctor.reference_context import ContextReference
+from distill.doctor.reference_routed import RoutedReference
 from distill.doctor.reference_spans import SpansReference
 from distill.doctor.reference_top_k import TopKReference
 from distill.teachers.base import TargetFormat, Teacher
@@ -15,6 +16,7 @@ from distill.teachers.context.teacher import ContextFormat
 from distill.teachers.cross.teacher import SpansFormat
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.mixture import MixtureFormat
+from distill.teachers.routed.teacher import RoutedFormat
 
 REFERENCES: dict[type[TargetFormat], type[Reference]] = {
     HiddenFormat: Reference,
@@ -22,6 +24,7 @@ REFERENCES: dict[type[TargetFormat], type[Reference]] = {
     TopKFormat: TopKReference,
     SpansFormat: SpansReference,
     ContextFormat: ContextReference,
+    RoutedFormat: RoutedReference,
 }
 BY_NAME = {format.__name__: reference for format, reference in REFERENCES.items()}
 

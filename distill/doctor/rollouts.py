@@ -17,6 +17,7 @@ from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicy
 from distill.recipe import Recipe
 from distill.teachers.context.data import ContextCollator
+from distill.teachers.routed.data import RoutedCollator
 
 MOST_NEW_TOKENS = 16
 
@@ -77,7 +78,8 @@ class StudentRollouts:
         Answers follow from weights, seed and document alone: `at_once` plays no part.
         """
         collate: Any = Collator(self.pad)
-        collate = ContextCollator(collate, self.pad) if "teacher_input_ids" in rows[0] else collate
+        for name, collator in (("teacher_input_ids", ContextCollator), ("route", RoutedCollator)):
+            collate = collator(collate, self.pad) if name in rows[0] else collate
         batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
         with eval_mode(student):
             batches = self.by(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})

@@ -66,6 +66,18 @@ class TwoPromptRows(Rows):
         return short | {name: list(document[name][:left]) for name in OTHERS}
 
 
+class RoutedRows(Rows):
+    """Rows whose documents have a route each (`distill.teachers.routed`)."""
+
+    @staticmethod
+    def documents(row: Row) -> list[Document]:
+        """Cut where positions start again, each with its route."""
+        return [
+            {name: list(row[name][a:b]) for name in OWN} | {"route": [route]}
+            for (a, b), route in zip(bounds(row["position_ids"]), row["route"], strict=True)
+        ]
+
+
 class SpanRows(Rows):
     """Rows that hold each text as two models read it, and their `spans` (`distill.teachers.cross.data`)."""
 

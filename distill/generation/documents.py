@@ -26,12 +26,14 @@ class Document:
         labels: as in the batch, not shifted.
         row: of the batch.
         teacher_ids: what the teacher reads in their place, which ends with the same answer; None for the same.
+        route: the number of its teacher's route; None where there is one teacher.
     """
 
     ids: list[int]
     labels: list[int]
     row: int
     teacher_ids: list[int] | None = None
+    route: int | None = None
 
     @property
     def length(self) -> int:
@@ -61,7 +63,8 @@ class Document:
         other = self.teacher_ids
         if other is not None:
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
-        return Document([*prompt, *answer], [IGNORE_INDEX] * len(prompt) + list(answer), self.row, other)
+        labels = [IGNORE_INDEX] * len(prompt) + list(answer)
+        return Document([*prompt, *answer], labels, self.row, other, self.route)
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
@@ -87,7 +90,8 @@ def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
                 if others:
                     predicts_last = place_of[row * len(ids[row]) + end - 2] % len(teacher[row])
                     other = teacher[row][others[row][number][0] : predicts_last + 2]
-                found.append(Document(ids[row][start:end], labels[row][start:end], row, other))
+                route = int(batch["routes"][row, start]) if "routes" in batch else None
+                found.append(Document(ids[row][start:end], labels[row][start:end], row, other, route))
     return found
 
 
@@ -111,4 +115,6 @@ def as_row(documents: Sequence[Document]) -> Row:
     if readings:
         row["teacher_input_ids"] = [token for ids in readings for token in ids]
         row["teacher_position_ids"] = [position for ids in readings for position in range(len(ids))]
+    if routes := [document.route for document in documents if document.route is not None]:
+        row["route"] = routes
     return row

@@ -108,6 +108,14 @@ CONFLICTS: tuple[Conflict, ...] = (
         "teacher.context: not with student.vocabulary: cross, whose answers are not the same tokens to both",
     ),
     Conflict(
+        "routed", "random tokens",
+        "data.source: random tokens name no teacher, by which rows go to one of several (teachers with routes)",
+    ),
+    Conflict(
+        "routed", "plugin",
+        "loss.plugin: its functions take one teacher's logits; they do not work with several teachers",
+    ),
+    Conflict(
         "context", "running text",
         "teacher.context: running text (data.format: text) has no answers that could be read after another prompt",
     ),
@@ -137,25 +145,29 @@ CONFLICTS: tuple[Conflict, ...] = (
 COMMANDS: dict[str, dict[Kind, str]] = {
     "cache": {
         "mixture": "teachers: expected one teacher, since a cache holds what one says; got several",
+        "routed": "teachers: expected one teacher, since a cache holds what one says; got several",
         "cross": "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; got cross",
         "context": "teacher.context: a cache holds what a teacher says of the student's own rows",
     },
     "sample --from teacher": {
         "cache": "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model",
+        "routed": "--from teacher: each row of this recipe has its own teacher; give a recipe with teacher.model",
         "context": "--from teacher: this teacher answers after a prompt of its own (teacher.context), not the data's",
     },
     "inspect --shade": {
         "cache": "--shade: expected a recipe whose teacher is loaded, got teacher.type: cache",
         "mixture": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
+        "routed": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
         "cross": "--shade: compares with one teacher of the same tokenizer; this recipe's has another one",
         "context": "--shade: compares on the same rows; this recipe's teacher reads others (teacher.context)",
     },
     "eval": {
         "mixture": "--teacher: this run had several teachers; name the one to compare with",
+        "routed": "--teacher: this run had several teachers; name the one to compare with",
         "context": "--teacher: this run's teacher read more than the student (teacher.context); name one",
     },
 }
-KINDS: tuple[Kind, ...] = ("model", "cache", "mixture", "cross", "context")
+KINDS: tuple[Kind, ...] = ("model", "cache", "mixture", "routed", "cross", "context")
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:

@@ -18,12 +18,14 @@ class Fields(Section):
         prompt: what is read.
         completion: the answer to it, which is learned.
         messages: a chat, a list of messages with `role` and `content`.
+        teacher: which of `teachers` teaches the row, by its `route`.
     """
 
     text: Text | None = None
     prompt: Text | None = None
     completion: Text | None = None
     messages: Text | None = None
+    teacher: Text | None = None
 
     def column(self, name: Literal["text", "prompt", "completion", "messages"]) -> str:
         """The column that holds `name`: as mapped, else `name` itself."""

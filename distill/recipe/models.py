@@ -157,9 +157,12 @@ class WeightedTeacher(Teacher):
 
     Attributes:
         weight: this teacher's share of the mixture of probabilities; weights are divided by their sum.
+        route: it teaches the rows whose `data.fields.teacher` column says this, alone or in a mixture with others of
+            the same route; every teacher has one, or none.
     """
 
     weight: NotNegative = 1.0
+    route: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = None
 
     @model_validator(mode="after")
     def _is_loaded_as_it_is(self) -> Self:
@@ -171,7 +174,7 @@ class WeightedTeacher(Teacher):
 
     def alone(self) -> Teacher:
         """The same model as the only teacher."""
-        return Teacher.model_validate(self.model_dump(exclude={"weight"}))
+        return Teacher.model_validate(self.model_dump(exclude={"weight", "route"}))
 
 
 class FromTeacher(Section):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -94,6 +95,14 @@ class Recipe(Section):
     def _weights_some_teacher(self) -> Self:
         if self.teachers and not any(teacher.weight for teacher in self.teachers):
             raise ValueError("teachers: every weight is 0: give at least one teacher a weight above 0")
+        routes = [teacher.route for teacher in self.teachers]
+        if any(routes) and not all(routes):
+            raise ValueError("teachers: expected a route for each teacher, or for none; got some without")
+        if any(routes) != (self.data.fields.teacher is not None):
+            raise ValueError("data.fields.teacher: names the column of a row's teacher where teachers have routes")
+        for route, own in groupby(self.teachers if any(routes) else [], lambda teacher: teacher.route):
+            if routes.count(route) != len(weights := [teacher.weight for teacher in own]) or not any(weights):
+                raise ValueError(f"teachers: expected those of route {route} together, and a weight above 0")
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel
 
-Kind = Literal["model", "cache", "mixture", "cross", "context"]
+Kind = Literal["model", "cache", "mixture", "routed", "cross", "context"]
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
 
 
@@ -30,18 +30,20 @@ class TeacherDescription(NamedTuple):
     Attributes:
         kind: as in `distill.teachers.registry.SOURCES`.
         members: the sections, by the field that holds each; of a mixture all of them.
-        weights: of the members' probabilities, summing to 1.
+        weights: of the members' probabilities, summing to 1, of routed ones within each route.
+        routes: of each member, where rows name their teacher.
     """
 
     kind: Kind
     members: dict[str, Teacher]
     weights: tuple[float, ...] = (1.0,)
+    routes: tuple[str, ...] = ()
 
 
 def kind_of(recipe: Sections) -> Kind:
     """The kind of teacher."""
     if recipe.teachers:
-        return "mixture"
+        return "mixture" if all(teacher.route is None for teacher in recipe.teachers) else "routed"
     if recipe.student.vocabulary == "cross":
         return "cross"
     if recipe.teacher.is_cached:
@@ -60,9 +62,11 @@ def loaded_section(recipe: Sections) -> Teacher:
 def describe_teacher(recipe: Sections) -> TeacherDescription:
     """The kind of teacher, with its members."""
     kind = kind_of(recipe)
-    if kind != "mixture":
+    if not recipe.teachers:
         return TeacherDescription(kind, {"teacher": loaded_section(recipe)})
     sections: list[WeightedTeacher] = recipe.teachers
-    total = sum(section.weight for section in sections)
+    routes = tuple(section.route or "" for section in sections)
+    totals = {route: sum(s.weight for s in sections if (s.route or "") == route) for route in routes}
     members = {f"teachers.{number}": section.alone() for number, section in enumerate(sections)}
-    return TeacherDescription(kind, members, tuple(section.weight / total for section in sections))
+    weights = tuple(section.weight / totals[route] for section, route in zip(sections, routes, strict=True))
+    return TeacherDescription(kind, members, weights, routes if kind == "routed" else ())

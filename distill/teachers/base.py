@@ -108,11 +108,13 @@ class TargetFormat(Protocol):
         measure: what the divergences reported are called, and what they are means over.
         caveat: what must be known of them; None where they are those of two whole distributions.
         terms: the divergences that these targets can be compared by, as `loss.terms` names them.
+        routes: of which the statistics are followed by their own, as `PER_ROUTE` of teachers/losses.py names them.
     """
 
     measure: Measure = KL
     caveat: str | None = None
     terms: frozenset[str] = DIVERGENCES
+    routes: tuple[str, ...] = ()
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
         """How a student meets these targets.

@@ -154,6 +154,11 @@ class DistillationObjective:
         return self.teacher.format.measure
 
     @property
+    def routes(self) -> tuple[str, ...]:
+        """Of the teacher, whose own figures follow the statistics."""
+        return self.teacher.format.routes
+
+    @property
     def columns(self) -> int:
         """Columns of the vocabulary that the loss is over."""
         return self.pairing.columns

@@ -14,11 +14,13 @@ from distill.teachers.cross.teacher import CrossSource
 from distill.teachers.measure import Measure
 from distill.teachers.mixture import MixtureSource
 from distill.teachers.model import ModelSource
+from distill.teachers.routed.teacher import RoutedSource
 
 SOURCES: dict[Kind, Callable[[Recipe], TeacherSource]] = {
     "model": ModelSource,
     "cache": CacheSource,
     "mixture": MixtureSource,
+    "routed": RoutedSource,
     "cross": CrossSource,
     "context": ContextSource,
 }

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from distill.core.labels import count_learned
 from distill.core.units import GIB
 from distill.models.cards import peak_flops
 from distill.models.work import Work
-from distill.teachers.losses import STATISTICS
+from distill.teachers.losses import PER_ROUTE, STATISTICS
 from distill.training.phases import PAUSED, Phases
 
 
@@ -44,6 +44,7 @@ class Meter:
         teacher: FLOPs of the teacher, from `work_of`; None for no MFU.
         student: The same of the student.
         divergence: The objective's name for its divergence (None: no teacher in the loss) and the terms' weights.
+        routes: of the teacher, each with figures of its own.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class Meter:
         teacher: Work | None,
         student: Work | None,
         divergence: tuple[str | None, float] = ("kl", 1.0),
+        routes: Sequence[str] = (),
     ) -> None:
         self.device, self.teacher, self.student = device, teacher, student
-        self.divergence = divergence
+        self.divergence, self.routes = divergence, routes
         self.peak = peak_flops(device)
         self.tokens_seen = 0
         self._pause = 0.0
@@ -64,7 +66,7 @@ class Meter:
     def restart(self) -> None:
         """Forget the interval and start its clock."""
         precision = torch.float32 if self.device.type == "mps" else torch.float64
-        self._sums = torch.zeros(len(STATISTICS), dtype=precision, device=self.device)
+        self._sums = torch.zeros(number_of_sums(self.routes), dtype=precision, device=self.device)
         self._counts = torch.zeros(2, dtype=precision, device=self.device)  # trained tokens, pairs
         self._tokens = 0
         self._start, self._pause = time.perf_counter(), 0.0
@@ -96,18 +98,20 @@ class Meter:
 
         Returns:
             kl or divergence, cross_entropy, teacher_cross_entropy, student_entropy, teacher_entropy, agreement (means
-            over trained tokens, natural logarithms), tokens_per_second, trained_tokens_per_second, tokens_seen (since
-            this process started), peak_memory_gib, time_data and the other phases (seconds an optimizer step, means
-            over the ranks) and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
+            over trained tokens, natural logarithms), of each route kl_NAME, agreement_NAME and tokens_NAME,
+            tokens_per_second, trained_tokens_per_second, tokens_seen (since this process started), peak_memory_gib,
+            time_data and the other phases (seconds an optimizer step, means over the ranks) and, where known, mfu,
+            mfu_teacher and mfu_student (shares of 1).
         """
         phases = self.phases.seconds()
         steps = max(self.phases.steps, 1)
         here = [self._sums, self._counts, self._counts.new_tensor([self._tokens, 1.0, *phases.values()])]
         values = reduce(torch.cat(here)).tolist()
-        sums, (trained, pairs, tokens, ranks, *times) = values[: len(STATISTICS)], values[len(STATISTICS) :]
+        count = len(self._sums)
+        sums, (trained, pairs, tokens, ranks, *times) = values[:count], values[count:]
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
-        figures = named_means(sums, trained, self.divergence) | {
+        figures = named_means(sums, trained, self.divergence, self.routes) | {
             "tokens_per_second": tokens / seconds,
             "trained_tokens_per_second": trained / seconds,
             "trained_tokens": trained,
@@ -126,14 +130,28 @@ class Meter:
         return figures
 
 
-def named_means(sums: list[float], trained: float, divergence: tuple[str | None, float]) -> dict[str, float]:
-    """Means over `trained` tokens of the objective's statistics, the teacher's left out where it takes no part."""
-    mean = {name: value / max(trained, 1.0) for name, value in zip(STATISTICS, sums, strict=True)}
+def number_of_sums(routes: Sequence[str]) -> int:
+    """How many sums the objective returns as statistics."""
+    return len(STATISTICS) + len(PER_ROUTE) * len(routes)
+
+
+def named_means(
+    sums: list[float], trained: float, divergence: tuple[str | None, float], routes: Sequence[str] = ()
+) -> dict[str, float]:
+    """Means over `trained` tokens of the objective's statistics, the teacher's left out where it takes no part; of each
+    route over its own tokens, and their number."""
+    mean = {name: value / max(trained, 1.0) for name, value in zip(STATISTICS, sums, strict=False)}
     name, weight = divergence
     figures = {key: mean[key] for key in ("cross_entropy", "student_entropy")}
     if name is not None:
         figures |= {name: mean["divergence"] / weight, "agreement": mean["agreement"]}
         figures |= {"teacher_entropy": mean["teacher_entropy"], "teacher_cross_entropy": -mean["teacher_label_logprob"]}
+    for number, route in enumerate(routes if name is not None else ()):
+        begin = len(STATISTICS) + len(PER_ROUTE) * number
+        tokens, total, agreement = sums[begin : begin + len(PER_ROUTE)]
+        figures[f"tokens_{route}"] = tokens
+        if tokens:
+            figures |= {f"{name}_{route}": total / weight / tokens, f"agreement_{route}": agreement / tokens}
     return figures
 
 

@@ -42,12 +42,12 @@ from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
 from distill.models.work import work_of
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
-from distill.teachers.losses import STATISTICS, LossSpec
+from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
-from distill.training.metrics import Meter, named_means
+from distill.training.metrics import Meter, named_means, number_of_sums
 from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class DistillationTrainer(Trainer):
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
         self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
         work = self.objective.teacher.work(), work_of(model, trains=True)
-        self.meter = Meter(args.device, *work, self.objective.divergence)
+        self.meter = Meter(args.device, *work, self.objective.divergence, self.objective.routes)
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
@@ -303,22 +303,22 @@ class DistillationTrainer(Trainer):
         return metrics
 
     def _held_out(self, batches: Any) -> dict[str, float]:
-        model = self.model_wrapped if self.is_in_train else self.model
+        model, objective = self.model_wrapped if self.is_in_train else self.model, self.objective
         assert model is not None
         training = model.training
         model.eval()
-        sums = torch.zeros(len(STATISTICS) + 2, dtype=torch.float64, device=self.args.device)
+        sums = torch.zeros(number_of_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
         with self.compute_loss_context_manager():
             for batch in batches:
                 inputs = self._prepare_inputs(batch)
-                output = model(**self.objective.compare(inputs, num_items=1))
+                output = model(**objective.compare(inputs, num_items=1))
                 more = torch.stack([output["loss"].double(), count_learned(inputs).double()])
                 sums += torch.cat([output["statistics"].double(), more])
         model.train(training)
         *statistics, loss, trained = self.accelerator.reduce(sums, "sum").tolist()
         if trained == 0:
             raise ValueError("eval_dataset: no trained tokens (every label is -100)")
-        return {"loss": loss / trained, **named_means(statistics, trained, self.objective.divergence)}
+        return {"loss": loss / trained, **named_means(statistics, trained, objective.divergence, objective.routes)}
 
     # ----------------------------------------------------------- checkpoints
 

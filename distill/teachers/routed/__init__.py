@@ -1,0 +1,1 @@
+"""Several teachers of which each teaches rows of its own, such as one a domain."""

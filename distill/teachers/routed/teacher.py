@@ -1,0 +1,273 @@
+"""Several loaded teachers over one vocabulary, of which each row has its own: `teachers` with routes.
+
+A route is one teacher or a mixture of some. Each reads its own documents, packed as they are in the student's rows;
+its hidden states are spread to the student's positions, and the losses of the routes, each over its own tokens and
+divided by the tokens of all, are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from distill_kernels import LossTerm, TokenStats
+from torch import nn
+
+from distill.core.labels import IGNORE_INDEX
+from distill.data.chat import load_template
+from distill.data.formats import Format
+from distill.data.load import Splits, load_rows
+from distill.models.fingerprint import model_identity
+from distill.models.head import LogitTransform
+from distill.models.work import total_work
+from distill.recipe import Data, Generate, Recipe, Student
+from distill.recipe.teachers import describe_teacher
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    CutStudent,
+    Footprint,
+    FootprintContext,
+    HeadCall,
+    LossInputs,
+    LossResult,
+    OpenContext,
+    Pairing,
+    TargetFormat,
+)
+from distill.teachers.base import Teacher as AnyTeacher
+from distill.teachers.cache.read import spread
+from distill.teachers.hidden import HiddenFormat, pairing_of
+from distill.teachers.losses import PER_ROUTE, LossSpec, TargetLoss
+from distill.teachers.mixture import MixtureFormat, MixtureSource, MixtureTeacher, MixtureVocabulary
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.routed.data import RoutedCollator, RoutedEncoder
+
+
+class RouteTargets(NamedTuple):
+    """What the teachers of a route say: hidden states at the student's positions, and its flat positions, int64 [M]."""
+
+    hidden: torch.Tensor | tuple[torch.Tensor, ...]
+    rows: torch.Tensor
+
+
+class RoutedLoss(TargetLoss):
+    """The same loss of every route, each with its teachers' scales and caps.
+
+    Attributes:
+        members: the losses by route.
+        counts: whether the figures of each route follow the statistics.
+    """
+
+    def __init__(self, members: Sequence[TargetLoss], counts: bool) -> None:
+        self.members, self.counts = list(members), counts
+        self.objective = self.members[0].objective
+
+    @property
+    def terms(self) -> Sequence[LossTerm]:
+        """The same of all."""
+        return self.members[0].terms
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Not called itself: the format calls each member with its own targets."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Settings such as `reduction` and `workspace` are those of all members."""
+        super().__setattr__(name, value)
+        if name in ("reduction", "workspace"):
+            for member in self.members:
+                setattr(member, name, value)
+
+
+class RoutedFormat(TargetFormat):
+    """`RouteTargets` by the number of the route.
+
+    Args:
+        members: the formats of the routes.
+        routes: their names.
+    """
+
+    def __init__(self, members: Sequence[HiddenFormat | MixtureFormat], routes: Sequence[str]) -> None:
+        self.members, self.routes = list(members), tuple(routes)
+
+    def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
+        own = [member.members if isinstance(member, MixtureFormat) else [member] for member in self.members]
+        heads = [each.head.rows for group in own for each in group]
+        return pairing_of(student, {"student": rows} | {f"teachers.{n}": h for n, h in enumerate(heads)}, vocab_size)
+
+    def loss(self, section: LossSpec, pairing: Pairing) -> RoutedLoss:
+        return RoutedLoss([member.loss(section, pairing) for member in self.members], counts=True)
+
+    def held_out(self, pairing: Pairing) -> RoutedLoss:
+        return RoutedLoss([member.held_out(pairing) for member in self.members], counts=False)
+
+    def needs_targets(self, loss: TargetLoss) -> bool:
+        """Always: which tokens are whose."""
+        return True
+
+    def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
+        """The sum over the routes; of the statistics too, followed by those of `PER_ROUTE` for each."""
+        assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
+        found: list[LossResult | None] = []
+        items = call.inputs.num_items
+        if items is None:
+            items = (call.labels != IGNORE_INDEX).sum().clamp_min(1)
+        flat = call.labels.flatten()
+        for number, (member, own) in enumerate(zip(self.members, loss.members, strict=True)):
+            targets: RouteTargets | None = call.inputs.targets.get(number)
+            if targets is None:
+                found.append(None)
+                continue
+            labels = torch.full_like(flat, IGNORE_INDEX)
+            labels[targets.rows] = flat[targets.rows]
+            inputs = LossInputs(targets.hidden, items, call.inputs.statistics)
+            mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
+            found.append(member.apply(own, pairing, mine))
+        there = [result for result in found if result is not None]
+        if not call.inputs.statistics:
+            return sum(there[1:], there[0])
+        total = sum(result[0] for result in there[1:]) + there[0][0]
+        statistics = [sum(each[1:], each[0]) for each in zip(*(result[1] for result in there), strict=True)]
+        if not loss.counts:
+            return total, statistics
+        for number, result in enumerate(found):
+            ones = torch.zeros_like(statistics[0])
+            if result is None:
+                statistics += [ones] * len(PER_ROUTE)
+                continue
+            ones[call.inputs.targets[number].rows] = 1
+            statistics += [ones, *(result[1][TokenStats._fields.index(name)] for name in PER_ROUTE[1:])]
+        return total, statistics
+
+
+class RoutedTeacher(AnyTeacher):
+    """Several teachers, by route.
+
+    Args:
+        members: of each route: a loaded teacher, a causal language model, or a mixture.
+        routes: their names.
+    """
+
+    def __init__(self, members: Sequence[LoadedTeacher | MixtureTeacher | nn.Module], routes: Sequence[str]) -> None:
+        if len(members) != len(routes) or len(set(routes)) < len(routes) or not routes:
+            raise ValueError(f"teachers: expected a route of its own for each of {len(members)}, got {list(routes)}")
+        self.members = [
+            member if isinstance(member, LoadedTeacher | MixtureTeacher)
+            else LoadedTeacher(member, field=f"teachers.{number}")
+            for number, member in enumerate(members)
+        ]  # fmt: skip
+        self.routes = tuple(routes)
+        self.models = {name: model for member in self.members for name, model in member.models.items()}
+        formats = [m.hidden if isinstance(m, LoadedTeacher) else m.format for m in self.members]
+        self.format = RoutedFormat(formats, self.routes)
+
+    def collate(self, plain: Collate) -> Collate:
+        return RoutedCollator(plain, 0)
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        if "routes" not in batch:
+            raise ValueError(f"batch: expected routes too, as RoutedCollator gives them; got {sorted(batch)}")
+        return {name: value for name, value in batch.items() if not name.startswith("route")}
+
+    def targets(self, batch: Batch) -> dict[int, RouteTargets]:
+        """Of each route that occurs, [B, S, hidden] of each teacher; 0 elsewhere."""
+        shape, found = batch["input_ids"].shape, {}
+        for number, member in enumerate(self.members):
+            if f"route{number}_rows" not in batch:
+                continue
+            at, rows = batch[f"route{number}_at"], batch[f"route{number}_rows"]
+            own = member.targets({name: batch[f"route{number}_{name}"] for name in ("input_ids", "position_ids")})
+            placed = [
+                spread(hidden.flatten(0, 1)[at], rows, shape.numel()).view(*shape, -1)
+                for hidden in (own if isinstance(own, tuple) else (own,))
+            ]
+            found[number] = RouteTargets(tuple(placed) if isinstance(own, tuple) else placed[0], rows)
+        if not found:  # padding alone: a loss of 0 with a graph
+            width, rows = self.head_widths(0), batch["valid_rows"]
+            nothing = [torch.zeros(*shape, size, device=rows.device, dtype=dtype) for size, dtype in width]
+            found[0] = RouteTargets(tuple(nothing) if isinstance(self.members[0], MixtureTeacher) else nothing[0], rows)
+        return found
+
+    def head_widths(self, route: int) -> list[tuple[int, torch.dtype]]:
+        """Hidden size and dtype of a route's heads."""
+        weights = [tensor for name, tensor in self.members[route].head_tensors() if tensor.dim() == 2]
+        return [(weight.shape[1], weight.dtype) for weight in weights]
+
+    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+        """Cut from the first one."""
+        return self.members[0].cut_student(section, device, dtype)
+
+    def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
+        """None: a prompt names no teacher."""
+        return None
+
+    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+        """How many tokens of the first held-out batch are whose."""
+        counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
+        shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
+        return [f"{'routes':<12}of the first held-out batch's learned tokens {shares}"]
+
+    def small(self, layers: Sequence[int]) -> RoutedTeacher:
+        return RoutedTeacher([member.small(layers) for member in self.members], self.routes)
+
+    def fingerprint(self) -> dict[str, object]:
+        return {name: model_identity(model) for name, model in self.models.items()}
+
+
+class RoutedSource(MixtureSource):
+    """The models that the recipe's `teachers` names, with routes."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.routes = describe_teacher(recipe).routes
+
+    def vocabulary(self) -> RoutedVocabulary:
+        return RoutedVocabulary(self)
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """All are held; each token goes through the teachers of one route, at most the costliest."""
+        parts = [member.footprint(context) for member in self.members]
+        owned = list(zip(self.routes, parts, strict=True))
+        works = [[part.work for own, part in owned if own == route] for route in set(self.routes)]
+        work = [total for own in works if (total := total_work(own)) is not None]
+        return (
+            super()
+            .footprint(context)
+            ._replace(
+                work=max(work, key=lambda each: each.of(1, 1, 1)) if len(work) == len(works) else None,
+                token_bytes=2 * sum(part.token_bytes for part in parts),
+            )
+        )
+
+    def title(self) -> str:
+        named = zip(self.routes, self.members, strict=True)
+        return ", ".join(f"{route}: {member.title()}" for route, member in named)
+
+    def open(self, context: OpenContext, vocabulary: MixtureVocabulary) -> RoutedTeacher:  # type: ignore[override]
+        loaded = [member.open(context, vocabulary) for member in self.members]
+        groups = {route: [n for n, own in enumerate(self.routes) if own == route] for route in self.routes}
+        return RoutedTeacher(
+            [
+                loaded[own[0]] if len(own) == 1
+                else MixtureTeacher([loaded[n] for n in own], [self.weights[n] for n in own])
+                for own in groups.values()
+            ],
+            list(groups),
+        )  # fmt: skip
+
+
+class RoutedVocabulary(MixtureVocabulary):
+    """One tokenizer for all; rows know their route."""
+
+    def read(self, data: Data, seed: int) -> Splits:
+        template, column = load_template(data.chat_template, self.tokenizer), data.fields.teacher
+        assert column is not None and isinstance(self.source, RoutedSource)
+        routes = list(dict.fromkeys(self.source.routes))
+
+        def encoder(format: Format) -> RoutedEncoder:
+            made = RoutedEncoder(self.tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
+            return made.by(column, routes)
+
+        return load_rows(data, encoder, [template], seed=seed)
