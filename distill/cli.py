@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from distill import __version__
-from distill.commands import cache, chat, doctor, judge, plan, sample, settings, share, verify
+from distill.commands import cache, chat, doctor, judge, plan, sample, serve, settings, share, verify
 from distill.commands.arguments import (
     AsJson,
     Overrides,
@@ -59,6 +59,7 @@ app = typer.Typer(
     distill check chat-8b-to-1b.yaml           will it fit, how long will it take?
     distill inspect chat-8b-to-1b.yaml         what will be learned, token by token
     distill cache chat-8b-to-1b.yaml           the teacher once, onto the disk
+    distill serve chat-8b-to-1b.yaml           the teacher for trainers elsewhere
     distill sample my.yaml --prompts q.txt ... answers of teacher or student, as data
     distill run chat-8b-to-1b.yaml             teach
     distill run quickstart train.steps=20      a shipped recipe, one setting changed
@@ -77,7 +78,8 @@ recipes_app = typer.Typer(
 app.add_typer(recipes_app, name="recipes")
 for command in (
     plan.check, plan.inspect, plan.bench, cache.cache, doctor.doctor, judge.evaluate, judge.compare, judge.report,
-    share.generate, share.export, chat.chat, sample.sample, verify.verify, settings.settings, settings.schema,
+    share.generate, share.export, chat.chat, sample.sample, serve.serve, verify.verify, settings.settings,
+    settings.schema,
 ):  # fmt: skip
     app.command("eval" if command is judge.evaluate else None)(command)
 

@@ -31,6 +31,7 @@ FLOORS = {
     "distill.doctor": 8,
     "distill.reports": 8,
     "distill.caching": 8,
+    "distill.serving": 8,
     "distill.run": 9,
     "distill.commands": 9,
     "distill.cli": 9,

@@ -13,6 +13,7 @@ ONE = "teacher: {model: t}\nstudent: {model: s}\n" + BASE
 OF_KIND = {
     "model": [],
     "cache": ["teacher={type: cache, path: there}"],
+    "server": ["teacher={type: server, url: 'http://127.0.0.1:1'}"],
     "mixture": ["teacher=null", "teachers=[{model: t}, {model: u, weight: 3}]"],
     "cross": ["student.vocabulary=cross"],
     "routed": [

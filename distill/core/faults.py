@@ -75,6 +75,18 @@ class RunError(RuntimeError):
     """A run that cannot go on, for a reason outside of the recipe; the message is one line and says what to do."""
 
 
+class TeacherGone(RunError):
+    """A teacher elsewhere does not answer, or is another one now.
+
+    Attributes:
+        agreed: every rank raises it, before a step that none has begun.
+    """
+
+    def __init__(self, message: str, agreed: bool = False) -> None:
+        super().__init__(message)
+        self.agreed = agreed
+
+
 class Section(BaseModel):
     """A part of a recipe: unknown fields, wrong types, NaN and infinity are refused; the values cannot be changed."""
 

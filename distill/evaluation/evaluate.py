@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,14 +142,19 @@ def _sums(
     rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if distributed else (0, 1)
     starts = range(0, len(rows), batch_size)
     sums = torch.zeros(9, dtype=torch.float64, device=device)
-    for first in range(0, len(starts), world):
-        # wrapped models communicate in forward: a process without a batch of its own repeats one and counts nothing
-        mine = first + rank < len(starts)
-        start = starts[first + rank] if mine else 0
-        batch = collator([rows[number] for number in range(start, min(start + batch_size, len(rows)))])
+    own = [first + rank for first in range(0, len(starts), world)]
+
+    def batches() -> Iterator[dict[str, Any]]:
+        for number in own:
+            # wrapped models communicate in forward: a process without a batch of its own repeats one, counting nothing
+            start = starts[number] if number < len(starts) else 0
+            yield collator([rows[row] for row in range(start, min(start + batch_size, len(rows)))])
+
+    for number, batch in zip(own, objective.ahead(batches()), strict=True):
         inputs = {name: tensor.to(device) for name, tensor in batch.items()}
         output = student(**objective.compare(inputs, num_items=1))
-        sums += torch.cat([output["statistics"].double(), count_learned(inputs).double()[None]]) * mine
+        counts = number < len(starts)
+        sums += torch.cat([output["statistics"].double(), count_learned(inputs).double()[None]]) * counts
     if distributed:
         torch.distributed.all_reduce(sums)
     return sums

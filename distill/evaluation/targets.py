@@ -72,12 +72,13 @@ def its_teacher(target: Target, teacher: str | None) -> Teacher:
             f"--teacher: needed with a model; a run knows its own, and there is none at {target.student.model}"
         )
     require_command(target.recipe, "eval")
-    if not target.recipe.teacher.is_cached:
+    if target.recipe.teacher.is_loaded:
         return target.recipe.teacher
     try:
         return section_to_load(target.recipe)
     except ValueError:
-        raise ValueError("--teacher: this run read its teacher from a cache; name the model that made it") from None
+        kind = target.recipe.teacher.type
+        raise ValueError(f"--teacher: this run read its teacher from a {kind}; name the model that made it") from None
 
 
 def tokenizer_section(target: Target, teacher: str | None) -> ModelSection:

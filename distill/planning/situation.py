@@ -11,7 +11,8 @@ from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe
-from distill.teachers.base import Footprint, FootprintContext, TeacherSource
+from distill.teachers.base import TeacherSource
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.registry import source_of
 
 

@@ -82,6 +82,10 @@ CONFLICTS: tuple[Conflict, ...] = (
         "data.on_policy: a cached teacher has not read what the student will say; give teacher.model",
     ),
     Conflict(
+        "server", "sharded teacher",
+        "parallel.teacher: sharded has no meaning with teacher.type: server; no teacher is loaded here",
+    ),
+    Conflict(
         "cross", "on-policy",
         "data.on_policy: not with student.vocabulary: cross, whose batches hold each text twice",
     ),
@@ -102,6 +106,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "cache", "teacher's context",
         "teacher.context: not with type: cache, which holds what the teacher said of the student's own rows",
+    ),
+    Conflict(
+        "server", "teacher's context",
+        "teacher.context: not with type: server, which is asked about the student's own rows",
     ),
     Conflict(
         "cross", "teacher's context",
@@ -143,7 +151,16 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 # what commands ask of a kind of teacher, and why a kind cannot; a kind that is not named for a command can
 COMMANDS: dict[str, dict[Kind, str]] = {
+    "serve": {
+        "cache": "teacher.type: expected a model to serve, got cache; every trainer can read its folder",
+        "server": "teacher.type: expected a model to serve, got server",
+        "mixture": "teachers: expected one teacher, since a server says what one says; got several",
+        "routed": "teachers: expected one teacher, since a server says what one says; got several",
+        "context": "teacher.context: a server is asked about the rows as they are",
+        "cross": "student.vocabulary: expected keep or extend, since a server says the teacher's tokens; got cross",
+    },
     "cache": {
+        "server": "teacher.type: expected a model to run over the data, got server; cache on the server's machine",
         "mixture": "teachers: expected one teacher, since a cache holds what one says; got several",
         "routed": "teachers: expected one teacher, since a cache holds what one says; got several",
         "cross": "student.vocabulary: expected keep or extend, since a cache holds the teacher's own tokens; got cross",
@@ -153,9 +170,11 @@ COMMANDS: dict[str, dict[Kind, str]] = {
         "cache": "--from teacher: the recipe's teacher is a cache, which has answered already; give teacher.model",
         "routed": "--from teacher: each row of this recipe has its own teacher; give a recipe with teacher.model",
         "context": "--from teacher: this teacher answers after a prompt of its own (teacher.context), not the data's",
+        "server": "--from teacher: a server says what follows, it does not answer; give teacher.type=model",
     },
     "inspect --shade": {
         "cache": "--shade: expected a recipe whose teacher is loaded, got teacher.type: cache",
+        "server": "--shade: expected a recipe whose teacher is loaded, got teacher.type: server",
         "mixture": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
         "routed": "--shade: compares with one teacher of the same tokenizer; this recipe has several teachers",
         "cross": "--shade: compares with one teacher of the same tokenizer; this recipe's has another one",
@@ -167,7 +186,7 @@ COMMANDS: dict[str, dict[Kind, str]] = {
         "context": "--teacher: this run's teacher read more than the student (teacher.context); name one",
     },
 }
-KINDS: tuple[Kind, ...] = ("model", "cache", "mixture", "routed", "cross", "context")
+KINDS: tuple[Kind, ...] = ("model", "cache", "server", "mixture", "routed", "cross", "context")
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:
@@ -178,8 +197,10 @@ def conflicts(recipe: Sections) -> Iterator[str]:
             yield conflict.message
     if recipe.student.vocabulary == "cross" and recipe.teachers:
         yield "student.vocabulary: cross compares with one teacher, and got several teachers"
-    if recipe.student.vocabulary == "cross" and recipe.teacher.is_cached:
-        yield "student.vocabulary: cross needs a loaded teacher; got teacher.type: cache"
+    if recipe.student.vocabulary == "cross" and not recipe.teacher.is_loaded:
+        yield f"student.vocabulary: cross needs a loaded teacher; got teacher.type: {recipe.teacher.type}"
+    if recipe.teacher.urls and recipe.student.is_cut and recipe.teacher.model is None:
+        yield "student.from_teacher: its layers are with the server; name the model it serves by teacher.model as well"
 
 
 def require_command(recipe: Sections, command: str) -> None:

@@ -12,6 +12,7 @@ from distill.recipe.fields import Count, NotNegative, Text, no_code, text_or_lis
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 EIGHT_BITS = ("fp8", "int8")
+SERVED = ("url", "protocol", "top_k", "prefetch", "send", "deterministic", "wait", "token_file")
 
 
 class ModelSection(Section):
@@ -85,22 +86,39 @@ class Teacher(ModelSection):
     """The large model, never trained.
 
     Attributes:
-        type: `model` loads it; `cache` reads what it said, as `distill cache` wrote it, and loads no teacher (a model
-            that is named beside it must be the one that made it); `student` is the student's own checkpoint, frozen,
-            which knows more than the student by its `context` alone.
+        type: `model` loads it; `cache` reads what it said, as `distill cache` wrote it, and `server` asks a process
+            elsewhere: neither loads a teacher. A model that is named beside a cache must be the one that made it;
+            beside a server, the one that is served, out of whose files a student may be cut. `student` is the
+            student's own checkpoint, frozen, which knows more than the student by its `context` alone.
         context: what it reads that the student does not.
         ema: with `type: student`, follow the student: after each step the teacher is `ema` times itself plus the rest
             of the student.
         path: the cache's folder.
+        url: of one or several servers of the same teacher, such as `http://127.0.0.1:8765`.
+        protocol: `distill` for `distill serve`; `vllm` for the completions of a vLLM server, which knows K tokens.
+        top_k: tokens of each distribution to be sent; none for hidden states, from which logits are made here.
+        prefetch: micro-batches to ask for ahead of the one that is trained, at least an optimizer step's.
+        send: what hidden states are sent in: `auto` as they are; `fp8` in half the bytes, at a cost that is printed.
+        deterministic: have each micro-batch computed alone, so that its bits depend on nobody else's.
+        wait: seconds without an answer after which the run ends, with a checkpoint.
+        token_file: holds the bearer token; without it the variable DISTILL_SERVE_TOKEN.
         adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory, to travel to the GPU one after another in every forward
             pass: for a teacher larger than the GPU, at the speed of the bus.
     """
 
-    type: Literal["model", "cache", "student"] = "model"
+    type: Literal["model", "cache", "server", "student"] = "model"
     path: Text | None = None
     context: Context | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    url: Annotated[str | list[str] | None, BeforeValidator(lambda value: value and text_or_list(value))] = None
+    protocol: Literal["distill", "vllm"] = "distill"
+    top_k: Annotated[int, Field(ge=1, le=511)] | None = None
+    prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
+    send: Literal["auto", "fp8"] = "auto"
+    deterministic: bool = True
+    wait: Annotated[float, Field(gt=0, le=86_400)] = 300.0
+    token_file: Text | None = None
     adapter: Text | None = None
     offload: Literal["cpu"] | None = None
 
@@ -108,6 +126,21 @@ class Teacher(ModelSection):
     def is_cached(self) -> bool:
         """Whether no teacher is loaded: what it said lies on disk."""
         return self.type == "cache"
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its weights are in this process."""
+        return self.type in ("model", "student")
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the servers, without a slash at the end."""
+        given = self.url or []
+        return tuple(url.rstrip("/") for url in ([given] if isinstance(given, str) else given))
+
+    def loaded(self) -> Teacher:
+        """The model that is named beside a cache or a server, to be loaded."""
+        return Teacher.model_validate(self.model_dump(exclude={"type", "path", *SERVED}))
 
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
@@ -118,12 +151,13 @@ class Teacher(ModelSection):
                 else ("path belongs to type: cache; a model is named by model")
             )
             raise ValueError(wrong)
-        if self.is_cached and self.dtype in EIGHT_BITS:
-            raise ValueError(
-                f"dtype: {self.dtype} has no meaning with type: cache; the cache was made in its own dtype"
+        if not self.is_loaded and self.dtype in EIGHT_BITS:
+            made = (
+                "cache; the cache was made in its own dtype" if self.is_cached else "server; give it to distill serve"
             )
-        if self.is_cached and self.offload is not None:
-            raise ValueError("offload: cpu has no meaning with type: cache; no teacher is loaded")
+            raise ValueError(f"dtype: {self.dtype} has no meaning with type: {made}")
+        if not self.is_loaded and self.offload is not None:
+            raise ValueError(f"offload: cpu has no meaning with type: {self.type}; no teacher is loaded")
         if self.init == "pretrained" and self.model is None and self.type == "model":
             raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")
         return self
@@ -137,6 +171,29 @@ class Teacher(ModelSection):
             raise ValueError("type: student needs context: a copy of the student that reads the same teaches nothing")
         if self.ema is not None and (not itself or self.dtype in EIGHT_BITS or self.offload is not None):
             raise ValueError("ema: a running average needs type: student, weights of 16 or 32 bits and no offload")
+        return self
+
+    @model_validator(mode="after")
+    def _is_served_somewhere(self) -> Self:
+        if self.type != "server":
+            if given := next((name for name in SERVED if name in self.model_fields_set and
+                              getattr(self, name) != type(self).model_fields[name].default), None):  # fmt: skip
+                raise ValueError(f"{given}: belongs to type: server")
+            return self
+        if not self.urls:
+            raise ValueError("url is missing: of a distill serve, such as http://127.0.0.1:8765")
+        for url in self.urls:
+            scheme, _, place = url.partition("://")
+            if scheme not in ("http", "https") or not place or "@" in place or any(c.isspace() for c in url):
+                raise ValueError(f"url: expected http://HOST:PORT or https://HOST:PORT, got {url!r}")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("url: expected each server once")
+        if self.top_k is not None and self.send == "fp8":
+            raise ValueError("send: fp8 is for hidden states, and came with top_k")
+        if self.protocol == "vllm" and (self.model is None or self.top_k is None):
+            raise ValueError(
+                "protocol: vllm needs top_k (20 unless the server allows more), and model for its tokenizer"
+            )
         return self
 
     @model_validator(mode="after")

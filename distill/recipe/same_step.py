@@ -21,6 +21,10 @@ FREE = (
     "train.log_every",
     "train.report_to",
     "teacher.offload",
+    "teacher.url",
+    "teacher.prefetch",
+    "teacher.wait",
+    "teacher.token_file",
     "data.workers",
     "data.cache",  # the rows' hash in lock.yaml holds the data
     "data.on_policy.batch_size",

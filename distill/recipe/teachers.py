@@ -9,7 +9,7 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel
 
-Kind = Literal["model", "cache", "mixture", "routed", "cross", "context"]
+Kind = Literal["model", "cache", "server", "mixture", "routed", "cross", "context"]
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
 
 
@@ -46,8 +46,8 @@ def kind_of(recipe: Sections) -> Kind:
         return "mixture" if all(teacher.route is None for teacher in recipe.teachers) else "routed"
     if recipe.student.vocabulary == "cross":
         return "cross"
-    if recipe.teacher.is_cached:
-        return "cache"
+    if recipe.teacher.type in ("cache", "server"):
+        return recipe.teacher.type
     return "model" if recipe.teacher.context is None else "context"
 
 

@@ -5,8 +5,7 @@
     targets = teacher.targets(batch)           # once a micro-batch, without a graph
     loss = teacher.format.loss(section, pairing)
 
-A new kind is one file with a source and a teacher, a line in `registry.SOURCES` and one in
-`distill.recipe.compatibility.KINDS`. Nothing else asks for the kind.
+A new kind is one file with a source and a teacher, and a line in `registry.SOURCES` and `compatibility.KINDS`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from distill.models.attention_choice import AttentionChoices
 from distill.models.head import HeadWeights, LogitTransform, find_head
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import ALONE, Sharing, is_sharded
-from distill.models.work import NO_WORK, Work, count_text, parameters_of, total_work, work_of
+from distill.models.work import Work, count_text, parameters_of, total_work, work_of
+from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.losses import DIVERGENCES
 from distill.teachers.measure import KL, Measure
 
@@ -47,8 +47,7 @@ LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 class LossInputs:
     """What the objective hands to the student's forward beside the batch.
 
-    A plain class on purpose: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts floating ones to
-    bf16) and leave an object they do not know alone.
+    A plain class: DDP and FSDP2 look for tensors in keyword arguments (FSDP2 casts them) and leave this one alone.
 
     Attributes:
         targets: of the teacher for this batch, in its `TargetFormat`; None if the loss has no divergence.
@@ -163,6 +162,7 @@ class Teacher(Protocol):
         judges_new_rows: may it be asked about rows it has not seen (on-policy).
         whole_documents: rows must hold whole documents, as they were when it was asked: doctor may not cut them.
         average: what has it follow the student after each optimizer step; None of a frozen one.
+        ahead: micro-batches that it may be asked of before they are needed.
     """
 
     format: TargetFormat
@@ -170,6 +170,7 @@ class Teacher(Protocol):
     judges_new_rows: bool = True
     whole_documents: bool = False
     average: RunningAverage | None = None
+    ahead: int = 0
 
     def collate(self, plain: Collate) -> Collate:
         """What makes batches: `plain`, or something around it that adds what must be known of a batch beforehand."""
@@ -178,6 +179,10 @@ class Teacher(Protocol):
     def submit(self, batch: Batch) -> None:
         """Start on a batch ahead of time, where that is possible."""
         return
+
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        """Why what was submitted of these batches will not come, a line; None once all of it is there."""
+        return None
 
     def targets(self, batch: Batch) -> Targets:
         """What the teacher says of a collated batch, without a graph; every rank asks equally often."""
@@ -257,52 +262,6 @@ class CutStudent(NamedTuple):
 
     model: PreTrainedModel
     layer_indices: list[int]
-
-
-class Footprint(NamedTuple):
-    """What a teacher takes in a training step.
-
-    Attributes:
-        weights: bytes held on each device.
-        gathered: bytes that are whole at any time where the weights are shards, 0 elsewhere.
-        host: bytes in host memory, of each process.
-        moved: bytes over the bus to each device in a micro-batch.
-        loading: peak bytes on a device while it is loaded, student included; 0 where that is no more than afterwards.
-        token_bytes: bytes held for each token of a micro-batch: the targets.
-        logits: whether the teacher's logits are made beside the student's.
-        work: FLOPs a token; None where they are not known.
-        workspace: bytes of the loss's workspace where it is not that of the fused losses; None there.
-        wide_head_gradient: the gradient of the student's head adds up in float32.
-    """
-
-    weights: float = 0.0
-    gathered: float = 0.0
-    host: float = 0.0
-    moved: float = 0.0
-    loading: float = 0.0
-    token_bytes: float = 0.0
-    logits: bool = True
-    work: Work | None = NO_WORK
-    workspace: float | None = None
-    wide_head_gradient: bool = False
-
-
-class SmallerTeacher(NamedTuple):
-    """A way of holding the teacher that takes less of a GPU's memory.
-
-    Attributes:
-        override: of the recipe.
-        recipe: with it.
-        words: for a person whose run did not fit.
-        note: what it costs.
-        same_targets: whether the teacher says the same, so that a run may be resumed with it.
-    """
-
-    override: str
-    recipe: Recipe
-    words: str
-    note: str = ""
-    same_targets: bool = False
 
 
 class OpenContext(NamedTuple):
@@ -402,19 +361,3 @@ class TeacherSource(Protocol):
             ValueError: naming the field.
         """
         ...
-
-
-class FootprintContext(NamedTuple):
-    """What a footprint depends on beside the recipe.
-
-    Attributes:
-        precision: from `resolve_precision`.
-        memory_bytes: of one device.
-        world: devices.
-        sharded: whether they hold shards of the teacher.
-    """
-
-    precision: Precision
-    memory_bytes: float
-    world: int = 1
-    sharded: bool = False

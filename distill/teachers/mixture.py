@@ -28,18 +28,8 @@ from distill.models.vocabulary import compare
 from distill.models.work import total_work
 from distill.recipe import Generate, Recipe, Student
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.base import (
-    Batch,
-    CutStudent,
-    Footprint,
-    FootprintContext,
-    HeadCall,
-    LossResult,
-    OpenContext,
-    Pairing,
-    Teacher,
-    TeacherSource,
-)
+from distill.teachers.base import Batch, CutStudent, HeadCall, LossResult, OpenContext, Pairing, Teacher, TeacherSource
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import FusedFormat, HiddenFormat, pairing_of
 from distill.teachers.losses import TargetLoss
 from distill.teachers.model import LoadedTeacher, ModelSource

@@ -33,19 +33,8 @@ from distill.models.shape import USABLE, Shape
 from distill.recipe import Generate, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
-from distill.teachers.base import (
-    Batch,
-    CutStudent,
-    Footprint,
-    FootprintContext,
-    OpenContext,
-    Pairing,
-    SmallerTeacher,
-    TargetFormat,
-    Targets,
-    Teacher,
-    TeacherSource,
-)
+from distill.teachers.base import Batch, CutStudent, OpenContext, Pairing, TargetFormat, Targets, Teacher, TeacherSource
+from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.fp8_cost import quantise_and_measure
 from distill.teachers.hidden import HiddenFormat, ModelHead
 from distill.teachers.identity import model_name

@@ -14,10 +14,11 @@ The mean is over `num_items`, the valid tokens of the whole optimizer step. Labe
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from distill_kernels import LossTerm
@@ -29,6 +30,8 @@ from distill.teachers.base import Collate, HeadCall, LossInputs, LossResult, Pai
 from distill.teachers.losses import KL, LossSpec, TargetLoss, soft_terms
 from distill.teachers.measure import Measure
 from distill.teachers.model import LoadedTeacher
+
+B = TypeVar("B", bound=Mapping[str, Any])
 
 
 def as_teacher(teacher: nn.Module | Teacher) -> Teacher:
@@ -108,6 +111,22 @@ class DistillationObjective:
     def targets(self, inputs: Mapping[str, Any]) -> Targets | None:
         """What the teacher says of a batch; made before the student's forward, None where the loss needs none."""
         return self.teacher.targets(inputs) if self.teacher.format.needs_targets(self.loss) else None
+
+    def ahead(self, batches: Iterable[B], least: int = 0) -> Iterator[B]:
+        """The batches in their order, while the teacher is asked of those that follow, where it takes that.
+
+        Args:
+            batches: collated; up to as many as the teacher's `ahead` are drawn before they are given out.
+            least: to ask ahead of, where the teacher asks ahead at all.
+        """
+        count, waiting = max(self.teacher.ahead, least) if self.teacher.ahead else 0, collections.deque[B]()
+        for batch in batches:
+            if count and self.teacher.format.needs_targets(self.loss):
+                self.teacher.submit(batch)
+            waiting.append(batch)
+            if len(waiting) > count:
+                yield waiting.popleft()
+        yield from waiting
 
     def compare(
         self, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None = None, *, statistics: bool = True

@@ -15,10 +15,12 @@ from distill.teachers.measure import Measure
 from distill.teachers.mixture import MixtureSource
 from distill.teachers.model import ModelSource
 from distill.teachers.routed.teacher import RoutedSource
+from distill.teachers.server.teacher import ServerSource
 
 SOURCES: dict[Kind, Callable[[Recipe], TeacherSource]] = {
     "model": ModelSource,
     "cache": CacheSource,
+    "server": ServerSource,
     "mixture": MixtureSource,
     "routed": RoutedSource,
     "cross": CrossSource,

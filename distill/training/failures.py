@@ -18,7 +18,7 @@ from distill.models.cards import family_in
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
 from distill.recipe.same_step import why_batch_size_stays
-from distill.teachers.base import SmallerTeacher
+from distill.teachers.footprint import SmallerTeacher
 from distill.teachers.registry import source_of
 from distill.training.checkpoints import checkpoints
 from distill.training.resuming import smaller_batch

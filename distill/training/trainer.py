@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from distill.core.faults import RunError
+from distill.core.faults import RunError, TeacherGone
 from distill.core.files import sync
 from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
@@ -44,6 +44,7 @@ from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
+from distill.training.asking import Asking, ended_by
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
@@ -134,6 +135,7 @@ class DistillationTrainer(Trainer):
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
         self._begun = 0  # micro-batches
+        self.asking = Asking(self.objective, lambda values: self.accelerator.reduce(values, "sum"), args.device)
         self.health = Health(
             lambda values: self.accelerator.reduce(values, "sum"),
             self.accelerator.num_processes,
@@ -199,11 +201,14 @@ class DistillationTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """As `Trainer.get_batch_samples`; with `on_policy` some answers become the student's own."""
+        if self.on_policy is None:
+            epoch_iterator = self.asking.ahead(epoch_iterator, num_batches)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.on_policy is not None and batches:
             with uncompiled():
                 batches = self.on_policy.replace(batches, self.state.global_step, self.data_collator)
             count = self._get_num_items_in_batch(batches, device)
+        self.asking.require(batches)
         return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:
@@ -248,7 +253,10 @@ class DistillationTrainer(Trainer):
         """
         self.meter.restart()
         with self.health.stops_on_signals(), watching(Path(self.args.output_dir or "."), lambda: self._begun):
-            result = super().train(*args, **kwargs)
+            try:
+                result = super().train(*args, **kwargs)
+            except TeacherGone as gone:
+                raise ended_by(gone, self) from None
         if self.health.interrupted and self.state.global_step < self.state.max_steps:
             raise KeyboardInterrupt
         return result
@@ -309,7 +317,7 @@ class DistillationTrainer(Trainer):
         model.eval()
         sums = torch.zeros(number_of_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)
         with self.compute_loss_context_manager():
-            for batch in batches:
+            for batch in self.objective.ahead(batches):
                 inputs = self._prepare_inputs(batch)
                 output = model(**objective.compare(inputs, num_items=1))
                 more = torch.stack([output["loss"].double(), count_learned(inputs).double()])

@@ -259,12 +259,6 @@ class CachedRows:
         return {**batch, **self.cache.look_up(rows)}
 
 
-def spread(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`values` [M, ...] put at the flat positions `rows` int64 [M] of [count, ...], 0 elsewhere."""
-    full = values.new_zeros(count, *values.shape[1:])
-    return full.index_copy_(0, rows, values)
-
-
 # ------------------------------------------------------------------ is this the cache of this recipe?
 
 

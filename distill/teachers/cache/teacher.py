@@ -20,18 +20,8 @@ from distill.models.pruning import layer_indices
 from distill.models.shape import Shape
 from distill.recipe import FromTeacher, Generate, ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
-from distill.teachers.base import (
-    Batch,
-    Collate,
-    CutStudent,
-    Footprint,
-    FootprintContext,
-    OpenContext,
-    TargetFormat,
-    Teacher,
-    TeacherSource,
-)
-from distill.teachers.cache.encode import normalised, surplus_of, unpack_hidden
+from distill.teachers.base import Batch, Collate, CutStudent, OpenContext, TargetFormat, Teacher, TeacherSource
+from distill.teachers.cache.encode import unpack_hidden
 from distill.teachers.cache.format import (
     DTYPES,
     HEAD,
@@ -46,9 +36,10 @@ from distill.teachers.cache.format import (
     stored_folder,
 )
 from distill.teachers.cache.identity import description, require_same_teacher
-from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache, spread
+from distill.teachers.cache.read import PREFIX, CachedRows, TeacherCache
 from distill.teachers.cache.settings import Settings
-from distill.teachers.cache.top_k import TopKFormat, TopKTargets
+from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_targets
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.measure import Measure, over_stored
 from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
@@ -133,23 +124,10 @@ def targets_of(plan: Mapping[str, Any], batch: Batch, dtype: torch.dtype) -> tor
         dtype: of hidden states.
     """
     shape, rows = batch["input_ids"].shape, batch["valid_rows"]
-    count = shape.numel()
+    stored = {name.removeprefix(PREFIX): value for name, value in batch.items() if name.startswith(PREFIX)}
     if plan["kind"] == "hidden":
-        hidden = unpack_hidden(batch[f"{PREFIX}hidden"], batch.get(f"{PREFIX}hidden_scale"), dtype)
-        return spread(hidden, rows, count).view(*shape, -1)
-    stored = {name: batch[PREFIX + name] for name in ("ids", "logprobs", "tail", "entropy", "label_logprob")}
-    logprobs, surplus = stored["logprobs"].float(), None
-    if plan["tail"] == "sampled":
-        surplus = spread(surplus_of(logprobs, stored["tail"]), rows, count)
-    else:
-        logprobs = normalised(logprobs, stored["tail"])
-    return TopKTargets(
-        spread(stored["ids"], rows, count).view(*shape, -1),
-        spread(logprobs, rows, count).view(*shape, -1),
-        spread(stored["entropy"].float(), rows, count),
-        spread(stored["label_logprob"].float(), rows, count),
-        surplus,
-    )
+        return spread(unpack_hidden(stored["hidden"], stored.get("hidden_scale"), dtype), rows, shape)
+    return top_k_targets(stored, rows, shape, plan["tail"])
 
 
 def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
@@ -196,7 +174,7 @@ class CacheSource(TeacherSource):
     def config_section(self) -> ModelSection:
         """The configuration that the recipe names, else the one that lies in the cache."""
         if self.is_to_be_made or self.section.config is not None:
-            return self.section.model_copy(update={"type": "model", "path": None})
+            return self.section.loaded()
         return ModelSection(init="random", config=stored_folder(self.folder, TEACHER))
 
     @property
@@ -287,11 +265,13 @@ def section_to_load(recipe: Recipe) -> TeacherSection:
         ValueError: it does not say whose words the cache holds.
     """
     section = recipe.teacher
-    if not section.is_cached:
+    if section.is_loaded:
         return section
     if section.model is None and section.init != "random":
-        raise ValueError("teacher.model: expected the teacher to run over the data beside type: cache, got none")
-    return section.model_copy(update={"type": "model", "path": None})
+        raise ValueError(
+            f"teacher.model: expected the teacher to run over the data beside type: {section.type}, got none"
+        )
+    return section.loaded()
 
 
 def maker_section(recipe: Recipe) -> TeacherSection:

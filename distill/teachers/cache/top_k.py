@@ -10,6 +10,7 @@ from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, To
 
 from distill.models.head import LogitTransform
 from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
+from distill.teachers.cache.encode import normalised, surplus_of
 from distill.teachers.losses import (
     HeldOutLoss,
     LogitTransforms,
@@ -37,6 +38,35 @@ class TopKTargets(NamedTuple):
     entropy: torch.Tensor
     label_logprob: torch.Tensor
     surplus: torch.Tensor | None = None
+
+
+def spread(values: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """`values` [M, ...] put at the flat positions `rows` int64 [M] of [*shape, ...], 0 elsewhere."""
+    full = values.new_zeros(shape.numel(), *values.shape[1:])
+    return full.index_copy_(0, rows, values).view(*shape, *values.shape[1:])
+
+
+def top_k_targets(stored: Mapping[str, torch.Tensor], rows: torch.Tensor, shape: torch.Size, tail: str) -> TopKTargets:
+    """What was said of `rows` of a batch, each at its position; 0 where nothing is learned.
+
+    Args:
+        stored: as `encode.TopK` has it, by its names, of M positions.
+        rows: int64 [M], flat positions.
+        shape: of the batch, [B, S].
+        tail: how the K were chosen.
+    """
+    logprobs, surplus = stored["logprobs"].float(), None
+    if tail == "sampled":
+        surplus = spread(surplus_of(logprobs, stored["tail"]), rows, shape).flatten()
+    else:
+        logprobs = normalised(logprobs, stored["tail"])
+    return TopKTargets(
+        spread(stored["ids"], rows, shape),
+        spread(logprobs, rows, shape),
+        spread(stored["entropy"].float(), rows, shape).flatten(),
+        spread(stored["label_logprob"].float(), rows, shape).flatten(),
+        surplus,
+    )
 
 
 class TopKFormat(TargetFormat):

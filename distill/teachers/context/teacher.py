@@ -24,9 +24,10 @@ from distill.models.head import last_hidden
 from distill.recipe import Data, Generate, Recipe
 from distill.recipe.models import Context
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.base import Batch, Collate, Footprint, FootprintContext, OpenContext, Pairing
-from distill.teachers.cache.read import spread
+from distill.teachers.base import Batch, Collate, OpenContext, Pairing
+from distill.teachers.cache.top_k import spread
 from distill.teachers.context.data import ContextCollator, ContextEncoder, ContextReport, filled
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.model import LoadedTeacher, ModelSource, shortened
 from distill.teachers.reading import reading_of, without_reading
@@ -64,7 +65,7 @@ class ContextTeacher(LoadedTeacher):
         """Its last hidden states [B, S, hidden] at the student's positions; 0 where nothing is learned."""
         shape = batch["input_ids"].shape
         hidden = last_hidden(self.model, reading_of(batch)).flatten(0, 1)[batch["teacher_rows"]]
-        return spread(hidden, batch["valid_rows"], shape.numel()).view(*shape, -1)
+        return spread(hidden, batch["valid_rows"], shape)
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
         """What fp8 costs on the student's rows, and how much more the teacher reads."""

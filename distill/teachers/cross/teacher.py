@@ -21,23 +21,13 @@ from distill.data.load import Splits
 from distill.models.head import LogitTransform, last_hidden
 from distill.models.load import load_tokenizer
 from distill.recipe import Data, ModelSection, Recipe
-from distill.teachers.base import (
-    Batch,
-    Collate,
-    Footprint,
-    FootprintContext,
-    HeadCall,
-    LossResult,
-    OpenContext,
-    Pairing,
-    SmallerTeacher,
-    TargetFormat,
-)
+from distill.teachers.base import Batch, Collate, HeadCall, LossResult, OpenContext, Pairing, TargetFormat
 from distill.teachers.cross.alignment import Shared
 from distill.teachers.cross.data import CrossCollator, load_cross_data
 from distill.teachers.cross.encode import Reader
 from distill.teachers.cross.loss import CHUNK_SHARE, ELEMENT_BYTES, CrossTokenizerLoss, Spans, SpanTargets
 from distill.teachers.cross.vocabularies import Vocabularies, compare_by_bytes, readers_of, require_rows
+from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
 from distill.teachers.measure import SPANS, Measure

@@ -27,8 +27,6 @@ from distill.teachers.base import (
     Batch,
     Collate,
     CutStudent,
-    Footprint,
-    FootprintContext,
     HeadCall,
     LossInputs,
     LossResult,
@@ -37,7 +35,8 @@ from distill.teachers.base import (
     TargetFormat,
 )
 from distill.teachers.base import Teacher as AnyTeacher
-from distill.teachers.cache.read import spread
+from distill.teachers.cache.top_k import spread
+from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, pairing_of
 from distill.teachers.losses import PER_ROUTE, LossSpec, TargetLoss
 from distill.teachers.mixture import MixtureFormat, MixtureSource, MixtureTeacher, MixtureVocabulary
@@ -180,8 +179,7 @@ class RoutedTeacher(AnyTeacher):
             at, rows = batch[f"route{number}_at"], batch[f"route{number}_rows"]
             own = member.targets({name: batch[f"route{number}_{name}"] for name in ("input_ids", "position_ids")})
             placed = [
-                spread(hidden.flatten(0, 1)[at], rows, shape.numel()).view(*shape, -1)
-                for hidden in (own if isinstance(own, tuple) else (own,))
+                spread(hidden.flatten(0, 1)[at], rows, shape) for hidden in (own if isinstance(own, tuple) else (own,))
             ]
             found[number] = RouteTargets(tuple(placed) if isinstance(own, tuple) else placed[0], rows)
         if not found:  # padding alone: a loss of 0 with a graph

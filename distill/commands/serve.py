@@ -1,0 +1,72 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distill.commands.arguments import Overrides, load_recipe
+from distill.core import console
+from distill.recipe.shipped import shipped_recipes
+
+
+def serve(
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE|MODEL", help="Its teacher is served; or a model by its name.")
+    ],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option("--host", help="Other than loopback needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="To listen on.")] = 8765,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its content is the bearer token; else DISTILL_SERVE_TOKEN.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of a request.")] = 65_536,
+    batch_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a forward, over requests.")] = 16_384,
+    queue_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that may wait.")] = 1 << 20,
+    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="For https, with --ssl-keyfile.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its private key.")] = None,
+) -> None:
+    """Load a recipe's teacher, or a model, and answer trainers elsewhere (teacher.type: server) over HTTP.
+
+    \b
+    distill serve quickstart
+    distill run quickstart teacher.type=server teacher.url=http://127.0.0.1:8765
+    distill serve meta-llama/Llama-3.1-70B-Instruct teacher.dtype=fp8 --host 0.0.0.0 --token-file ~/.distill-token
+    """
+    try:
+        from distill.serving.open import (
+            describe,
+            open_engine,
+            read_token,
+            recipe_of_model,
+            require_safe,
+            server_of,
+        )
+    except ModuleNotFoundError as error:
+        raise ValueError(f"distill serve: {error.name} is missing: pip install 'distill-toolkit[serve]'") from None
+    from distill.serving.app import Limits, make_app
+
+    token = read_token(token_file)
+    require_safe(host, token)
+    if (ssl_certfile is None) != (ssl_keyfile is None):
+        raise ValueError("--ssl-certfile: expected together with --ssl-keyfile")
+    tls: dict[str, Any] = {} if ssl_certfile is None else {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
+    engine = open_engine(_recipe(recipe, overrides or [], recipe_of_model), max_tokens)
+    app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
+    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    console.say("\n".join(describe(engine)))
+    console.say(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
+    server = server_of(app, host, port, **tls)
+    server.run()
+    if not server.started:
+        raise typer.Exit(1)
+
+
+def _recipe(name: str, overrides: list[str], of_model: Any) -> Any:
+    """The recipe of that name, else one for the model of that name."""
+    known = {recipe.name for recipe in shipped_recipes()}
+    if name in known or name.endswith((".yaml", ".yml")):
+        return load_recipe(name, overrides)[1]
+    return of_model(name, overrides)

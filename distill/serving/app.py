@@ -1,0 +1,252 @@
+"""The HTTP of a served teacher: Starlette, nothing between it and `Worker` but checks.
+
+Answers: 200; 400 a body that cannot be read; 401 without the token; 404, 405; 408 a body that came too slowly; 413 one
+that is too large; 422 one that cannot be meant; 500 the teacher failed; 503 with Retry-After while the queue is full;
+504 no answer in time. Errors are JSON of one line: `{"error": ...}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import math
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save as save_tensors
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from distill.serving.engine import Answer, Engine, Job, Options
+from distill.serving.worker import Full, Worker
+from distill.teachers.server.wire import BINARY, JSON, TEACHER, WireError, read_body
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1", "testserver")
+JSON_BYTES_A_TOKEN = 32  # three numbers of up to ten digits
+
+
+class Limits(NamedTuple):
+    """What a server bears.
+
+    Attributes:
+        tokens: of one request.
+        budget: tokens that share a forward.
+        waiting: tokens in the queue.
+        read_seconds: for a body to come.
+        answer_seconds: for an answer to be made.
+    """
+
+    tokens: int = 65_536
+    budget: int = 16_384
+    waiting: int = 1 << 20
+    read_seconds: float = 30.0
+    answer_seconds: float = 600.0
+
+    @property
+    def body(self) -> int:
+        """Bytes of a request."""
+        return JSON_BYTES_A_TOKEN * self.tokens + (1 << 16)
+
+
+def make_app(engine: Engine, token: str | None, limits: Limits) -> Starlette:
+    """The application; it starts the worker, and ends it.
+
+    Args:
+        engine: the teacher.
+        token: that every request but /health must bear; None for no such (then only loopback's names are answered, so
+            that no page in a browser here can ask by another).
+        limits: of requests and queue.
+    """
+    worker = Worker(engine.answer, limits.budget, limits.waiting)
+    service = Service(engine, worker, limits, token)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(worker.close)
+
+    routes = [
+        Route("/health", service.health),
+        Route("/v1/identity", service.identity),
+        Route("/v1/files", service.files),
+        Route("/v1/head", service.head),
+        Route("/v1/targets", service.targets, methods=["POST"]),
+        Route("/v1/logits", service.logits, methods=["POST"]),
+    ]
+    middleware = [] if token else [Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK))]
+    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+
+
+class Refused(Exception):
+    """A request that ends in an error of HTTP."""
+
+    def __init__(self, status: int, message: str, **headers: str) -> None:
+        super().__init__(message)
+        self.response = JSONResponse({"error": message}, status, headers)
+
+
+class Service:
+    """The endpoints."""
+
+    def __init__(self, engine: Engine, worker: Worker, limits: Limits, token: str | None) -> None:
+        self.engine, self.worker, self.limits = engine, worker, limits
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self._headers = {TEACHER: engine.identity.hash}
+        self._head = save_tensors(engine.head)
+
+    def _refusal(self, request: Request) -> Response | None:
+        given = request.headers.get("authorization", "").encode()
+        if self._token is None or hmac.compare_digest(given, self._token):
+            return None
+        return JSONResponse(
+            {"error": "expected Authorization: Bearer and this server's token"}, 401, {"www-authenticate": "Bearer"}
+        )
+
+    async def health(self, request: Request) -> Response:
+        """Whether it runs, and how much waits; needs no token."""
+        return JSONResponse({"status": "ok", "waiting": self.worker.waiting, **self.worker.served})
+
+    async def identity(self, request: Request) -> Response:
+        """Who the teacher is."""
+        return self._refusal(request) or JSONResponse(self.engine.identity.written(), headers=self._headers)
+
+    async def files(self, request: Request) -> Response:
+        """Configuration and tokenizer, name to text."""
+        return self._refusal(request) or JSONResponse(self.engine.files, headers=self._headers)
+
+    async def head(self, request: Request) -> Response:
+        """The head's weight and bias as safetensors; the ETag is their hash."""
+        etag = f'"{self.engine.identity.head}"'
+        if refusal := self._refusal(request):
+            return refusal
+        if request.headers.get("if-none-match") == etag:
+            return Response(status_code=304, headers={**self._headers, "etag": etag})
+        return Response(self._head, media_type=BINARY, headers={**self._headers, "etag": etag})
+
+    async def targets(self, request: Request) -> Response:
+        """What the teacher says of the rows in the body."""
+        return await self._answered(request, logits=False)
+
+    async def logits(self, request: Request) -> Response:
+        """Its own logits of a few rows, by its own forward."""
+        return await self._answered(request, logits=True)
+
+    async def _answered(self, request: Request, logits: bool) -> Response:
+        if refusal := self._refusal(request):
+            return refusal
+        as_json = request.headers.get("content-type", "").partition(";")[0].strip() == JSON
+        try:
+            options = self._options(request, logits)
+            body = await self._body(request)
+            job = Job(await run_in_threadpool(self._read, body, as_json), options)
+            if logits and len(job.asked.rows) > (most := self.engine.identity.limits["logits"] or 1):
+                raise WireError(f"rows: expected at most {most} for logits, got {len(job.asked.rows)}")
+            answer = await self._computed(request, job)
+        except WireError as error:
+            return JSONResponse({"error": str(error)}, error.status)
+        except Refused as refused:
+            return refused.response
+        except ClientDisconnect:
+            return Response(status_code=499)
+        if as_json:
+            return JSONResponse(await run_in_threadpool(_lists, answer), headers=self._headers)
+        content = await run_in_threadpool(save_tensors, answer)
+        return Response(content, media_type=BINARY, headers=self._headers)
+
+    def _options(self, request: Request, logits: bool) -> Options:
+        given, values = dict(request.query_params), dict[str, Any]()
+        kinds = {"top_k": int, "columns": int, "temperature": float, "tail": str, "dtype": str, "deterministic": int}
+        for name, text in given.items():
+            if logits or name not in kinds:
+                raise WireError(f"{name[:40]!r}: no such option; {', '.join(kinds) if not logits else 'none is taken'}")
+            try:
+                values[name] = kinds[name](text)
+            except ValueError:
+                raise WireError(f"{name}: expected a number, got {text[:40]!r}") from None
+        if not all(math.isfinite(value) for value in values.values() if isinstance(value, float)):
+            raise WireError("temperature: expected a finite number")
+        values["deterministic"] = bool(values.get("deterministic", 0))
+        return Options(**values, logits=logits).checked(self.engine.identity.rows)
+
+    async def _body(self, request: Request) -> bytes:
+        most = self.limits.body
+        declared = request.headers.get("content-length", "0")
+        if not declared.isdigit() or int(declared) > most:
+            raise Refused(413, f"body: expected at most {most} bytes", connection="close")
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self.limits.read_seconds):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise Refused(413, f"body: expected at most {most} bytes", connection="close")
+                    parts.append(part)
+        except TimeoutError:
+            text = f"body: expected it within {self.limits.read_seconds:g} s"
+            raise Refused(408, text, connection="close") from None
+        return b"".join(parts)
+
+    def _read(self, body: bytes, as_json: bool) -> Any:
+        identity = self.engine.identity
+        return read_body(body, as_json).checked(identity.rows, self.limits.tokens, identity.limits["document"])
+
+    async def _computed(self, request: Request, job: Job) -> Answer:
+        """The worker's answer; a client that leaves before it is begun takes its place in the queue along."""
+        try:
+            future = self.worker.submit(job)
+        except Full as full:
+            raise Refused(503, str(full), **{"retry-after": str(math.ceil(full.seconds))}) from None
+        made: asyncio.Future[Any] = asyncio.wrap_future(future)
+        left: asyncio.Future[Any] = asyncio.ensure_future(
+            request.receive()
+        )  # after the body the next message is that the client has left
+        try:
+            done, _ = await asyncio.wait(
+                {made, left}, timeout=self.limits.answer_seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if made in done:
+                return made.result()
+            if left in done:
+                raise ClientDisconnect
+            raise Refused(504, f"no answer within {self.limits.answer_seconds:g} s")
+        except Full as full:
+            raise Refused(503, str(full), **{"retry-after": str(math.ceil(full.seconds))}) from None
+        except torch.OutOfMemoryError:
+            raise Refused(500, "the teacher is out of memory: start it with fewer --max-tokens") from None
+        except (ClientDisconnect, Refused):
+            raise
+        except Exception as error:
+            raise Refused(500, f"the teacher failed: {type(error).__name__}: {error!s:.200}") from None
+        finally:
+            made.cancel()
+            left.cancel()
+
+
+def _lists(answer: Answer) -> dict[str, Any]:
+    """Tensors as lists; what JSON has no number for is null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        return value if not isinstance(value, float) or math.isfinite(value) else None
+
+    return {name: plain((t.float() if t.is_floating_point() else t).tolist()) for name, t in answer.items()}
+
+
+def parse_error(response_body: bytes) -> str:
+    """The line of an error's body, for people."""
+    try:
+        return str(json.loads(response_body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return ""

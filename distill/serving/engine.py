@@ -1,0 +1,264 @@
+"""A loaded teacher that answers requests: several packed into one forward, or one alone as it stands.
+
+What a request gets depends, in its last bits, on what it is computed beside. Documents of several requests are packed
+into rows as long as the longest of them, each with positions that start again (so that nothing is spent on padding,
+nor on tokens after the last that is asked for). A request that says `deterministic` goes alone, in its own rows: the
+same bits whoever else asks, and those of the same model in the trainer's own process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distill.core.environment import environment
+from distill.data.packing import best_fit
+from distill.models.head import HeadWeights, bare
+from distill.models.packed import keeps_apart
+from distill.recipe import Teacher as TeacherSection
+from distill.teachers.cache.encode import Encoding, encode, log_probabilities
+from distill.teachers.cache.settings import MOST_TOP_K, TAILS
+from distill.teachers.identity import model_name, teacher_identity
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.server.wire import (
+    DTYPES,
+    FILES,
+    PROTOCOL,
+    Asked,
+    Identity,
+    WireError,
+    documents,
+    fp8_rows,
+    head_hash,
+    hidden_of,
+    pack_ids,
+)
+
+LOGITS_BYTES = 64 << 20  # of one answer of /v1/logits
+FP8_TOKENS = 512  # that its cost is measured on
+
+
+class Options(NamedTuple):
+    """How a request is to be answered.
+
+    Attributes:
+        top_k: tokens of each distribution; None for hidden states.
+        columns: of the vocabulary they are taken from; 0 for all.
+        tail: of `TAILS`.
+        temperature: of their probabilities.
+        dtype: of the numbers; `auto` for hidden states as they are and K tokens in float16.
+        deterministic: whether it is computed alone.
+        logits: the model's own logits, for a proof.
+    """
+
+    top_k: int | None = None
+    columns: int = 0
+    tail: str = "bucket"
+    temperature: float = 1.0
+    dtype: str = "auto"
+    deterministic: bool = False
+    logits: bool = False
+
+    def checked(self, rows: int) -> Options:
+        """Itself with the columns filled in.
+
+        Args:
+            rows: of the head.
+
+        Raises:
+            WireError: naming the option.
+        """
+        columns = self.columns or rows
+        allowed = (
+            ("auto", "float16", "float32") if self.top_k is not None else tuple(d for d in DTYPES if d != "float16")
+        )
+        if not 0 < columns <= rows:
+            raise WireError(f"columns: expected 1 to {rows}, got {columns}")
+        if self.top_k is not None and not 0 < self.top_k <= min(MOST_TOP_K, columns):
+            raise WireError(f"top_k: expected 1 to {min(MOST_TOP_K, columns)}, got {self.top_k}")
+        if self.tail not in TAILS:
+            raise WireError(f"tail: expected one of {', '.join(TAILS)}")
+        if not 1e-3 <= self.temperature <= 1e3:
+            raise WireError("temperature: expected 0.001 to 1000")
+        if self.dtype not in allowed:
+            raise WireError(f"dtype: expected one of {', '.join(allowed)}")
+        return self._replace(columns=columns)
+
+
+class Job(NamedTuple):
+    """A request, checked."""
+
+    asked: Asked
+    options: Options
+
+    @property
+    def alone(self) -> bool:
+        """Whether it shares its forward with nobody."""
+        return self.options.deterministic or self.options.logits
+
+
+Answer = dict[str, torch.Tensor]
+
+
+class Engine:
+    """One teacher, asked by one thread at a time.
+
+    Args:
+        teacher: on its device, patched and quantised.
+        section: of the recipe, for who it is.
+        tokenizer: None where there is none.
+        template: hash of the chat template its data are made with; None likewise.
+        most_tokens: of one request.
+
+    Attributes:
+        identity: who it is.
+        files: configuration and tokenizer, name to text.
+        head: its weight and bias on the CPU.
+        forward: of ids and positions int64 [B, S] to hidden states [B, S, H].
+    """
+
+    def __init__(
+        self, teacher: LoadedTeacher, section: TeacherSection, tokenizer: Any, template: str | None, most_tokens: int
+    ) -> None:
+        self.teacher, self.model = teacher, teacher.model
+        with teacher.hidden.head.open() as weights:
+            self.weights = HeadWeights(
+                weights.weight.detach(), None if weights.bias is None else weights.bias.detach(), None
+            )
+        self.transform = teacher.hidden.transform
+        self.device = self.weights.weight.device
+        self.forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] = teacher.targets  # type: ignore[assignment]
+        self.packs = keeps_apart(self.model)
+        named = {"weight": self.weights.weight} | ({} if self.weights.bias is None else {"bias": self.weights.bias})
+        self.head = {name: tensor.cpu().contiguous() for name, tensor in named.items()}
+        self.files = _files(self.model, tokenizer)
+        self.identity = self._identity(section, tokenizer, template, most_tokens)
+        if not self.packs:
+            self.identity.notes["packing"] = "none: this model does not keep documents of one row apart"
+
+    def _identity(self, section: TeacherSection, tokenizer: Any, template: str | None, most_tokens: int) -> Identity:
+        from distill.data.token_cache import tokenizer_hash
+
+        config, (rows, width) = bare(self.model).config.get_text_config(), self.weights.weight.shape  # type: ignore[union-attr,operator]
+        longest = getattr(config, "max_position_embeddings", None)
+        return Identity(
+            PROTOCOL, model_name(section), teacher_identity(section), self.teacher.fingerprint(),
+            str(self.weights.weight.dtype).removeprefix("torch."), section.dtype, rows, width, head_hash(self.head),
+            self.transform.scale, self.transform.softcap, None if tokenizer is None else tokenizer_hash(tokenizer),
+            template, hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest(),
+            {"tokens": most_tokens, "document": longest, "top_k": MOST_TOP_K,
+             "logits": max(LOGITS_BYTES // (4 * rows), 1)},
+            {"device": str(self.device), **environment(), "fp8_kl": self._fp8_cost(tokenizer, longest or 256)},
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _fp8_cost(self, tokenizer: Any, longest: int) -> float:
+        """KL(teacher || the same with hidden states in fp8 on the wire), nats a token, over some text."""
+        if tokenizer is None:
+            ids = torch.arange(FP8_TOKENS) * 31 % len(self.weights.weight)
+        else:
+            ids = torch.tensor(tokenizer(inspect.getsource(textwrap))["input_ids"])[:FP8_TOKENS]
+            ids = ids % len(self.weights.weight)
+        hidden = torch.cat(
+            [self.forward({"input_ids": part[None].to(self.device)})[0] for part in ids.split(min(longest, 256))]
+        )
+        sent = hidden_of({name: t.cpu() for name, t in fp8_rows(hidden).items()}, hidden.dtype).to(self.device)
+        total, columns = 0.0, len(self.weights.weight)
+        for one, other in zip(hidden.split(64), sent.split(64), strict=True):
+            logp, logq = (
+                log_probabilities(h, self.weights, self.transform, columns, 1.0)[1].double() for h in (one, other)
+            )
+            total += float((logp.exp() * (logp - logq)).sum())
+        return total / len(hidden)
+
+    # ------------------------------------------------------------------ answers
+
+    def answer(self, jobs: Sequence[Job]) -> list[Answer]:
+        """What the teacher says to each; one job alone in its own rows, several packed together."""
+        hidden = [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
+        return [self._encoded(job, rows) for job, rows in zip(jobs, hidden, strict=True)]
+
+    def _alone(self, job: Job) -> torch.Tensor:
+        batch = {"input_ids": _ids(job.asked.ids, self.device)}
+        if job.asked.positions is not None:
+            batch["position_ids"] = _ids(job.asked.positions, self.device)
+        rows = _ids(job.asked.rows, self.device)
+        if job.options.logits:
+            with torch.no_grad():  # its own way to logits, beside the one that the trainer takes
+                logits = self.model(**batch, use_cache=False).logits
+        else:
+            logits = self.forward(batch)
+        return logits.flatten(0, 1).index_select(0, rows)
+
+    def _together(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        """Hidden states [M, H] of each job, from one forward of all documents with something asked for."""
+        pieces = [piece for number, job in enumerate(jobs) for piece in documents(job.asked, number)]
+        if not pieces:
+            empty = self.weights.weight.new_zeros(0, self.weights.weight.shape[1])
+            return [empty] * len(jobs)
+        lengths = np.array([len(piece.ids) for piece in pieces])
+        groups = best_fit(lengths, int(lengths.max())) if self.packs else [np.array([n]) for n in range(len(pieces))]
+        width = max(int(lengths[group].sum()) for group in groups)
+        width = max(width, 2)  # one token is what decoding looks like
+        ids, positions = (np.zeros((len(groups), width), np.int64) for _ in range(2))
+        places: list[list[np.ndarray]] = [[] for _ in jobs]
+        flat = {}
+        for row, group in enumerate(groups):
+            at = 0
+            for number in group.tolist():
+                piece, stop = pieces[number], at + len(pieces[number].ids)
+                ids[row, at:stop], positions[row, at:stop] = piece.ids, np.arange(stop - at)
+                flat[number] = row * width + at + piece.asked
+                at = stop
+            positions[row, at:] = np.arange(width - at)
+        for number, piece in enumerate(pieces):
+            places[piece.job].append(flat[number])
+        batch = {"input_ids": torch.from_numpy(ids).to(self.device)}
+        if self.packs:
+            batch["position_ids"] = torch.from_numpy(positions).to(self.device)
+        hidden = self.forward(batch).flatten(0, 1)
+        nothing = [np.zeros(0, np.int64)]
+        return [hidden.index_select(0, _ids(np.concatenate(mine or nothing), self.device)) for mine in places]
+
+    def _encoded(self, job: Job, rows: torch.Tensor) -> Answer:
+        options = job.options
+        if options.logits:
+            return {"logits": rows.float().cpu()}
+        if options.top_k is None:
+            sent = fp8_rows(rows) if options.dtype == "fp8" else {
+                "hidden": rows if options.dtype == "auto" else rows.to(getattr(torch, options.dtype))
+            }  # fmt: skip
+            return {name: tensor.cpu().contiguous() for name, tensor in sent.items()}
+        generator = None
+        if options.tail == "sampled":  # drawn by what is asked, so that the same question has the same answer
+            digest = hashlib.sha256(job.asked.body()).digest()
+            generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "little"))
+        labels = _ids(job.asked.labels, self.device)
+        encoding = Encoding(options.columns, options.top_k, options.tail, options.temperature)
+        said = encode(rows, self.weights, self.transform, labels.clamp_max(options.columns - 1), encoding, generator)
+        dtype = torch.float16 if options.dtype == "auto" else getattr(torch, options.dtype)
+        ids, *numbers = (tensor.cpu() for tensor in said.to(dtype))
+        return pack_ids(ids, options.columns) | dict(zip(said._fields[1:], numbers, strict=True))
+
+
+def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(device)
+
+
+def _files(model: Any, tokenizer: Any) -> dict[str, str]:
+    """Configuration and tokenizer as the text of their files."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        bare(model).config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.iterdir()) if path.name in FILES}

@@ -1,0 +1,145 @@
+"""From a recipe or a model to an engine, and an engine to a server that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import uvicorn
+from starlette.applications import Starlette
+
+from distill.core import console
+from distill.models.attention_choice import AttentionChoices
+from distill.recipe import Recipe, parse
+from distill.recipe.compatibility import require_command
+from distill.recipe.yaml_text import to_yaml
+from distill.serving.engine import Engine
+from distill.teachers.base import open_context
+from distill.teachers.cache.identity import text_hashes
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.registry import source_of
+
+TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
+
+
+def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
+    """A recipe whose teacher is a model by its name; of the rest nothing is used."""
+    tree = {
+        "teacher": {"model": model}, "student": {"model": model}, "data": {"source": "python-stdlib"},
+        "train": {"steps": 1},
+    }  # fmt: skip
+    return parse(to_yaml(tree), overrides, name="served", origin=model)
+
+
+def open_engine(recipe: Recipe, most_tokens: int) -> Engine:
+    """Load the recipe's teacher as a run does, with our kernels in it, quantised where the recipe has it.
+
+    Raises:
+        ValueError: as `distill run` would say; a kind of teacher that cannot be served.
+    """
+    require_command(recipe, "serve")
+    transformers.utils.logging.disable_progress_bar()
+    source, context = source_of(recipe), open_context(recipe)
+    vocabulary = source.vocabulary()
+    for problem in source.problems(cuda=context.device.type == "cuda", sharded=False):
+        raise ValueError(problem)
+    with console.working("loading the teacher"):
+        teacher = source.open(context, vocabulary)
+    assert isinstance(teacher, LoadedTeacher)
+    if context.device.type == "cuda":
+        from distill.models.patching import patch
+
+        choices = AttentionChoices(recipe)
+        report = patch(teacher.model, "teacher", attention=choices.of(teacher.model, "teacher"))
+        console.say(f"{'kernels':<12}teacher: {report}")
+    teacher.quantise()
+    template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]
+    return Engine(teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file, else in the environment; None where there is neither.
+
+    Raises:
+        ValueError: the file cannot be read, or the token is too short to be one.
+    """
+    token = os.environ.get(TOKEN_VARIABLE)
+    if path is not None:
+        try:
+            token = path.expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--token-file: {path} cannot be read: {error}") from None
+    if token is not None and (len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token):
+        raise ValueError("the token: expected at least 16 printable ASCII characters without spaces")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def require_safe(host: str, token: str | None) -> None:
+    """Hold that nobody else can ask without a token.
+
+    Raises:
+        ValueError: a host that others reach, and no token.
+    """
+    if token is None and not is_loopback(host):
+        raise ValueError(
+            f"--host {host}: others can reach it, so it needs a token: --token-file FILE or {TOKEN_VARIABLE} "
+            "(python -c 'import secrets; print(secrets.token_urlsafe(32))' makes one)"
+        )
+
+
+def server_of(app: Starlette, host: str, port: int, **tls: Any) -> uvicorn.Server:
+    """uvicorn with its limits; `tls` are its own `ssl_*` options."""
+    config = uvicorn.Config(
+        app, host, port, log_level="warning", access_log=False, server_header=False, limit_concurrency=1024,
+        timeout_keep_alive=75, timeout_graceful_shutdown=30, ws="none", http="h11", **tls,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
+@contextlib.contextmanager
+def running(app: Starlette, port: int = 0) -> Iterator[str]:
+    """The application on a port of loopback, in a thread, while the context lasts; yields its address."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", port))
+        bound.listen(256)
+        server = server_of(app, "127.0.0.1", bound.getsockname()[1])
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True, name="server")
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.005)
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(timeout=40)
+
+
+def describe(engine: Engine) -> list[str]:
+    """The lines that a server begins with."""
+    identity = engine.identity
+    number = getattr(torch, identity.dtype).itemsize
+    return [
+        f"{'teacher':<12}{identity.model}, {engine.teacher.parameters_text()}, {identity.hash}",
+        f"{'a token':<12}hidden states {number * identity.hidden:,} bytes; fp8 {identity.hidden + 4:,} (KL "
+        f"{identity.notes['fp8_kl']:.1e} nats a token); top 64 {64 * 4 + 6:,}",
+    ]

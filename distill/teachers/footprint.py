@@ -1,0 +1,71 @@
+"""What a teacher takes of a machine, by arithmetic, and ways of holding it that take less."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from distill.models.precision import Precision
+from distill.models.work import NO_WORK, Work
+from distill.recipe import Recipe
+
+
+class Footprint(NamedTuple):
+    """What a teacher takes in a training step.
+
+    Attributes:
+        weights: bytes held on each device.
+        gathered: bytes that are whole at any time where the weights are shards, 0 elsewhere.
+        host: bytes in host memory, of each process.
+        moved: bytes over the bus to each device in a micro-batch.
+        loading: peak bytes on a device while it is loaded, student included; 0 where that is no more than afterwards.
+        token_bytes: bytes held for each token of a micro-batch: the targets.
+        logits: whether the teacher's logits are made beside the student's.
+        work: FLOPs a token; None where they are not known.
+        workspace: bytes of the loss's workspace where it is not that of the fused losses; None there.
+        wide_head_gradient: the gradient of the student's head adds up in float32.
+    """
+
+    weights: float = 0.0
+    gathered: float = 0.0
+    host: float = 0.0
+    moved: float = 0.0
+    loading: float = 0.0
+    token_bytes: float = 0.0
+    logits: bool = True
+    work: Work | None = NO_WORK
+    workspace: float | None = None
+    wide_head_gradient: bool = False
+
+
+class FootprintContext(NamedTuple):
+    """What a footprint depends on beside the recipe.
+
+    Attributes:
+        precision: from `resolve_precision`.
+        memory_bytes: of one device.
+        world: devices.
+        sharded: whether they hold shards of the teacher.
+    """
+
+    precision: Precision
+    memory_bytes: float
+    world: int = 1
+    sharded: bool = False
+
+
+class SmallerTeacher(NamedTuple):
+    """A way of holding the teacher that takes less of a GPU's memory.
+
+    Attributes:
+        override: of the recipe.
+        recipe: with it.
+        words: for a person whose run did not fit.
+        note: what it costs.
+        same_targets: whether the teacher says the same, so that a run may be resumed with it.
+    """
+
+    override: str
+    recipe: Recipe
+    words: str
+    note: str = ""
+    same_targets: bool = False

@@ -1,0 +1,267 @@
+"""The servers of one teacher: requests go to whichever is least busy, and to another where one is gone.
+
+    servers = Servers(place)
+    identity = servers.identity()                  # of all of them the same, or the run is refused
+    future = servers.submit("/v1/targets", body, params)
+
+A server that does not answer, or says that it is full, is left alone for a while (twice as long each time, or as long
+as it says), and its requests go to the others. Where none has answered for `place.wait` seconds, or one answers as
+another teacher than the run began with, `TeacherGone` ends the run in one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distill.core.faults import TeacherGone
+from distill.teachers.server.wire import BINARY, TEACHER, Identity, WireError
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds that a server is left alone
+CONNECT_SECONDS = 10.0
+RETRIED = (408, 425, 429, 500, 502, 503, 504)
+
+
+class Place(NamedTuple):
+    """Where servers are, and how they are asked.
+
+    Attributes:
+        urls: of the servers, without a path.
+        token: bearer token; None for none.
+        wait: seconds that all of them may be silent.
+        at_once: requests under way.
+    """
+
+    urls: tuple[str, ...]
+    token: str | None = None
+    wait: float = 300.0
+    at_once: int = 4
+
+
+def token_of(path: str | None) -> str | None:
+    """The bearer token in a file, else in DISTILL_SERVE_TOKEN.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    import os
+
+    if path is None:
+        return os.environ.get("DISTILL_SERVE_TOKEN")
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"teacher.token_file: {path} cannot be read: {error}") from None
+
+
+class _Server:
+    """One server: how busy it is with us, and since when it is left alone."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.busy, self.failures, self.until = url, 0, 0, 0.0
+        self.fault = ""
+
+
+class Servers:
+    """Asks servers of the same teacher over HTTP, from threads of its own.
+
+    Args:
+        place: where they are.
+
+    Attributes:
+        received: bytes of answers so far, and `positions` that they were for, for the figure of bytes a token.
+        expected: hash of the identity that every answer must bear; None before it is known.
+    """
+
+    def __init__(self, place: Place) -> None:
+        import httpx2
+
+        headers = {"accept": BINARY} | ({} if place.token is None else {"authorization": f"Bearer {place.token}"})
+        self.place, self.expected = place, None  # type: tuple[Place, str | None]
+        self._http = httpx2
+        self._client = httpx2.Client(
+            headers=headers, timeout=httpx2.Timeout(place.wait, connect=CONNECT_SECONDS, pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32), trust_env=False,
+        )  # fmt: skip
+        self._servers = [_Server(url) for url in place.urls]
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(place.at_once * len(place.urls), thread_name_prefix="teacher")
+        self._closed = threading.Event()
+        self.received = self.positions = 0
+
+    def close(self) -> None:
+        """Ask no more; what is under way is not waited for."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    # --------------------------------------------------------------- one request
+
+    def submit(
+        self, path: str, body: bytes, params: Mapping[str, Any], positions: int, kind: str = BINARY
+    ) -> Future[bytes]:
+        """Ask in a thread; the answer's body, or what `ask` raises.
+
+        Args:
+            path: of the request.
+            body: of it.
+            params: of its query.
+            positions: that the answer will be for.
+            kind: of the body.
+        """
+        return self._pool.submit(self._counted, positions, "POST", path, content=body, params=dict(params),
+                                 headers={"content-type": kind})  # fmt: skip
+
+    def _counted(self, positions: int, method: str, path: str, **more: Any) -> bytes:
+        answer = self.ask(method, path, **more)
+        with self._lock:
+            self.received += len(answer)
+            self.positions += positions
+        return answer
+
+    def ask(self, method: str, path: str, **more: Any) -> bytes:
+        """The body of an answer of any of the servers.
+
+        Raises:
+            TeacherGone: none answered in time, one is another teacher now, or refuses what it is asked.
+        """
+        silent_since, said = time.monotonic(), ""
+        while True:
+            server = self._least_busy()
+            if server is not None:
+                try:
+                    return self._ask_one(server, method, path, **more)
+                except _TryAgain as again:
+                    said = str(again)
+                    continue
+            if time.monotonic() - silent_since > self.place.wait or self._closed.is_set():
+                faults = "; ".join(f"{server.url}: {server.fault or said}" for server in self._servers)
+                raise TeacherGone(f"teacher.url: no answer within {self.place.wait:g} s ({faults})")
+            self._closed.wait(0.05)
+
+    def _least_busy(self) -> _Server | None:
+        """A server that is not left alone just now, its place taken; None where there is none."""
+        with self._lock:
+            ready = [server for server in self._servers if server.until <= time.monotonic()]
+            if not ready:
+                return None
+            server = min(ready, key=lambda each: each.busy)
+            server.busy += 1
+            return server
+
+    def _ask_one(self, server: _Server, method: str, path: str, **more: Any) -> bytes:
+        try:
+            try:
+                response = self._client.request(method, server.url + path, **more)
+                content = response.content
+            except (self._http.InvalidURL, self._http.UnsupportedProtocol) as error:
+                raise ValueError(f"teacher.url: {server.url}: {error}") from None
+            except (self._http.TransportError, RuntimeError) as error:
+                self._leave_alone(server, f"{type(error).__name__}: {error}", None)
+                raise _TryAgain(server.fault) from None
+        finally:
+            with self._lock:
+                server.busy -= 1
+        if response.status_code in RETRIED:
+            told = response.headers.get("retry-after", "")
+            self._leave_alone(
+                server, f"{response.status_code}: {_line(content)}", float(told) if told.isdigit() else None
+            )
+            raise _TryAgain(server.fault)
+        if response.status_code != 200:
+            raise TeacherGone(refusal(server.url, response.status_code, _line(content)))
+        now = response.headers.get(TEACHER)
+        if self.expected is not None and now != self.expected:
+            raise TeacherGone(
+                f"teacher.url: {server.url} is another teacher now: {now}, where the run began with {self.expected}; "
+                "start the server with the same model and settings"
+            )
+        server.failures, server.fault = 0, ""
+        return content
+
+    def _leave_alone(self, server: _Server, fault: str, seconds: float | None) -> None:
+        with self._lock:
+            server.failures += 1
+            pause = min(FIRST_PAUSE * 2 ** (server.failures - 1), LONGEST_PAUSE, self.place.wait / 4)
+            pause = pause * (0.75 + 0.5 * random.Random(time.monotonic_ns()).random()) if seconds is None else seconds
+            server.fault, server.until = fault, time.monotonic() + min(pause, self.place.wait / 4)
+        if server.failures in (1, 5, 25):
+            log.warning("%s does not answer (%s); it is tried again", server.url, fault)
+
+    # ------------------------------------------------------------- who they are
+
+    def of_each(self, path: str) -> dict[str, bytes]:
+        """The answer of every server, by its address; of those that answer, where others do not.
+
+        Raises:
+            TeacherGone: none does.
+        """
+        answers = {}
+        for server in self._servers:
+            with self._lock:
+                server.busy += 1
+            with contextlib.suppress(_TryAgain):
+                answers[server.url] = self._ask_one(server, "GET", path)
+        if not answers:
+            self.ask("GET", path)  # waits for one
+            return self.of_each(path)
+        return answers
+
+    def identity(self) -> Identity:
+        """Of all servers that answer, which must be the same; from then on every answer is held to it.
+
+        Raises:
+            ValueError: they differ, or one is no `distill serve`.
+            TeacherGone: none answers.
+        """
+        found = {url: _identity(url, body) for url, body in self.of_each("/v1/identity").items()}
+        (first, identity), *others = found.items()
+        for url, other in others:
+            if other.hash != identity.hash:
+                name = next(n for n in Identity._fields if getattr(other, n) != getattr(identity, n))
+                raise ValueError(
+                    f"teacher.url: {url} and {first} are different teachers: {name} is "
+                    f"{getattr(other, name)!r:.80} and {getattr(identity, name)!r:.80}"
+                )
+        self.expected = identity.hash
+        return identity
+
+
+class _TryAgain(Exception):
+    """This server could not answer; another may."""
+
+
+def _identity(url: str, body: bytes) -> Identity:
+    try:
+        return Identity.read(json.loads(body))
+    except (WireError, ValueError) as error:
+        raise ValueError(f"teacher.url: {url}: {error}") from None
+
+
+def _line(content: bytes) -> str:
+    """What an error's body says, in one line."""
+    text = content[:2000].decode(errors="replace")
+    with contextlib.suppress(ValueError, TypeError):
+        tree = json.loads(text)
+        inner = tree.get("error", tree.get("message", tree)) if isinstance(tree, dict) else tree
+        text = str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    return " ".join(text.split())[:300]
+
+
+def refusal(url: str, status: int, text: str) -> str:
+    """A line for an answer that would be the same the next time."""
+    if status in (401, 403):
+        return f"teacher.token_file: {url} refuses the token ({text})"
+    if "logprobs" in text and "max" in text.lower():  # vLLM's own limit
+        return f"teacher.top_k: {url} gives fewer ({text}); start vLLM with a larger --max-logprobs, or lower it"
+    return f"teacher.url: {url} refuses what it is asked: {status}, {text}"

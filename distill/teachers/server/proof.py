@@ -1,0 +1,138 @@
+"""Once, on the first batch: do the logits that the loss will make here equal those that the server's model makes there?
+
+What a server gets wrong trains silently: hidden states from before the final norm, a soft cap or a scale that is not
+told, log-probabilities that belong to the token before. The server runs its model whole, head and all, over a few rows;
+here the same rows' targets are made into log-probabilities as the loss makes them, and the two are compared. Where they
+differ, readings that would explain it are tried, so that the fault has a name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distill.models.head import HeadWeights, LogitTransform
+from distill.teachers.server.exchange import DistillExchange, Exchange
+from distill.teachers.server.wire import Asked, tensors_of
+
+TOKENS = 64
+CAPS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
+# of the mean size of logits: what rounding moves them by on average, with products added up in another order
+ROUNDING = {torch.float32: 64.0, torch.float64: 64.0, torch.bfloat16: 2.0, torch.float16: 2.0}
+SPARSE = 0.02  # what half precision may move a log-probability by
+
+
+class LogitReading(NamedTuple):
+    """How targets are made into logits here.
+
+    Attributes:
+        exchange: that asks for them.
+        head: on any device; None where K tokens are sent.
+        transform: what the server says of scale and soft cap.
+    """
+
+    exchange: Exchange
+    head: HeadWeights | None
+    transform: LogitTransform
+
+
+def prove(teacher: LogitReading, asked: Asked) -> str:
+    """Compare up to 64 of the positions that are asked for; a line that says how near they are.
+
+    Raises:
+        ValueError: they differ, with the fault's name where it can be told.
+        TeacherGone: the server does not answer.
+    """
+    asked = replace(asked, rows=asked.rows[:TOKENS])
+    if not teacher.exchange.most_logits or not len(asked.rows):
+        return "its logits are not compared: " + (
+            "nothing is learned here" if teacher.exchange.most_logits else "it sends none"
+        )
+    expected = own_logits(teacher, asked)
+    off, allowed = _sparse(teacher, asked, expected) if teacher.head is None else _dense(teacher, asked, expected)
+    if not off <= allowed:
+        why = "" if teacher.head is None else _reason(teacher, asked, expected)
+        raise ValueError(
+            f"teacher.url: log-probabilities made here are off by {off:.2g} nats from the server's own, over "
+            f"{len(asked.rows)} tokens ({allowed:.1g} is rounding): {why or 'they are of other positions or columns'}"
+        )
+    return f"log-probabilities of {len(asked.rows)} tokens are those of its own logits, to {off:.1g} nats"
+
+
+def own_logits(teacher: LogitReading, asked: Asked) -> torch.Tensor:
+    """fp32 [M, V] of the rows, as the server's model makes them, in as many requests as it wants."""
+    servers, parts = teacher.exchange.servers, []
+    for rows in np.array_split(asked.rows, max(-(-len(asked.rows) // teacher.exchange.most_logits), 1)):
+        body = servers.ask("POST", "/v1/logits", content=replace(asked, rows=rows).body())
+        parts.append(tensors_of(body)["logits"])
+    return torch.cat(parts)
+
+
+def _dense(teacher: LogitReading, asked: Asked, expected: torch.Tensor) -> tuple[float, float]:
+    """Mean distance of all log-probabilities, and what is rounding."""
+    hidden, dtype = _plain_hidden(teacher, asked), teacher.exchange.wanted.dtype
+    if hidden.shape[-1] != _head(teacher).weight.shape[1] or expected.shape[-1] != len(_head(teacher).weight):
+        return float("inf"), 0.0
+    off = _distance(_logits(teacher, hidden, teacher.transform), expected)
+    return off, ROUNDING[dtype] * torch.finfo(dtype).eps * max(expected.abs().mean().item(), 1.0)
+
+
+def _head(teacher: LogitReading) -> HeadWeights:
+    assert teacher.head is not None
+    return teacher.head
+
+
+def _plain_hidden(teacher: LogitReading, asked: Asked) -> torch.Tensor:
+    """Hidden states as they are, also where the run takes them in fp8."""
+    exchange = teacher.exchange
+    plain = DistillExchange(exchange.servers, exchange.wanted._replace(send="auto", deterministic=True), 0)
+    return plain.read(plain.ask(asked).result(), asked)["hidden"]
+
+
+def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
+    """fp32 [M, V] on the CPU."""
+    weight, bias, _ = _head(teacher)
+    z = torch.nn.functional.linear(hidden.to(weight), weight, bias).float().cpu() * transform.scale
+    return z if transform.softcap is None else transform.softcap * torch.tanh(z / transform.softcap)
+
+
+def _distance(z: torch.Tensor, expected: torch.Tensor) -> float:
+    return (z.log_softmax(-1) - expected.log_softmax(-1)).abs().mean().item()
+
+
+def _sparse(teacher: LogitReading, asked: Asked, expected: torch.Tensor) -> tuple[float, float]:
+    """The worst of the labels' log-probabilities, and of the K tokens' where they are the likeliest."""
+    exchange, wanted = teacher.exchange, teacher.exchange.wanted
+    said = exchange.read(exchange.ask(asked).result(), asked)
+    logp = expected[:, : wanted.columns].log_softmax(-1)
+    labels = torch.from_numpy(asked.labels.astype(np.int64)).clamp_max(wanted.columns - 1)
+    scale = logp.gather(1, labels[:, None])[:, 0]
+    worst = (said["label_logprob"].float() - scale).abs() / scale.abs().clamp_min(1)
+    if wanted.tail != "sampled":
+        at = (expected[:, : wanted.columns] / wanted.temperature).log_softmax(-1).gather(1, said["ids"].long())
+        worst = torch.maximum(worst, ((said["logprobs"].float() - at).abs() / at.abs().clamp_min(1)).amax(-1))
+    return worst.max().item(), SPARSE
+
+
+def _reason(teacher: LogitReading, asked: Asked, expected: torch.Tensor) -> str:
+    """Which reading of the hidden states explains the server's own logits."""
+    hidden = _plain_hidden(teacher, asked)
+    if hidden.shape[-1] != _head(teacher).weight.shape[1]:
+        return "the hidden states do not fit the head"
+    plain, own = _logits(teacher, hidden, LogitTransform()), teacher.transform
+    enough = 0.05 * _distance(_logits(teacher, hidden, own), expected)
+    for by in (1, -1):
+        if len(asked.rows) > 2 and _distance(plain.roll(by, 0)[1:-1] * own.scale, expected[1:-1]) < enough:
+            return "the hidden states are shifted by one position"
+    scale = ((plain * expected).sum() / (plain * plain).sum()).item()
+    if _distance(scale * plain, expected) < enough:
+        return f"the logit scale is missing: its own logits are {scale:.4g} times the product, it says {own.scale:g}"
+    if own.softcap is not None and _distance(plain * own.scale, expected) < enough:
+        return f"the soft cap of {own.softcap:g} that it says is not in its own logits"
+    for cap in CAPS:
+        if _distance(cap * torch.tanh(plain * own.scale / cap), expected) < max(enough, 0.01):
+            return f"the soft cap is missing: its own logits are capped at {cap:g}, it says {own.softcap}"
+    return "the final norm is missing from the hidden states, or the head is another one"

@@ -1,0 +1,373 @@
+"""A teacher in another process: on other GPUs, on another host; what it says is asked for ahead of time."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from distill.core.faults import TeacherGone
+from distill.core.labels import within_documents
+from distill.data.collator import valid_rows
+from distill.data.load import Splits
+from distill.data.token_cache import keep
+from distill.models.head import HeadWeights, LogitTransform
+from distill.models.load import kept_layers, load_student, load_teacher
+from distill.models.meta import meta_config, meta_model, meta_student
+from distill.models.shape import Shape
+from distill.recipe import ModelSection, Recipe, Student
+from distill.recipe import Teacher as TeacherSection
+from distill.teachers.base import Batch, Collate, CutStudent, OpenContext, Pairing, TargetFormat, Teacher, TeacherSource
+from distill.teachers.cache.format import TEACHER, bytes_a_token
+from distill.teachers.cache.identity import text_hashes
+from distill.teachers.cache.settings import default_tail
+from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_targets
+from distill.teachers.footprint import Footprint, FootprintContext
+from distill.teachers.hidden import HiddenFormat, StoredHead
+from distill.teachers.identity import model_name, teacher_identity
+from distill.teachers.measure import KL, Measure, over_stored
+from distill.teachers.server.client import Place, Servers, token_of
+from distill.teachers.server.exchange import DistillExchange, Exchange, Said, Wanted
+from distill.teachers.server.proof import LogitReading, prove
+from distill.teachers.server.vllm import VllmExchange
+from distill.teachers.server.wire import FILES, Asked, Identity, head_hash, tensors_of
+from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+
+CONFIG = "config.json"
+SERVED = "served"  # of a batch: what is to be asked of it
+MOST_PENDING = 4096  # answers that nobody came for
+
+
+class ServedRows:
+    """A collator that puts beside a batch what is to be asked of it, where its tensors still lie in host memory."""
+
+    def __init__(self, collate: Collate) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Collate rows."""
+        batch: dict[str, Any] = dict(self.collate(rows))
+        if "valid_rows" not in batch:
+            batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
+        batch[SERVED] = Asked.of(batch, batch["valid_rows"])
+        return batch
+
+
+class ServerTeacher(Teacher):
+    """What servers say of the rows of a batch, asked for by `submit` and waited for by `targets`.
+
+    Args:
+        exchange: of the protocol that they speak.
+        identity: of the teacher, for the lock file.
+        transform: how its logits follow from its head's product; an attribute too.
+        head: its weights; None where K tokens are sent.
+        section: of the recipe.
+        dtype: that a student is cut in from the model named there, as it would be from that model loaded.
+    """
+
+    def __init__(
+        self, exchange: Exchange, identity: dict[str, object], transform: LogitTransform, head: HeadWeights | None,
+        section: TeacherSection, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.exchange, self.identity, self.section, self.dtype = exchange, identity, section, dtype
+        self.models = {}
+        self.ahead = section.prefetch
+        self.head = None if head is None else StoredHead(head)
+        wanted = exchange.wanted
+        self.format: TargetFormat = (
+            TopKFormat(wanted.manifest(transform.scale, transform.softcap))
+            if self.head is None
+            else HiddenFormat(self.head, transform)
+        )
+        self.transform = transform
+        self._pending: OrderedDict[int, tuple[Asked, Future[bytes]]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ServerTeacher:
+        return self.small(())
+
+    def small(self, layers: Sequence[int]) -> ServerTeacher:
+        """The same: its layers are elsewhere."""
+        return copy.copy(self)
+
+    def collate(self, plain: Collate) -> Collate:
+        return ServedRows(plain)
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in batch.items() if name != SERVED}
+
+    def submit(self, batch: Batch) -> None:
+        asked = self._asked(batch)
+        if len(asked.rows) and id(asked) not in self._pending:
+            self._pending[id(asked)] = asked, self.exchange.ask(asked)
+            while len(self._pending) > MOST_PENDING:
+                self._pending.popitem(last=False)
+
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        for batch in batches:
+            if (waiting := self._pending.get(id(self._asked(batch)))) is not None:
+                try:
+                    waiting[1].result()
+                except TeacherGone as gone:
+                    return str(gone)
+        return None
+
+    def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
+        """Each at its position; 0 where nothing is learned."""
+        said, shape = self.said(self._asked(batch)), batch["input_ids"].shape
+        device = batch["input_ids"].device
+        said = {name: _moved(value, device) for name, value in said.items()}
+        rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
+        if self.head is not None:
+            return spread(said["hidden"], rows, shape)
+        return top_k_targets(said, rows, shape, self.exchange.wanted.tail)
+
+    def said(self, asked: Asked) -> Said:
+        """What the servers say of some rows, on the CPU.
+
+        Raises:
+            TeacherGone: nothing came in time, or nothing sound.
+        """
+        if not len(asked.rows):
+            return _nothing(self.exchange.wanted)
+        _, future = self._pending.pop(id(asked), (None, None))
+        return self.exchange.read((future or self.exchange.ask(asked)).result(), asked)
+
+    @staticmethod
+    def _asked(batch: Batch) -> Asked:
+        found: Any = batch.get(SERVED)
+        return found if found is not None else Asked.of(batch, _rows(batch))
+
+    def head_rows(self) -> list[int]:
+        return [self.exchange.wanted.columns]
+
+    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.head is not None:
+            yield "the head of the served teacher", self.head.weights.weight
+
+    def parameters_text(self) -> str:
+        said = (
+            "hidden states"
+            if self.head is not None
+            else f"top {self.exchange.wanted.top_k} ({self.exchange.wanted.tail})"
+        )
+        return f"{said} from {', '.join(self.section.urls)}"
+
+    def to(self, device: torch.device) -> None:
+        if self.head is not None:
+            weight, bias, _ = self.head.weights
+            self.head.weights = HeadWeights(weight.to(device), None if bias is None else bias.to(device), None)
+
+    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+        """Of the model that the recipe names beside the server, which is read for that and let go."""
+        model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
+        student = load_student(section, teacher=model, device=device, dtype=dtype)
+        return CutStudent(student, kept_layers(section, model))
+
+    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+        self.targets(batch)
+        weights = None if self.head is None else self.head.weights
+        servers = self.exchange.servers
+        each = servers.received / max(servers.positions, 1)
+        proof = prove(LogitReading(self.exchange, weights, self.transform), self._asked(batch))
+        return [f"{'served':<12}{each:,.0f} bytes a learned token; {proof}"]
+
+    def fingerprint(self) -> dict[str, object]:
+        """Who the servers say they are, and what is asked of them."""
+        wanted = self.exchange.wanted
+        asked = {"top_k": wanted.top_k, "tail": wanted.tail} if self.head is None else {"send": wanted.send}
+        return {**self.identity, **asked}
+
+    def close(self) -> None:
+        self.exchange.servers.close()
+
+
+def _rows(batch: Batch) -> torch.Tensor:
+    return valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
+
+
+def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return value if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
+
+
+def _nothing(wanted: Wanted) -> Said:
+    if wanted.top_k is None:
+        return {"hidden": torch.zeros(0, wanted.hidden, dtype=wanted.dtype)}
+    empty = torch.zeros(0)
+    return {"ids": torch.zeros(0, wanted.top_k, dtype=torch.int32), "logprobs": torch.zeros(0, wanted.top_k),
+            "tail": empty, "entropy": empty, "label_logprob": empty}  # fmt: skip
+
+
+class ServerSource(TeacherSource):
+    """The servers that the recipe's `teacher.url` names, asked who they are when somebody needs to know."""
+
+    shardable = False
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.section, self.sections = recipe, recipe.teacher, {}
+        self.is_vllm = self.section.protocol == "vllm"
+
+    @functools.cached_property
+    def servers(self) -> Servers:
+        """Connected when they are first asked."""
+        return Servers(Place(self.section.urls, token_of(self.section.token_file), self.section.wait,
+                             max(self.section.prefetch, 1)))  # fmt: skip
+
+    @functools.cached_property
+    def identity(self) -> Identity:
+        """Of a `distill serve`."""
+        return self.servers.identity()
+
+    @functools.cached_property
+    def folder(self) -> str:
+        """Where tokenizer and, in `teacher/`, configuration of a `distill serve` lie here; written once."""
+        return str(keep(f"served-{self.identity.files[:32]}", self._write_files, cache=self.recipe.data.cache)[0])
+
+    def _write_files(self, folder: Path) -> None:
+        files = json.loads(self.servers.ask("GET", "/v1/files"))
+        (folder / TEACHER).mkdir()
+        for name in FILES:  # and no other, whatever a server calls its files
+            if isinstance(text := files.get(name), str):
+                (folder / TEACHER / name if name == CONFIG else folder / name).write_text(text, encoding="utf-8")
+
+    @property
+    def config_section(self) -> ModelSection:
+        if self.is_vllm:
+            return self.section.loaded()
+        return ModelSection(init="random", config=f"{self.folder}/{TEACHER}")
+
+    @property
+    def tokenizer_section(self) -> ModelSection:
+        return self.section.loaded() if self.is_vllm else ModelSection(model=self.folder)
+
+    def shapes(self) -> list[Shape]:
+        return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
+
+    def vocabulary(self) -> Vocabulary:
+        return ServedVocabulary(self)
+
+    def measure(self) -> Measure:
+        section, loss = self.section, self.recipe.loss
+        if section.top_k is None:
+            return KL
+        tail = default_tail(loss)
+        return over_stored({"k": section.top_k, "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
+                            "temperature": loss.temperature})  # fmt: skip
+
+    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
+        """What is asked for is more than the servers take, or they serve another model than is named."""
+        recipe = self.recipe
+        if self.is_vllm:
+            warm = recipe.loss.temperature != 1.0
+            return (
+                ["loss.temperature: expected 1 with protocol: vllm, which has no other probabilities"] if warm else []
+            )
+        identity, problems = self.identity, []
+        most, tokens = identity.limits["tokens"], recipe.train.batch_size * recipe.data.max_length
+        if most is not None and tokens > most:
+            problems.append(
+                f"train.batch_size: expected at most {most} tokens a micro-batch, as the server was started "
+                f"(--max-tokens), got {recipe.train.batch_size} x data.max_length {recipe.data.max_length}"
+            )
+        if self.section.model is not None or self.section.init == "random":
+            here, there = teacher_identity(self.section.loaded()), identity.source
+            by_files = bool(here["files_sha256"] and there["files_sha256"])
+            names = ("files_sha256", "adapter") if by_files else ("init", "config", "model", "revision", "adapter")
+            if (other := next((name for name in names if here[name] != there.get(name)), None)) is not None:
+                problems.append(
+                    f"teacher.{'model' if by_files else other}: the server's {other} is {there.get(other)!r}, of the "
+                    f"recipe's it is {here[other]!r}; leave it out to take what is served"
+                )
+        return problems
+
+    def data_problems(self, splits: Splits) -> list[str]:
+        """A chat template that is not the server's; of running text there is none."""
+        if self.is_vllm or splits.report.format.startswith("text") or is_synthetic(self.recipe.data):
+            return []
+        here = text_hashes(self.recipe, self.vocabulary().tokenizer)["template"]
+        if here == self.identity.template:
+            return []
+        return ["data.chat_template: the template differs from the server's; start distill serve with this recipe"]
+
+    def footprint(self, context: FootprintContext) -> Footprint:
+        """The head, and what is said of each token; no weights."""
+        shape, k = self.shapes()[0], self.section.top_k
+        if k is not None:
+            return Footprint(token_bytes=k * (6 + 8), logits=False)
+        number = context.precision.teacher.itemsize if self.is_vllm else getattr(torch, self.identity.dtype).itemsize
+        return Footprint(weights=float(shape.head * number), token_bytes=2 * number * shape.hidden)
+
+    def title(self) -> str:
+        name = model_name(self.section) if self.is_vllm else self.identity.model
+        return f"{name} (served)"
+
+    def size_text(self) -> str:
+        """What travels of it, in place of its weights."""
+        shape = self.shapes()[0]
+        plan = {"kind": "hidden", "hidden": shape.hidden, "dtype": "bfloat16" if self.is_vllm else self.identity.dtype}
+        if self.section.top_k is not None:
+            plan = {"kind": "top_k", "k": self.section.top_k, "vocabulary": shape.vocabulary, "dtype": "float16"}
+        each = shape.hidden + 4 if self.section.send == "fp8" else bytes_a_token(plan)
+        return f"not loaded: {', '.join(self.section.urls)}; {each:,} bytes a learned token come from there"
+
+    def open(self, context: OpenContext, vocabulary: Vocabulary) -> ServerTeacher:
+        """Fetch the head, once for all runs here, and begin to ask.
+
+        Raises:
+            ValueError: the servers are not one teacher.
+            TeacherGone: none answers.
+        """
+        student = meta_student(self.recipe.student, meta_config(self.config_section, "teacher")).shape
+        if self.is_vllm:
+            shape = self.shapes()[0]
+            columns = min(shape.vocabulary, student.vocabulary)
+            vllm = VllmExchange(self.servers, Wanted.by(self.recipe, columns, shape.hidden, torch.float32))
+            return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, context.precision.teacher)
+        identity, dtype = self.identity, getattr(torch, self.identity.dtype)
+        extends = self.recipe.student.vocabulary == "extend"
+        columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)
+        head = None if self.section.top_k is not None else _head(self.servers, identity, context.device)
+        named = {"model": identity.model, **identity.fingerprint, "dtype": identity.dtype, "held": identity.held,
+                 "scale": identity.scale, "softcap": identity.softcap, "server": identity.hash}  # fmt: skip
+        wanted = Wanted.by(self.recipe, columns, identity.hidden, dtype)
+        exchange = DistillExchange(self.servers, wanted, identity.limits["logits"] or 1)
+        transform = LogitTransform(identity.scale, identity.softcap)
+        return ServerTeacher(exchange, named, transform, head, self.section, context.precision.teacher)
+
+
+def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWeights:
+    """The head, from this machine's cache where it was fetched before."""
+
+    def fetch(folder: Path) -> None:
+        (folder / "head.safetensors").write_bytes(servers.ask("GET", "/v1/head"))
+
+    folder, found = keep(f"head-{identity.head[:32]}", fetch, cache=True)
+    tensors = load_file(folder / "head.safetensors")
+    if head_hash(tensors) != identity.head and found:  # damaged here: fetched again
+        tensors = tensors_of(servers.ask("GET", "/v1/head"))
+    if head_hash(tensors) != identity.head:
+        raise TeacherGone("teacher.url: the server's head is not the one that its identity names")
+    bias = tensors.get("bias")
+    return HeadWeights(tensors["weight"].to(device), None if bias is None else bias.to(device), None)
+
+
+class ServedVocabulary(Vocabulary):
+    """The served teacher's tokenizer."""
+
+    def __init__(self, source: ServerSource) -> None:
+        section = source.config_section if is_synthetic(source.recipe.data) else source.tokenizer_section
+        super().__init__(source.recipe, section)
+        self._top_k = source.section.top_k is not None
+
+    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
+        """K tokens were taken among columns that the student has."""
+        match = super().match(teacher_rows, student_rows)
+        return match._replace(columns=None) if self._top_k else match

@@ -1,0 +1,128 @@
+"""A vLLM server as a teacher: K log-probabilities of every prompt token, by its `prompt_logprobs`.
+
+    POST /v1/completions {"model": ..., "prompt": [[ids], ...], "max_tokens": 1, "prompt_logprobs": K, "temperature": 0}
+
+Of each prompt comes a list with an entry a token: null for the first, which nothing predicts, then a mapping of token
+ids (as text) to `{"logprob": ..., "rank": ...}`: the K likeliest, and the prompt's own token where it is none of them.
+So entry i is what the token at i - 1 predicts. They are of the whole distribution at temperature 1; what the K leave of
+it is the tail. More than `--max-logprobs` (20 unless it is raised) is refused with a 400.
+
+Its forwards hold whatever else it computes just then, so that two answers to the same question may differ in their last
+bits: a run is resumed, but not to the bit. Its hidden states (a KV connector that writes them into a folder) are not
+read here. Written from vLLM's documentation and tested against exchanges made after it: never run against vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from distill.core.faults import TeacherGone
+from distill.teachers.server.client import Servers
+from distill.teachers.server.exchange import Exchange, Said, Wanted, require_sound
+from distill.teachers.server.wire import JSON, Asked, documents
+
+LEAST = -1e4  # logprobs that stand for minus infinity come as -9999
+
+
+class VllmExchange(Exchange):
+    """With the completions of vLLM.
+
+    Args:
+        servers: of the same model.
+        wanted: of each position; of sampled tokens it knows nothing: the K likeliest are read as a bucket.
+    """
+
+    def __init__(self, servers: Servers, wanted: Wanted) -> None:
+        assert wanted.top_k is not None
+        tail = "bucket" if wanted.tail == "sampled" else wanted.tail
+        self.servers, self.wanted = servers, wanted._replace(tail=tail, deterministic=False)
+        self.model = ""
+
+    def identity(self) -> dict[str, object]:
+        """What it says that it serves; of all servers the same.
+
+        Raises:
+            ValueError: it is none, or they differ.
+        """
+        found: dict[str, dict[str, object]] = {}
+        for url, body in self.servers.of_each("/v1/models").items():
+            try:
+                (model, *_) = json.loads(body)["data"]
+                found[url] = {name: model.get(name) for name in ("id", "root", "max_model_len")}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ValueError(f"teacher.url: {url}: expected vLLM's list of models") from None
+        (first, identity), *others = found.items()
+        for url, other in others:
+            if other != identity:
+                raise ValueError(f"teacher.url: {url} serves {other['id']!r}, {first} {identity['id']!r}")
+        self.model = str(identity["id"])
+        return {**identity, "protocol": "vllm"}
+
+    def ask(self, asked: Asked) -> Future[bytes]:
+        question = {
+            "model": self.model, "prompt": [piece.ids.tolist() for piece in _prompts(asked)], "max_tokens": 1,
+            "temperature": 0.0, "prompt_logprobs": self.wanted.top_k,
+        }  # fmt: skip
+        return self.servers.submit("/v1/completions", json.dumps(question).encode(), {}, len(asked.rows), JSON)
+
+    def read(self, body: bytes, asked: Asked) -> Said:
+        pieces, k = _prompts(asked), self.wanted.top_k or 0
+        try:
+            choices = sorted(json.loads(body)["choices"], key=lambda choice: int(choice["index"]))
+            if len(choices) != len(pieces):
+                raise TeacherGone(f"teacher.url: expected {len(pieces)} choices, got {len(choices)}")
+            rows = [
+                _entry(choice["prompt_logprobs"][place + 1], int(piece.ids[place + 1]), k, self.wanted.columns)
+                for choice, piece in zip(choices, pieces, strict=True)
+                for place in _checked(choice, piece).asked.tolist()
+            ]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise TeacherGone(
+                f"teacher.url: an answer that is none of vLLM's: {type(error).__name__}: {error}"
+            ) from None
+        ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
+        return require_sound(_completed(torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(),
+                                        torch.from_numpy(label).float()), len(asked.rows), self.wanted)  # fmt: skip
+
+
+def _prompts(asked: Asked) -> list[Any]:
+    """Documents as far as the last token that is learned: its log-probability is asked for."""
+    return documents(asked, 0, beyond=1)
+
+
+def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
+    """The piece, where the answer has an entry for each of its tokens, the first of them empty."""
+    entries = choice["prompt_logprobs"]
+    if len(entries) != len(piece.ids) or entries[0] is not None:
+        raise TeacherGone(
+            f"teacher.url: prompt_logprobs: expected null and {len(piece.ids) - 1} entries, got {len(entries)}, the "
+            f"first {'null' if entries and entries[0] is None else 'not null: they are shifted by one'}"
+        )
+    return piece
+
+
+def _entry(entry: Mapping[str, Any], label: int, k: int, columns: int) -> tuple[list[int], list[float], float]:
+    """K ids and their log-probabilities, the likeliest first, and the label's own, of one token's mapping."""
+    known = {int(token): max(float(value["logprob"]), LEAST) for token, value in entry.items()}
+    if label not in known:
+        raise TeacherGone("teacher.url: prompt_logprobs lack the prompt's own token: they are of other positions")
+    likeliest = sorted(((token, value) for token, value in known.items() if token < columns), key=lambda one: -one[1])[
+        :k
+    ]
+    if len(likeliest) < k:
+        raise TeacherGone(f"teacher.top_k: expected {k} log-probabilities a token, got {len(likeliest)}")
+    return [token for token, _ in likeliest], [value for _, value in likeliest], known[label]
+
+
+def _completed(ids: torch.Tensor, logprobs: torch.Tensor, label: torch.Tensor) -> Said:
+    """With the tail, and an entropy over the K and the tail, which is the least that it can be."""
+    tail = torch.log1p(-logprobs.double().exp().sum(-1).clamp_max(1 - 1e-6)).float()
+    outcomes = torch.cat([logprobs, tail[:, None]], -1).double()
+    entropy = -(outcomes.exp() * outcomes).sum(-1).float()
+    return {"ids": ids, "logprobs": logprobs, "tail": tail, "entropy": entropy, "label_logprob": label}

@@ -1,0 +1,311 @@
+"""What goes between a trainer and a server of a teacher: requests, answers and who the teacher is.
+
+    POST /v1/targets?dtype=...   body: safetensors, `input_ids` int32 [B, S], `rows` int32 [M], and `position_ids` int32
+                                 [B, S] that restart with each document (left out: each row is one)
+                                 answer: safetensors, a value of each tensor a row asked for
+    POST /v1/logits              the same body; answer: `logits` float32 [M, V] by the model's own forward
+    GET  /v1/identity /v1/head /v1/files    who it is; `weight` and `bias`; configuration and tokenizer as text
+
+`rows` are the flat positions b * S + i whose next token is learned, ascending. Safetensors hold numbers and nothing
+else: no code, no paths. Bodies may be JSON of the same names, for people; then the answer is JSON too.
+
+Hidden states of H take 2 H bytes a row in bf16; `dtype=fp8` H + 4: e4m3 of 1 sign, 4 exponent and 3 mantissa bits, each
+row divided by its largest size over 448 first. K tokens take what `teachers/cache/format.py` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from distill.teachers.cache.format import join_ids, split_ids
+
+PROTOCOL = 1
+BINARY, JSON = "application/octet-stream", "application/json"
+TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`
+FP8_MOST = 448.0  # of float8_e4m3fn
+FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt",
+)  # fmt: skip
+DTYPES = ("auto", "fp8", "float16", "bfloat16", "float32")
+
+
+class WireError(ValueError):
+    """A body that is not what the protocol has; the message says what was expected.
+
+    Attributes:
+        status: of HTTP: 400 where it cannot be read, 422 where it cannot be meant.
+    """
+
+    def __init__(self, message: str, status: int = 422) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """Rows of tokens, and which positions are to be answered. No tuple: in a batch those are taken apart.
+
+    Attributes:
+        ids: int32 [B, S].
+        positions: int32 [B, S], 0 where a document begins; None where each row is one.
+        rows: int32 [M], flat positions, ascending.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray | None
+    rows: np.ndarray
+
+    def to(self, *_: object, **__: object) -> Asked:
+        """Itself: it travels in a batch whose tensors are moved to a device, and stays where it is."""
+        return self
+
+    @staticmethod
+    def of(batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> Asked:
+        """Of a collated batch and the flat positions int64 [M] that are learned."""
+        narrow = {name: batch[name].cpu().numpy().astype(np.int32) for name in ("input_ids", "position_ids")
+                  if batch.get(name) is not None}  # fmt: skip
+        return Asked(narrow["input_ids"], narrow.get("position_ids"), rows.cpu().numpy().astype(np.int32))
+
+    @property
+    def labels(self) -> np.ndarray:
+        """int32 [M], the token after each of the rows."""
+        return self.ids.reshape(-1)[self.rows + 1]
+
+    def body(self) -> bytes:
+        """As safetensors."""
+        arrays = {"input_ids": self.ids, "position_ids": self.positions, "rows": self.rows}
+        return save_tensors({name: torch.from_numpy(a) for name, a in arrays.items() if a is not None})
+
+    def checked(self, vocabulary: int, most_tokens: int, longest: int | None) -> Asked:
+        """Itself, where it can be meant.
+
+        Args:
+            vocabulary: ids are below it.
+            most_tokens: B * S at most.
+            longest: of a document; None for no limit.
+
+        Raises:
+            WireError: naming the tensor.
+        """
+        shape, size = self.ids.shape, self.ids.size
+        _require(0 < size <= most_tokens, f"input_ids: expected 1 to {most_tokens} tokens, got {size}")
+        low, high = int(self.ids.min()), int(self.ids.max())
+        _require(low >= 0 and high < vocabulary, f"input_ids: expected 0 to {vocabulary - 1}, got {low} to {high}")
+        places = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+        if self.positions is not None:
+            _require(
+                self.positions.shape == shape,
+                f"position_ids: expected {shape} as input_ids, got {self.positions.shape}",
+            )
+            places, on = self.positions, np.zeros(shape, np.int64)
+            on[:, 1:] = places[:, :-1].astype(np.int64) + 1
+            _require(bool(((places == 0) | (places == on) & (on > 0)).all()),
+                     "position_ids: expected each to be 0, or one more than the one before it in its row")  # fmt: skip
+        deepest = int(places.max()) + 1
+        _require(longest is None or deepest <= longest, f"input_ids: a document of {deepest}; at most {longest} here")
+        rows = self.rows.astype(np.int64)
+        inside = rows.size == 0 or (rows[0] >= 0 and rows[-1] < size - 1 and bool((np.diff(rows) > 0).all()))
+        _require(inside, f"rows: expected ascending positions below {size - 1}")
+        _require(bool((places.reshape(-1)[rows + 1] != 0).all()), "rows: a document's last token predicts none of it")
+        return self
+
+
+def read_body(body: bytes, json_body: bool) -> Asked:
+    """The request in a body.
+
+    Raises:
+        WireError: it is none.
+    """
+    if not json_body:
+        arrays = {name: _array(tensor) for name, tensor in tensors_of(body).items()}
+    else:
+        try:
+            tree = json.loads(body)
+            arrays = {name: np.asarray(value, dtype=np.int64) for name, value in dict(tree).items()}
+        except (ValueError, TypeError, RecursionError, OverflowError) as error:
+            raise WireError(f"body: expected JSON of lists of whole numbers: {error!s:.100}", 400) from None
+    unknown = set(arrays) - {"input_ids", "position_ids", "rows"}
+    given = ", ".join(map(repr, arrays))[:100]
+    fine = not unknown and {"input_ids", "rows"} <= set(arrays)
+    _require(fine, f"body: expected input_ids, rows and at most position_ids; got {given}")
+    for name, array in arrays.items():
+        dimensions = 1 if name == "rows" else 2
+        _require(
+            array.ndim == dimensions or not array.size, f"{name}: expected {dimensions} dimensions, got {array.ndim}"
+        )
+        _require(array.dtype.kind in "iu", f"{name}: expected whole numbers, got {array.dtype}")
+        _require(not array.size or -(2**31) <= array.min() <= array.max() < 2**31, f"{name}: expected int32")
+        arrays[name] = array.astype(np.int32).reshape(-1) if dimensions == 1 else array.astype(np.int32)
+    _require(arrays["input_ids"].ndim == 2, "input_ids: expected 2 dimensions and a token at least")
+    return Asked(arrays["input_ids"], arrays.get("position_ids"), arrays["rows"])
+
+
+def tensors_of(body: bytes) -> dict[str, torch.Tensor]:
+    """Tensors of safetensors bytes.
+
+    Raises:
+        WireError: they are none.
+    """
+    try:
+        return load_tensors(body)
+    except (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+        raise WireError(f"body: expected safetensors: {error!s:.100}", 400) from None
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.numpy() if tensor.dtype != torch.bfloat16 else tensor.float().numpy()
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise WireError(message)
+
+
+class Piece(NamedTuple):
+    """A document of a request, as far as it is needed: its ids, and which of them are asked for.
+
+    Attributes:
+        job: number of the request.
+        ids: int32 [n].
+        asked: int64 [m], places in it.
+    """
+
+    job: int
+    ids: np.ndarray
+    asked: np.ndarray
+
+
+def documents(asked: Asked, job: int = 0, beyond: int = 0) -> list[Piece]:
+    """The documents of a request in which something is asked for, in order.
+
+    Args:
+        asked: the request.
+        job: its number.
+        beyond: tokens that are kept after the last that is asked for.
+    """
+    begins = np.zeros(asked.ids.shape, bool)
+    begins[:, 0] = True
+    if asked.positions is not None:
+        begins |= asked.positions == 0
+    starts = np.flatnonzero(begins)
+    owner = np.searchsorted(starts, asked.rows, side="right") - 1
+    flat, pieces = asked.ids.reshape(-1), []
+    for number in np.unique(owner).tolist():
+        mine = asked.rows[owner == number].astype(np.int64) - starts[number]
+        pieces.append(Piece(job, flat[starts[number] : starts[number] + mine[-1] + 1 + beyond], mine))
+    return pieces
+
+
+# ------------------------------------------------------------------ answers
+
+
+def fp8_rows(hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`hidden` float8_e4m3fn [M, H] and `scale` fp32 [M] of hidden states [M, H]."""
+    wide = hidden.float()
+    scale = (wide.abs().amax(-1) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+    return {"hidden": (wide / scale[:, None]).to(torch.float8_e4m3fn), "scale": scale}
+
+
+def hidden_of(answer: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Hidden states [M, H] in `dtype` of an answer, whatever it was sent in."""
+    hidden, scale = answer["hidden"], answer.get("scale")
+    return hidden.to(dtype) if scale is None else (hidden.float() * scale[:, None]).to(dtype)
+
+
+def pack_ids(ids: torch.Tensor, columns: int) -> dict[str, torch.Tensor]:
+    """int32 [M, K] as a cache keeps them: 16 bits each, and the bits beyond."""
+    low, high = split_ids(ids.numpy(), columns)
+    packed = {"ids": torch.from_numpy(low)}
+    return packed if high is None else packed | {"ids_high": torch.from_numpy(high)}
+
+
+def unpack_ids(answer: Mapping[str, torch.Tensor], columns: int) -> torch.Tensor:
+    """int32 [M, K] again."""
+    high = answer.get("ids_high")
+    return torch.from_numpy(join_ids(answer["ids"].numpy(), None if high is None else high.numpy(), columns))
+
+
+# ------------------------------------------------------------------ who it is
+
+
+class Identity(NamedTuple):
+    """Who a served teacher is. All but `hash`, `notes` and `limits` is what targets depend on.
+
+    Attributes:
+        protocol: of the wire.
+        model: what it is called.
+        source: `teacher_identity` of its section: name, revision, adapter, hash of the files.
+        fingerprint: of its weights as they are held (fp8 and int8 differ from bf16).
+        dtype: of hidden states and head; likewise `held`, of the linear layers.
+        rows, hidden: of its head.
+        head: SHA-256 of weight and bias.
+        scale, softcap: how logits follow from the head's product.
+        tokenizer, template: hashes; None where there is none.
+        files: hash of what /v1/files has.
+        limits: tokens and positions of a request, documents' length.
+        notes: for people: device, versions, what fp8 on the wire costs.
+    """
+
+    protocol: int
+    model: str
+    source: dict[str, object]
+    fingerprint: dict[str, object]
+    dtype: str
+    held: str
+    rows: int
+    hidden: int
+    head: str
+    scale: float
+    softcap: float | None
+    tokenizer: str | None
+    template: str | None
+    files: str
+    limits: dict[str, int | None]
+    notes: dict[str, object]
+
+    @property
+    def hash(self) -> str:
+        """32 hex digits of all that targets depend on."""
+        telling = {name: value for name, value in self._asdict().items() if name not in ("limits", "notes")}
+        return hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()[:32]
+
+    def written(self) -> dict[str, object]:
+        """As /v1/identity says it."""
+        return self._asdict() | {"hash": self.hash}
+
+    @staticmethod
+    def read(tree: Mapping[str, object]) -> Identity:
+        """From /v1/identity.
+
+        Raises:
+            WireError: it is not one of this protocol.
+        """
+        if not isinstance(tree, Mapping) or tree.get("protocol") != PROTOCOL:
+            raise WireError(f"expected an identity of protocol {PROTOCOL}; is it a `distill serve` of this version?")
+        try:
+            identity = Identity(**{name: tree[name] for name in Identity._fields})  # type: ignore[arg-type]
+        except KeyError as error:
+            raise WireError(f"expected an identity with {error}") from None
+        if identity.hash != tree.get("hash"):
+            raise WireError("expected an identity whose hash is its own")
+        return identity
+
+
+def head_hash(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of the head's tensors on the CPU: names, shapes, dtypes, bytes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
