@@ -109,7 +109,7 @@ def require_safe(host: str, token: str | None) -> None:
 def server_of(app: Starlette, host: str, port: int, **tls: Any) -> uvicorn.Server:
     """uvicorn with its limits; `tls` are its own `ssl_*` options."""
     config = uvicorn.Config(
-        app, host, port, log_level="warning", access_log=False, server_header=False, limit_concurrency=1024,
+        app, host, port, log_level="error", access_log=False, server_header=False, limit_concurrency=4096,
         timeout_keep_alive=75, timeout_graceful_shutdown=30, ws="none", http="h11", **tls,
     )  # fmt: skip
     return uvicorn.Server(config)

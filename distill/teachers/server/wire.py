@@ -132,7 +132,7 @@ def read_body(body: bytes, json_body: bool) -> Asked:
     else:
         try:
             tree = json.loads(body)
-            arrays = {name: np.asarray(value, dtype=np.int64) for name, value in dict(tree).items()}
+            arrays = {name: np.asarray(value or np.zeros(0, np.int64)) for name, value in dict(tree).items()}
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             raise WireError(f"body: expected JSON of lists of whole numbers: {error!s:.100}", 400) from None
     unknown = set(arrays) - {"input_ids", "position_ids", "rows"}

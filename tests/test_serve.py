@@ -1,0 +1,456 @@
+"""`distill serve`: what it answers, to whom, and that nobody's misuse costs anybody else."""
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from served import engine_in, recipe_in, serving, write_models
+from tiny import tiny_model, tiny_tokenizer
+
+from distill.cli import run_command
+from distill.models.head import last_hidden
+from distill.serving import engine as engine_file
+from distill.serving.engine import Engine, Job, Options
+from distill.serving.open import is_loopback, read_token, recipe_of_model, require_safe
+from distill.serving.worker import Full, Worker
+from distill.teachers.cache.encode import Encoding, encode
+from distill.teachers.server.wire import (
+    BINARY,
+    TEACHER,
+    Asked,
+    Identity,
+    WireError,
+    documents,
+    fp8_rows,
+    head_hash,
+    hidden_of,
+    read_body,
+    tensors_of,
+    unpack_ids,
+)
+
+HTTP = httpx2.Client(timeout=60, verify=False)
+TOKEN = "a-token-of-more-than-sixteen"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_models(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def engine(place):
+    return engine_in(place)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine) as address:
+        yield address
+
+
+def question(seed=0, rows=2, length=20, packed=True):
+    """Rows of two documents each, of which most is asked for."""
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(3, 250, (rows, length)).astype(np.int32)
+    half = length // 2 if packed else length
+    positions = np.tile(np.concatenate([np.arange(half), np.arange(length - half)]), (rows, 1)).astype(np.int32)
+    learned = np.ones((rows, length), bool)
+    learned[:, [half - 1, length - 1]] = False
+    learned[:, seed % half] = False
+    return Asked(ids, positions if packed else None, np.flatnonzero(learned).astype(np.int32))
+
+
+def post(url, asked, path="/v1/targets", **options):
+    return HTTP.post(url + path, content=asked.body(), params=options)
+
+
+def expected_hidden(engine, asked):
+    batch = {"input_ids": torch.from_numpy(asked.ids).long()}
+    if asked.positions is not None:
+        batch["position_ids"] = torch.from_numpy(asked.positions).long()
+    return last_hidden(engine.model, batch).flatten(0, 1)[torch.from_numpy(asked.rows).long()]
+
+
+# ------------------------------------------------------------------ what it says
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_alone_it_says_what_the_model_says_to_the_bit(engine, url, packed):
+    asked = question(1, packed=packed)
+    answer = post(url, asked, deterministic=1)
+    assert answer.status_code == 200 and answer.headers[TEACHER] == engine.identity.hash
+    assert torch.equal(tensors_of(answer.content)["hidden"], expected_hidden(engine, asked))
+
+
+def test_several_are_packed_into_one_forward(engine):
+    asked = [question(seed, rows=1 + seed % 3, length=12 + 5 * (seed % 4), packed=seed % 2 == 0) for seed in range(7)]
+    before, shapes = engine.forward, []
+
+    def seen(batch):
+        shapes.append(tuple(batch["input_ids"].shape))
+        return before(batch)
+
+    engine.forward = seen
+    try:
+        answers = engine.answer([Job(each, Options().checked(259)) for each in asked])
+    finally:
+        engine.forward = before
+    assert len(shapes) == 1
+    needed = sum(len(piece.ids) for each in asked for piece in documents(each))
+    assert np.prod(shapes[0]) < 1.25 * needed < sum(each.ids.size for each in asked) * 1.25
+    for each, answer in zip(asked, answers, strict=True):
+        torch.testing.assert_close(answer["hidden"], expected_hidden(engine, each), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_mixes_documents_gets_one_a_row(engine, monkeypatch):
+    monkeypatch.setattr(engine, "packs", False)
+    asked = question(3)
+    (answer,) = engine.answer([Job(asked, Options().checked(259))])
+    torch.testing.assert_close(answer["hidden"], expected_hidden(engine, asked), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "sampled"])
+def test_top_k_is_what_a_cache_stores(engine, url, tail):
+    asked = question(2)
+    answers = [
+        tensors_of(post(url, asked, top_k=8, columns=200, tail=tail, temperature=2, deterministic=1).content)
+        for _ in range(2)
+    ]
+    assert all(torch.equal(answers[0][name], answers[1][name]) for name in answers[0])  # drawn by what is asked
+    hidden, labels = expected_hidden(engine, asked), torch.from_numpy(asked.labels).long().clamp_max(199)
+    encoding = Encoding(200, 8, tail, 2.0)
+    stored = encode(hidden, engine.weights, engine.transform, labels, encoding).to(torch.float16)
+    assert torch.equal(answers[0]["entropy"], stored.entropy)
+    assert torch.equal(answers[0]["label_logprob"], stored.label_logprob)
+    if tail == "bucket":
+        assert torch.equal(unpack_ids(answers[0], 200), stored.ids) and torch.equal(answers[0]["tail"], stored.tail)
+    sizes = {name: tensor.nbytes / len(asked.rows) for name, tensor in answers[0].items()}
+    assert sum(sizes.values()) == 8 * 4 + 3 * 2
+
+
+def test_fp8_on_the_wire_costs_what_the_identity_says(engine, url):
+    asked = question(4)
+    answer = tensors_of(post(url, asked, dtype="fp8", deterministic=1).content)
+    plain = expected_hidden(engine, asked)
+    assert answer["hidden"].dtype == torch.float8_e4m3fn and sum(t.nbytes for t in answer.values()) == len(plain) * 68
+    sent = hidden_of(answer, torch.float32)
+    assert 1e-3 < float((sent - plain).norm() / plain.norm()) < 0.04
+    logp, logq = ((h @ engine.weights.weight.T).log_softmax(-1) for h in (plain, sent))
+    cost = float((logp.exp() * (logp - logq)).sum(-1).mean())
+    assert 0.2 < cost / engine.identity.notes["fp8_kl"] < 5
+    zeros = fp8_rows(torch.zeros(2, 8))
+    assert torch.equal(hidden_of(zeros, torch.float32), torch.zeros(2, 8))
+
+
+def test_its_own_logits(engine, url):
+    asked = question(5)
+    answer = tensors_of(post(url, asked, "/v1/logits").content)["logits"]
+    batch = {
+        name: torch.from_numpy(a).long() for name, a in (("input_ids", asked.ids), ("position_ids", asked.positions))
+    }
+    with torch.no_grad():
+        logits = engine.model(**batch, use_cache=False).logits.flatten(0, 1)
+    assert torch.equal(answer, logits[torch.from_numpy(asked.rows).long()])
+
+
+def test_for_people_there_is_json(url):
+    asked = question(6, rows=1, packed=False)
+    body = {"input_ids": asked.ids.tolist(), "rows": asked.rows.tolist()}
+    binary = tensors_of(post(url, asked, deterministic=1, top_k=3, dtype="float32").content)
+    plain = HTTP.post(f"{url}/v1/targets?deterministic=1&top_k=3&dtype=float32", json=body).json()
+    np.testing.assert_allclose(plain["logprobs"], binary["logprobs"].numpy(), rtol=1e-6)
+    assert plain["ids"] == binary["ids"].tolist()
+
+
+def test_who_it_is_and_its_head_once(engine, url):
+    identity = Identity.read(HTTP.get(f"{url}/v1/identity").json())
+    assert identity.hash == engine.identity.hash and identity.hidden == 64 and identity.softcap is None
+    head = HTTP.get(f"{url}/v1/head")
+    assert head_hash(tensors_of(head.content)) == identity.head
+    again = HTTP.get(f"{url}/v1/head", headers={"if-none-match": head.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    files = HTTP.get(f"{url}/v1/files").json()
+    assert json.loads(files["config.json"])["hidden_size"] == 64 and "tokenizer.json" in files
+    assert HTTP.get(f"{url}/health").json()["status"] == "ok"
+    with pytest.raises(WireError, match="hash is its own"):
+        Identity.read(engine.identity.written() | {"softcap": 30.0})
+
+
+# ------------------------------------------------------------------ who may not, and what is not
+
+
+def test_garbage_is_refused_in_one_line(url):
+    good = question(7)
+    bodies = {
+        b"": 400, b"\x00" * 64: 400, b"{" * 100: 400, b"\xff\xff\xff\xff\xff\xff\xff\x7f{}": 400,
+        good.body()[:-9]: 400, good.body() + b"x": 400,
+    }  # fmt: skip
+    for body, status in bodies.items():
+        answer = HTTP.post(f"{url}/v1/targets", content=body)
+        assert answer.status_code == status and "\n" not in answer.json()["error"], (body[:20], answer.text)
+    texts = {
+        "[]": 422, "{}": 422, "[1]": 400, "nonsense": 400, '{"input_ids": [[1, 2], [3]], "rows": []}': 400,
+        '{"input_ids": [[1.5]], "rows": []}': 422, '{"input_ids": [[1, 2]], "rows": [0], "path": [1]}': 422,
+        '{"input_ids": "/etc/passwd", "rows": [0]}': 422, "[" * 100_000: 400,
+        '{"input_ids": [[1e99, 2]], "rows": [0]}': 422, '{"input_ids": [[99999999999999999999, 2]], "rows": [0]}': 422,
+    }  # fmt: skip
+    for text, status in texts.items():
+        answer = HTTP.post(f"{url}/v1/targets", content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == status and answer.json()["error"], (text[:40], answer.text)
+    meant = [
+        (Asked(good.ids + 300, good.positions, good.rows), "input_ids: expected 0 to 258"),
+        (Asked(good.ids, good.positions + 1, good.rows), "position_ids: expected each to be 0"),
+        (Asked(good.ids, good.positions[:, :-1].copy(), good.rows), "position_ids: expected"),
+        (Asked(good.ids, good.positions, good.rows[::-1].copy()), "rows: expected ascending"),
+        (Asked(good.ids, good.positions, np.array([9], np.int32)), "rows: a document's last token"),
+        (Asked(good.ids, good.positions, np.array([39], np.int32)), "rows: expected ascending"),
+        (Asked(good.ids, good.positions, np.array([-1, 2], np.int32)), "rows: expected ascending"),
+        (Asked(np.ones((1, 600), np.int32), None, np.array([0], np.int32)), "a document of 600; at most 512"),
+        (Asked(np.ones((20, 400), np.int32), None, np.array([0], np.int32)), "expected 1 to 4096 tokens"),
+    ]  # fmt: skip
+    for asked, told in meant:
+        answer = post(url, asked)
+        assert answer.status_code == 422 and told in answer.json()["error"], answer.text
+    for options, told in (
+        ({"top_k": 512}, "top_k"), ({"top_k": "x"}, "top_k"), ({"columns": 300}, "columns"),
+        ({"dtype": "int3"}, "dtype"), ({"top_k": 3, "tail": "none"}, "tail"), ({"temperature": "nan"}, "temperature"),
+        ({"file": "/x"}, "no such option"),
+    ):  # fmt: skip
+        answer = post(url, good, **options)
+        assert answer.status_code == 422 and told in answer.json()["error"], answer.text
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as connection:
+        connection.sendall(b"POST /v1/targets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 300000\r\n\r\nabc")
+        assert b" 413 " in connection.recv(100)
+    with contextlib.suppress(httpx2.TransportError):  # it hangs up on one that never ends
+        assert HTTP.post(f"{url}/v1/targets", content=(b"x" * 65_536 for _ in range(16))).status_code == 413
+    assert HTTP.get(f"{url}/v1/targets").status_code == 405 and HTTP.get(f"{url}/../etc").status_code == 404
+    assert post(url, good).status_code == 200
+
+
+def test_any_bytes_are_a_request_or_a_wire_error():
+    generator, good = np.random.default_rng(0), question(8).body()
+    for _ in range(300):
+        body = bytearray(good)
+        for at in generator.integers(0, len(body), 3):
+            body[at] = generator.integers(0, 256)
+        for as_json in (False, True):
+            try:
+                asked = read_body(bytes(body), as_json).checked(259, 4096, 512)
+            except WireError as error:
+                assert "\n" not in str(error)[:100]
+            else:
+                assert asked.ids.max() < 259
+
+
+def test_a_token_is_asked_for(engine):
+    asked = question(9)
+    with serving(engine, TOKEN) as url:
+        for path in ("identity", "head", "files"):
+            assert HTTP.get(f"{url}/v1/{path}").status_code == 401
+        for given in ("", "Bearer", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", f"Basic {TOKEN}"):
+            answer = HTTP.post(f"{url}/v1/targets", content=asked.body(), headers={"authorization": given})
+            assert answer.status_code == 401 and TOKEN not in answer.text
+        assert HTTP.get(f"{url}/health").status_code == 200
+        right = HTTP.post(f"{url}/v1/targets", content=asked.body(), headers={"authorization": f"Bearer {TOKEN}"})
+        assert right.status_code == 200
+
+
+def test_without_a_token_it_stays_on_loopback(url, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("DISTILL_SERVE_TOKEN", raising=False)
+    assert [is_loopback(h) for h in ("127.0.0.1", "localhost", "::1", "127.8.8.8")] == [True] * 4
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "127.0.0.1.nip.io")))
+    assert run_command(["serve", "quickstart", "--host", "0.0.0.0"]) == 2
+    assert "needs a token" in capsys.readouterr().err
+    # a page in a browser of this machine asks by another name
+    assert HTTP.get(f"{url}/v1/identity", headers={"host": "evil.example"}).status_code == 400
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    assert read_token(path) == TOKEN and read_token(None) is None
+    require_safe("0.0.0.0", TOKEN)
+    path.write_text("short")
+    with pytest.raises(ValueError, match="at least 16"):
+        read_token(path)
+    monkeypatch.setenv("DISTILL_SERVE_TOKEN", TOKEN * 2)
+    assert read_token(None) == TOKEN * 2
+
+
+def test_what_cannot_be_served(place, capsys):
+    for overrides, told in (
+        (["teacher={type: server, url: 'http://127.0.0.1:1'}"], "got server"),
+        (["teacher={type: cache, path: there}"], "got cache"),
+        (["teacher=null", "teachers=[{model: t}, {model: u}]"], "got several"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            engine_in(place, *overrides)
+    assert run_command(["serve", str(place / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert run_command(["serve", "quickstart", "--ssl-certfile", "x"]) == 2
+    recipe = recipe_of_model("some/model", ["teacher.dtype=float32"])
+    assert recipe.teacher.model == "some/model" and recipe.teacher.dtype == "float32"
+
+
+def test_scale_soft_cap_and_bias_are_told(tmp_path):
+    write_models(tmp_path, kind="gemma2", final_logit_softcapping=5.0)
+    engine = engine_in(tmp_path)
+    assert engine.identity.softcap == 5.0 and engine.identity.scale == 1.0
+    assert recipe_in(tmp_path).teacher.model
+
+
+# ------------------------------------------------------------------ load
+
+
+def test_64_clients_and_those_who_misbehave(engine, url):
+    """Clients that leave, dawdle and send garbage among 64 that ask: each of those gets its own answer."""
+    port, stop = int(url.rpartition(":")[2]), threading.Event()
+    body = question(0).body()
+    header = f"POST /v1/targets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    def misbehaves(number):
+        while not stop.is_set():
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                how = number % 4
+                if how == 0:  # leaves with its answer under way
+                    connection.sendall(header + body)
+                elif how == 1:  # leaves in the middle of its question
+                    connection.sendall(header + body[: len(body) // 2])
+                elif how == 2:  # a byte now and then
+                    connection.sendall(header)
+                    for byte in body[:5]:
+                        connection.sendall(bytes([byte]))
+                        stop.wait(0.05)
+                else:
+                    connection.sendall(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
+            stop.wait(0.1)
+
+    def asks(number):
+        asked = question(number, rows=1 + number % 3, length=16 + number % 9, packed=number % 5 != 0)
+        with httpx2.Client(timeout=60, verify=False) as client:
+            for turn in range(2):
+                options = {"deterministic": 1} if (number + turn) % 4 == 0 else {}
+                answer = client.post(f"{url}/v1/targets", content=asked.body(), params=options)
+                assert answer.status_code == 200, answer.text
+                hidden = tensors_of(answer.content)["hidden"]
+        return asked, hidden
+
+    nuisances = [threading.Thread(target=misbehaves, args=(number,), daemon=True) for number in range(8)]
+    for thread in nuisances:
+        thread.start()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(64) as pool:
+            answers = list(pool.map(asks, range(64)))
+    finally:
+        stop.set()
+        for thread in nuisances:
+            thread.join()
+    for asked, hidden in answers:
+        torch.testing.assert_close(hidden, expected_hidden(engine, asked), rtol=1e-4, atol=1e-5)
+    served = HTTP.get(f"{url}/health").json()
+    assert served["requests"] >= 128 and served["forwards"] < served["requests"] and served["waiting"] == 0
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(engine):
+    with (
+        serving(engine, read_seconds=0.5) as url,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as connection,
+    ):
+        connection.sendall(b"POST /v1/targets HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\nabc")
+        begun = time.monotonic()
+        assert b"408" in connection.recv(100)
+        assert time.monotonic() - begun < 5
+
+
+# ------------------------------------------------------------------ the queue
+
+
+class Slow:
+    """An engine whose forward waits to be let go."""
+
+    def __init__(self):
+        self.go, self.forwards = threading.Semaphore(0), []
+
+    def __call__(self, jobs):
+        self.forwards.append([job.asked.ids.size for job in jobs])
+        assert self.go.acquire(timeout=10)
+        if any(job.asked.ids[0, 0] == 13 for job in jobs):
+            raise RuntimeError("this one is bad")
+        return [{"hidden": torch.full((1,), float(job.asked.ids[0, 0]))} for job in jobs]
+
+
+def job(number, size=10, alone=False):
+    return Job(Asked(np.full((1, size), number, np.int32), None, np.array([0], np.int32)), Options(deterministic=alone))
+
+
+def test_the_queue_gathers_up_to_a_budget_and_is_bounded():
+    slow = Slow()
+    worker = Worker(slow, budget=35, most_waiting=100)
+    first = worker.submit(job(1))
+    while not slow.forwards:
+        time.sleep(0.001)
+    others = [worker.submit(job(n)) for n in (2, 3, 4, 5)]
+    alone, gone, last = worker.submit(job(6, alone=True)), worker.submit(job(7)), worker.submit(job(8))
+    assert gone.cancel()
+    with pytest.raises(Full) as full:
+        worker.submit(job(9, size=50))
+    assert full.value.seconds > 0
+    slow.go.release(10)
+    for number, future in zip((1, 2, 3, 4, 5, 6, 8), (first, *others, alone, last), strict=True):
+        assert future.result(timeout=10)["hidden"].item() == number
+    assert slow.forwards == [[10], [10, 10, 10], [10], [10], [10]]
+    worker.close()
+    with pytest.raises(Full):
+        worker.submit(job(1))
+
+
+def test_one_who_makes_a_forward_fail_is_the_only_one_to_fail():
+    slow = Slow()
+    worker = Worker(slow, budget=100, most_waiting=1000)
+    first = worker.submit(job(1))
+    while not slow.forwards:
+        time.sleep(0.001)
+    futures = [worker.submit(job(n)) for n in (12, 13, 14)]
+    slow.go.release(20)
+    assert first.result(timeout=10) and futures[0].result(timeout=10) and futures[2].result(timeout=10)
+    with pytest.raises(RuntimeError, match="bad"):
+        futures[1].result(timeout=10)
+    worker.close()
+
+
+def test_a_full_queue_says_when_to_come_again(engine, monkeypatch):
+    slow = Slow()
+    monkeypatch.setattr(engine, "answer", slow)
+    with serving(engine, waiting=60) as url, concurrent.futures.ThreadPoolExecutor(8) as pool:
+        asked = question(1)
+        futures = [pool.submit(post, url, asked) for _ in range(6)]
+        done, _ = concurrent.futures.wait(futures, timeout=20, return_when=concurrent.futures.FIRST_COMPLETED)
+        refused = done.pop().result()
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        slow.go.release(20)
+        assert sorted({future.result().status_code for future in futures}) == [200, 503]
+
+
+def test_no_answer_in_time_and_a_failure(engine, monkeypatch):
+    slow = Slow()
+    monkeypatch.setattr(engine, "answer", slow)
+    with serving(engine, answer_seconds=0.2) as url:
+        assert post(url, question(1)).status_code == 504
+        slow.go.release(20)
+        failed = post(url, Asked(np.full((1, 4), 13, np.int32), None, np.array([0], np.int32)))
+        assert failed.status_code == 500 and "this one is bad" in failed.json()["error"]
+
+
+def test_media_types_and_an_engine_without_a_tokenizer():
+    from distill.recipe import Teacher
+    from distill.teachers.model import LoadedTeacher
+
+    model = tiny_model(tiny_tokenizer(), seed=3)
+    engine = Engine(LoadedTeacher(model), Teacher(init="random", config="x"), None, None, 64)
+    assert engine.files.keys() == {"config.json"} and engine.identity.tokenizer is None
+    assert engine_file.FILES and BINARY == "application/octet-stream"
