@@ -278,20 +278,35 @@ def caches(tmp_path_factory):
     return Caches(tmp_path_factory.mktemp("caches"))
 
 
-@pytest.fixture
-def subject_of(caches):
-    """`subject_of(name)`: what the invariants look at, by its name in tests/subjects.py, made anew."""
-    from subjects import CACHED, SUBJECTS
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """A teacher behind HTTP, in a thread of this process."""
+    from subjects import Served
 
-    return lambda name: caches.subject(name) if name in CACHED else SUBJECTS[name]()
+    made = Served(tmp_path_factory.mktemp("served"))
+    with made.stack:
+        yield made
+
+
+@pytest.fixture
+def subject_of(request, caches):
+    """`subject_of(name)`: what the invariants look at, by its name in tests/subjects.py, made anew."""
+    from subjects import CACHED, SERVED, SUBJECTS
+
+    def make(name):
+        if name in SERVED:
+            return request.getfixturevalue("served").subject(name)
+        return caches.subject(name) if name in CACHED else SUBJECTS[name]()
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def recipes_of_kinds(tmp_path_factory, caches):
+def recipes_of_kinds(tmp_path_factory, caches, served):
     """A folder with a recipe a kind of teacher and what they name; to be read."""
     from subjects import write_recipes
 
-    return write_recipes(tmp_path_factory.mktemp("place"), caches)
+    return write_recipes(tmp_path_factory.mktemp("place"), caches, served)
 
 
 @pytest.fixture(scope="session")

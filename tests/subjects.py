@@ -1,5 +1,6 @@
 """What the invariants look at in tests: several teachers, two tokenizers, a teacher on disk, a student that answers."""
 
+import contextlib
 import functools
 import json
 from dataclasses import replace
@@ -152,6 +153,31 @@ class Caches:
         )  # fmt: skip
 
 
+class Served:
+    """Makes subjects whose teacher is behind HTTP in this process; other processes reach it, too."""
+
+    def __init__(self, folder):
+        from served import engine_in, serving, write_models
+
+        self.folder = write_models(folder, kind="gemma2", final_logit_softcapping=5.0)
+        self.stack = contextlib.ExitStack()
+        self.url = self.stack.enter_context(serving(engine_in(folder)))
+
+    def subject(self, kind):
+        """One of SERVED."""
+        from served import opened, recipe_in
+
+        top_k = ["teacher.top_k=8", "loss.terms.0.type=reverse_kl"] if kind == "served top k" else []
+        teacher, vocabulary = opened(
+            recipe_in(self.folder, "teacher={type: server}".replace("}", f", url: '{self.url}'}}"), *top_k)
+        )
+        loss = {"terms": [{"type": "reverse_kl"}]} if top_k else TWO_TERMS
+        tokenizer = vocabulary.tokenizer
+        return Subject(
+            tiny_model(tokenizer, seed=2), teacher, rows(), Loss.model_validate(loss), tokenizers=(tokenizer, tokenizer)
+        )
+
+
 class Silent:
     """Progress that nobody sees."""
 
@@ -239,12 +265,14 @@ def routed_answering():
 
 
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
+SERVED = ("served", "served top k")
 SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
 SUBJECTS |= {"informed": informed, "informed answering": informed_answering}
 # by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
-KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"], "cache": list(CACHED)}
+KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"]}
 SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
+KINDS |= {"cache": list(CACHED), "server": list(SERVED)}
 
 
 COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
@@ -263,12 +291,13 @@ RECIPES = {
     "routed": "teachers: [{model: teacher, route: even}, {model: other, route: odd}]\n"
     "student: {from_teacher: {layers: 3}}\ndata: {source: chat.jsonl, max_length: 96, cache: false, fields: "
     "{teacher: domain}, on_policy: {fraction: 0.5, max_new_tokens: 6}}\nloss: {terms: [{type: reverse_kl}]}\n" + COMMON,
+    "served": "teacher: {type: server, url: '%s'}\nstudent: {model: %s/student}\n" + TEXT,
     "bucket": "teacher: {type: cache, path: %s}\nstudent: {model: %s/student}\n"
     "data: {source: %s/text.txt, max_length: 48, cache: false, validation: {fraction: 0.1}}\n" + COMMON,
 }
 
 
-def write_recipes(root, caches):
+def write_recipes(root, caches, served):
     """Models, texts and `RECIPES` in a folder, which is given back."""
     tokenizer = tiny_tokenizer()
     save_tiny(root / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
@@ -289,6 +318,7 @@ def write_recipes(root, caches):
     cache, _ = caches.store(1.0, k=8)
     for name, text in RECIPES.items():
         text = text % (cache.path, caches.folder, caches.folder) if name == "bucket" else text
+        text = text % (served.url, served.folder) if name == "served" else text
         (root / f"{name}.yaml").write_text(text)
     return root
 

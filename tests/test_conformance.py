@@ -26,6 +26,7 @@ SAYS = {
     "routed": "each document at its own teacher",
     "informed": "before them are the teacher's alone",
     "bucket": "places found in the cache",
+    "served": "same ids and positions",
 }
 EVERY = [subject for subjects in KINDS.values() for subject in subjects]
 

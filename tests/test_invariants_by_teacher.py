@@ -11,6 +11,7 @@ from distill.generation.on_policy import OnPolicy
 from distill.recipe.loss import Loss
 from distill.teachers import hidden, mixture
 from distill.teachers.cache import teacher as cache_teacher
+from distill.teachers.cache import top_k as cache_top_k
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.cross.data import CrossCollator
@@ -185,12 +186,13 @@ def places_are_one_off(patch):
 
 
 def rows_are_spread_wrongly(patch):
-    spread = cache_teacher.spread
-    patch.setattr(cache_teacher, "spread", lambda values, at, count: spread(values, at, count).roll(1, 0))
+    spread = cache_top_k.spread
+    for module in (cache_teacher, cache_top_k):
+        patch.setattr(module, "spread", lambda values, rows, shape: spread(values, rows, shape).roll(1, 1))
 
 
 def the_tail_is_forgotten(patch):
-    patch.setattr(cache_teacher, "normalised", lambda logprobs, tail: logprobs.float() + 0.3)
+    patch.setattr(cache_top_k, "normalised", lambda logprobs, tail: logprobs.float() + 0.3)
 
 
 def another_head(patch):

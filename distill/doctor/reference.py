@@ -12,17 +12,15 @@ from typing import Any, ClassVar
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm, TeacherHead
-from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from distill.core.labels import IGNORE_INDEX
+from distill.doctor.elsewhere import ELSEWHERE, place_of, teacher_at
 from distill.doctor.reference_loss import Mixture, mixed_log_probabilities, shifted, token_loss
 from distill.doctor.rows import Row, Rows
 from distill.models.vocabulary import compare
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
-from distill.teachers.cache.format import HEAD
-from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.losses import LogitTransforms, TargetLoss, build_loss
 from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
@@ -74,7 +72,7 @@ class Reference:
         inputs = {name: batch[name] for name in INPUTS}
         models = self.teacher.models.values()
         if not models:
-            return [(1.0, stored_logits(self.teacher, rows, keep.device))]
+            return [(1.0, ELSEWHERE[type(self.teacher)].logits(self.teacher, rows, batch))]
         return [
             (share, model(**inputs, use_cache=False).logits[keep])
             for share, model in zip(self.weights, models, strict=True)
@@ -137,12 +135,12 @@ class Reference:
 
     def description(self) -> dict[str, Any]:
         """What another process needs, beside the models, to make the teacher again: plain values."""
-        return {} if self.teacher.models else {"cache": str(self.teacher.cache.path.absolute())}
+        return place_of(self.teacher)
 
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
         """The teacher again."""
-        return LoadedTeacher(models[0]) if models else CachedTeacher(description["cache"])
+        return LoadedTeacher(models[0]) if models else teacher_at(description)
 
 
 class MixtureReference(Reference):
@@ -172,18 +170,6 @@ class MixtureReference(Reference):
     @staticmethod
     def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
         return MixtureTeacher(models, weights)
-
-
-def stored_logits(teacher: CachedTeacher, rows: Sequence[Row], device: torch.device) -> torch.Tensor:
-    """fp64 logits [N, V] of the trained positions of rows, from the hidden states and the head in a cache's files."""
-    manifest, head = teacher.cache.manifest, load_file(teacher.cache.path / HEAD, device=str(device))
-    stored = {name: value.to(device).double() for name, value in teacher.cache.look_up(list(rows)).items()}
-    hidden = stored["cached_hidden"]
-    if "cached_hidden_scale" in stored:
-        hidden = hidden * stored["cached_hidden_scale"][:, None]
-    z = manifest["scale"] * F.linear(hidden, head["weight"].double(), head["bias"].double() if "bias" in head else None)
-    cap = manifest["softcap"]
-    return cap * torch.tanh(z / cap) if cap else z
 
 
 def worst_of(values: Sequence[torch.Tensor]) -> float:

@@ -10,6 +10,7 @@ import torch
 from distill_kernels import FusedTopKKLLoss, LossTerm
 
 from distill.core.labels import IGNORE_INDEX
+from distill.doctor.elsewhere import ELSEWHERE
 from distill.doctor.reference import INPUTS, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import shifted, top_k_loss
 from distill.doctor.rows import Row
@@ -45,11 +46,11 @@ class TopKReference(Reference):
         labels = shifted(batch["labels"])
         keep = labels != IGNORE_INDEX
         z_s = student(**{name: batch[name] for name in INPUTS}, use_cache=False).logits[keep]
-        stored = {name: value.to(z_s.device) for name, value in self.teacher.cache.look_up(list(rows)).items()}
+        stored = ELSEWHERE[type(self.teacher)].tokens(self.teacher, rows, batch)
         tail = self.manifest["tail"]
-        ids, probabilities = stored["cached_ids"].long(), stored["cached_logprobs"].double().exp()
+        ids, probabilities = stored["ids"].long(), stored["logprobs"].double().exp()
         if tail != "sampled":  # rounding moved their sum; the tail is stored on its own and is what counts
-            share = 1 - stored["cached_tail"].double().clamp_min(LEAST_TAIL).exp()
+            share = 1 - stored["tail"].double().clamp_min(LEAST_TAIL).exp()
             probabilities = probabilities * (share / probabilities.sum(-1))[:, None]
         z_s = z_s[:, : columns or self.manifest["vocabulary"]]
         return top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss)
@@ -73,16 +74,16 @@ class TopKReference(Reference):
         if not fine:
             return fine, detail
         expected = shifted(batch["labels"]).flatten()[batch["valid_rows"]]
-        if int(batch["cached_ids"].max()) >= self.manifest["vocabulary"]:
+        stored = ELSEWHERE[type(self.teacher)].tokens(self.teacher, (), batch)
+        if int(stored["ids"].max()) >= self.manifest["vocabulary"]:
             return False, f"a stored id is not below {self.manifest['vocabulary']:,}"
         if self.manifest["tail"] == "sampled" or self.temperature != 1.0:
             return True, f"{detail}; {len(expected)} places found by their documents' tokens"
-        matches = batch["cached_ids"] == expected[:, None]
-        off = torch.where(
-            matches, batch["cached_logprobs"].float() - batch["cached_label_logprob"].float()[:, None], 0.0
-        )
+        matches = stored["ids"] == expected[:, None]
+        off = torch.where(matches, stored["logprobs"].float() - stored["label_logprob"].float()[:, None], 0.0)
         worst = off.abs().max().item() if len(off) else 0.0
         if worst > STORED:
             return False, f"the stored log-probabilities of the tokens that stand here are off by {worst:.1e}"
+        where = "cache" if "cached_ids" in batch else "answer"
         count = int(matches.any(-1).sum())
-        return True, f"{detail}; {len(expected)} places found in the cache, {count} of them with the token there"
+        return True, f"{detail}; {len(expected)} places found in the {where}, {count} of them with the token there"

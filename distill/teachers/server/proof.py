@@ -51,10 +51,10 @@ def prove(teacher: LogitReading, asked: Asked) -> str:
         return "its logits are not compared: " + (
             "nothing is learned here" if teacher.exchange.most_logits else "it sends none"
         )
-    expected = own_logits(teacher, asked)
+    expected = own_logits(teacher.exchange, asked)
     off, allowed = _sparse(teacher, asked, expected) if teacher.head is None else _dense(teacher, asked, expected)
     if not off <= allowed:
-        why = "" if teacher.head is None else _reason(teacher, asked, expected)
+        why = "" if teacher.head is None else _reason(teacher, asked, expected, allowed)
         raise ValueError(
             f"teacher.url: log-probabilities made here are off by {off:.2g} nats from the server's own, over "
             f"{len(asked.rows)} tokens ({allowed:.1g} is rounding): {why or 'they are of other positions or columns'}"
@@ -62,10 +62,10 @@ def prove(teacher: LogitReading, asked: Asked) -> str:
     return f"log-probabilities of {len(asked.rows)} tokens are those of its own logits, to {off:.1g} nats"
 
 
-def own_logits(teacher: LogitReading, asked: Asked) -> torch.Tensor:
+def own_logits(exchange: Exchange, asked: Asked) -> torch.Tensor:
     """fp32 [M, V] of the rows, as the server's model makes them, in as many requests as it wants."""
-    servers, parts = teacher.exchange.servers, []
-    for rows in np.array_split(asked.rows, max(-(-len(asked.rows) // teacher.exchange.most_logits), 1)):
+    servers, parts = exchange.servers, []
+    for rows in np.array_split(asked.rows, max(-(-len(asked.rows) // exchange.most_logits), 1)):
         body = servers.ask("POST", "/v1/logits", content=replace(asked, rows=rows).body())
         parts.append(tensors_of(body)["logits"])
     return torch.cat(parts)
@@ -117,22 +117,24 @@ def _sparse(teacher: LogitReading, asked: Asked, expected: torch.Tensor) -> tupl
     return worst.max().item(), SPARSE
 
 
-def _reason(teacher: LogitReading, asked: Asked, expected: torch.Tensor) -> str:
+def _reason(teacher: LogitReading, asked: Asked, expected: torch.Tensor, allowed: float) -> str:
     """Which reading of the hidden states explains the server's own logits."""
     hidden = _plain_hidden(teacher, asked)
     if hidden.shape[-1] != _head(teacher).weight.shape[1]:
         return "the hidden states do not fit the head"
     plain, own = _logits(teacher, hidden, LogitTransform()), teacher.transform
-    enough = 0.05 * _distance(_logits(teacher, hidden, own), expected)
-    for by in (1, -1):
-        if len(asked.rows) > 2 and _distance(plain.roll(by, 0)[1:-1] * own.scale, expected[1:-1]) < enough:
-            return "the hidden states are shifted by one position"
-    scale = ((plain * expected).sum() / (plain * plain).sum()).item()
-    if _distance(scale * plain, expected) < enough:
+    read = _logits(teacher, hidden, own)
+    enough = 10 * allowed
+    if len(asked.rows) > 2 and any(_distance(read.roll(by, 0)[1:-1], expected[1:-1]) < enough for by in (1, -1)):
+        return "the hidden states are shifted by one position"
+    cap = own.softcap
+    before = expected if cap is None else cap * torch.atanh((expected / cap).clamp(-1 + 1e-6, 1 - 1e-6))
+    scale = ((plain * before).sum() / (plain * plain).sum()).item()
+    if _distance(_logits(teacher, hidden, LogitTransform(scale, cap)), expected) < enough:
         return f"the logit scale is missing: its own logits are {scale:.4g} times the product, it says {own.scale:g}"
     if own.softcap is not None and _distance(plain * own.scale, expected) < enough:
         return f"the soft cap of {own.softcap:g} that it says is not in its own logits"
     for cap in CAPS:
-        if _distance(cap * torch.tanh(plain * own.scale / cap), expected) < max(enough, 0.01):
+        if _distance(cap * torch.tanh(plain * own.scale / cap), expected) < enough:
             return f"the soft cap is missing: its own logits are capped at {cap:g}, it says {own.softcap}"
     return "the final norm is missing from the hidden states, or the head is another one"

@@ -6,10 +6,10 @@ import copy
 import functools
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -186,6 +186,11 @@ class ServerTeacher(Teacher):
         asked = {"top_k": wanted.top_k, "tail": wanted.tail} if self.head is None else {"send": wanted.send}
         return {**self.identity, **asked}
 
+    def place(self) -> dict[str, object]:
+        """Plain values from which `reconnected` makes the same teacher in another process."""
+        wanted = self.exchange.wanted._asdict() | {"dtype": str(self.exchange.wanted.dtype).removeprefix("torch.")}
+        return {"section": self.section.model_dump(mode="json"), "wanted": wanted}
+
     def close(self) -> None:
         self.exchange.servers.close()
 
@@ -218,8 +223,7 @@ class ServerSource(TeacherSource):
     @functools.cached_property
     def servers(self) -> Servers:
         """Connected when they are first asked."""
-        return Servers(Place(self.section.urls, token_of(self.section.token_file), self.section.wait,
-                             max(self.section.prefetch, 1)))  # fmt: skip
+        return connect(self.section)
 
     @functools.cached_property
     def identity(self) -> Identity:
@@ -334,13 +338,43 @@ class ServerSource(TeacherSource):
         identity, dtype = self.identity, getattr(torch, self.identity.dtype)
         extends = self.recipe.student.vocabulary == "extend"
         columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)
-        head = None if self.section.top_k is not None else _head(self.servers, identity, context.device)
-        named = {"model": identity.model, **identity.fingerprint, "dtype": identity.dtype, "held": identity.held,
-                 "scale": identity.scale, "softcap": identity.softcap, "server": identity.hash}  # fmt: skip
         wanted = Wanted.by(self.recipe, columns, identity.hidden, dtype)
-        exchange = DistillExchange(self.servers, wanted, identity.limits["logits"] or 1)
-        transform = LogitTransform(identity.scale, identity.softcap)
-        return ServerTeacher(exchange, named, transform, head, self.section, context.precision.teacher)
+        return _opened(
+            self.section, self.servers, identity, wanted, OpenedAt(context.device, context.precision.teacher)
+        )
+
+
+def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
+    """The teacher of `ServerTeacher.place`, of a `distill serve`."""
+    section = TeacherSection.model_validate(place["section"])
+    servers = connect(section)
+    identity = servers.identity()
+    dtype = getattr(torch, place["wanted"]["dtype"])
+    wanted = Wanted(**{**place["wanted"], "dtype": dtype})
+    return _opened(section, servers, identity, wanted, OpenedAt(torch.device("cpu"), dtype))
+
+
+def connect(section: TeacherSection) -> Servers:
+    """To the servers of a recipe's teacher; nothing is sent yet."""
+    token = token_of(section.token_file)
+    return Servers(Place(section.urls, token, section.wait, max(section.prefetch, 1)))
+
+
+class OpenedAt(NamedTuple):
+    """Where a head is held, and what a student is cut in."""
+
+    device: torch.device
+    cut: torch.dtype
+
+
+def _opened(
+    section: TeacherSection, servers: Servers, identity: Identity, wanted: Wanted, at: OpenedAt
+) -> ServerTeacher:
+    head = None if wanted.top_k is not None else _head(servers, identity, at.device)
+    named = {"model": identity.model, **identity.fingerprint, "dtype": identity.dtype, "held": identity.held,
+             "scale": identity.scale, "softcap": identity.softcap, "server": identity.hash}  # fmt: skip
+    exchange = DistillExchange(servers, wanted, identity.limits["logits"] or 1)
+    return ServerTeacher(exchange, named, LogitTransform(identity.scale, identity.softcap), head, section, at.cut)
 
 
 def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWeights:

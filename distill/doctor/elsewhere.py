@@ -1,0 +1,91 @@
+"""Teachers whose weights are not in this process: what their models say, read without the teacher's `targets`.
+
+Of a cache, the states and the head in its files; of a server, the logits that its model makes by its own forward, which
+goes another way there than what is sent for training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from distill.doctor.rows import Row
+from distill.teachers.base import Batch, Teacher
+from distill.teachers.cache.format import HEAD
+from distill.teachers.cache.read import PREFIX
+from distill.teachers.cache.teacher import CachedTeacher
+from distill.teachers.server.proof import own_logits
+from distill.teachers.server.teacher import ServerTeacher, reconnected
+from distill.teachers.server.wire import Asked
+
+Stored = dict[str, torch.Tensor]
+
+
+class Elsewhere(NamedTuple):
+    """How doctor reads a kind of teacher.
+
+    Attributes:
+        logits: of the teacher, rows and their batch: [N, V] of the trained positions, on the batch's device.
+        tokens: of the same: `ids`, `logprobs` and `tail` of the K tokens that are stored or sent.
+        place: what another process needs to find it.
+        found: the teacher again, from that.
+    """
+
+    logits: Callable[[Any, Sequence[Row], Batch], torch.Tensor]
+    tokens: Callable[[Any, Sequence[Row], Batch], Stored]
+    place: Callable[[Any], Mapping[str, Any]]
+    found: Callable[[Any], Teacher]
+
+
+def stored_logits(teacher: CachedTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+    """fp64, from the hidden states and the head in a cache's files."""
+    device = batch["input_ids"].device
+    manifest, head = teacher.cache.manifest, load_file(teacher.cache.path / HEAD, device=str(device))
+    stored = {name: value.to(device).double() for name, value in teacher.cache.look_up(list(rows)).items()}
+    hidden = stored["cached_hidden"]
+    if "cached_hidden_scale" in stored:
+        hidden = hidden * stored["cached_hidden_scale"][:, None]
+    z = manifest["scale"] * F.linear(hidden, head["weight"].double(), head["bias"].double() if "bias" in head else None)
+    cap = manifest["softcap"]
+    return cap * torch.tanh(z / cap) if cap else z
+
+
+def _stored_tokens(teacher: CachedTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
+    device = batch["input_ids"].device
+    found = teacher.cache.look_up(list(rows)) if rows else batch
+    return {n.removeprefix(PREFIX): value.to(device) for n, value in found.items() if n.startswith(PREFIX)}
+
+
+def _served_logits(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
+    return own_logits(teacher.exchange, Asked.of(batch, batch["valid_rows"])).to(batch["input_ids"].device)
+
+
+def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
+    said = teacher.said(Asked.of(batch, batch["valid_rows"]))
+    return {name: value.to(batch["input_ids"].device) for name, value in said.items()}
+
+
+ELSEWHERE: dict[type[Teacher], Elsewhere] = {
+    CachedTeacher: Elsewhere(
+        stored_logits, _stored_tokens, lambda teacher: {"cache": str(teacher.cache.path.absolute())},
+        lambda place: CachedTeacher(place["cache"]),
+    ),
+    ServerTeacher: Elsewhere(_served_logits, _served_tokens, ServerTeacher.place, reconnected),
+}  # fmt: skip
+BY_NAME = {kind.__name__: elsewhere for kind, elsewhere in ELSEWHERE.items()}
+
+
+def place_of(teacher: Teacher) -> dict[str, Any]:
+    """Plain values by which another process finds a teacher; none of one whose models are handed over."""
+    if type(teacher) not in ELSEWHERE:
+        return {}
+    return {"kind": type(teacher).__name__, **ELSEWHERE[type(teacher)].place(teacher)}
+
+
+def teacher_at(place: Mapping[str, Any]) -> Teacher:
+    """The teacher of `place_of`."""
+    return BY_NAME[place["kind"]].found(place)
