@@ -21,8 +21,9 @@ from distill.data.collator import valid_rows
 from distill.data.load import Splits
 from distill.data.token_cache import keep
 from distill.models.head import HeadWeights, LogitTransform
-from distill.models.load import kept_layers, load_student, load_teacher
+from distill.models.load import load_student, load_teacher
 from distill.models.meta import meta_config, meta_model, meta_student
+from distill.models.pruning import layer_indices, layers_of
 from distill.models.shape import Shape
 from distill.recipe import ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
@@ -170,7 +171,7 @@ class ServerTeacher(Teacher):
         """Of the model that the recipe names beside the server, which is read for that and let go."""
         model = load_teacher(self.section.loaded(), device="cpu", dtype=self.dtype)
         student = load_student(section, teacher=model, device=device, dtype=dtype)
-        return CutStudent(student, kept_layers(section, model))
+        return CutStudent(student, layer_indices(section.from_teacher, layers_of(model.config)))
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
         self.targets(batch)
