@@ -267,7 +267,7 @@ class ServerSource(TeacherSource):
         return over_stored({"k": section.top_k, "tail": "bucket" if self.is_vllm and tail == "sampled" else tail,
                             "temperature": loss.temperature})  # fmt: skip
 
-    def problems(self, *, cuda: bool, sharded: bool) -> list[str]:
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         """What is asked for is more than the servers take, or they serve another model than is named."""
         recipe = self.recipe
         if self.is_vllm:
