@@ -2,7 +2,8 @@
 
 Tables of README.md and docs/ from measured rows; docs/settings.md and recipes/recipe.schema.json from the recipe's
 schema; docs/cli.md from the command line's own definitions; docs/kernels.md from the public names; docs/recipes.md from
-the recipes. `--check` writes nothing, and fails where a file differs from what would be written.
+the recipes; tables of GPUs from the cards that `check` knows. `--check` writes nothing, and fails where a file differs
+from what would be written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder
 from distill.cli import app  # noqa: E402
 from distill.commands.reference import json_schema, settings  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
-from scripts import kernel_page, readme  # noqa: E402
+from scripts import gpu_page, kernel_page, readme  # noqa: E402
 
 NOTE = "<!-- written by python -m scripts.docs -->"
 TOOLS = ("TRL", "torchtune", "axolotl")
@@ -43,6 +44,9 @@ def generated() -> dict[Path, str]:
         if path not in files:
             text = readme.fill(path.read_text(encoding="utf-8"), rows)
             text = _block(text, "kernels", kernel_page.page(rows)) if path.name == "kernels.md" else text
+            if path.name in ("README.md", "gpus.md"):
+                text = _block(text, "families", gpu_page.families())
+            text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
     return files
 

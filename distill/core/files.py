@@ -95,7 +95,9 @@ def make_folder(folder: Path) -> None:
 def sync(path: Path, *, deep: bool = True) -> None:
     """Have the system write a file, or a folder's list of names and (`deep`) all that is in it, to the disk."""
     for place in [*(path.rglob("*") if deep and path.is_dir() else ()), path]:
-        handle = os.open(place, os.O_RDONLY)
+        if fcntl is None and place.is_dir():  # Windows opens no folders, and syncs only what may be written
+            continue
+        handle = os.open(place, os.O_RDONLY if fcntl is not None else os.O_RDWR)
         try:
             os.fsync(handle)
         except OSError as error:
@@ -119,6 +121,9 @@ def try_lock(handle: int, *, shared: bool = False) -> bool | None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold `path` as ours; BlockingIOError where another process does."""
+    if fcntl is None:  # an open file cannot be renamed on Windows
+        yield
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         if try_lock(handle) is False:

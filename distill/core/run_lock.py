@@ -29,6 +29,7 @@ from distill.core.files import make_folder, try_lock
 from distill.core.folders import RUN_LOCK
 
 BEAT_S = 5.0
+POSITIONS = hasattr(os, "pwrite")  # not on Windows
 SIZE = 512  # of the file: written in place, so that a full disk cannot stop it
 
 
@@ -60,7 +61,7 @@ class RunLock:
         if self._beats is not None:
             self._beats.join()
             with contextlib.suppress(OSError):
-                os.pwrite(self._handle, b"{}".ljust(SIZE), 0)  # ended in order
+                _write(self._handle, b"{}")  # ended in order
         os.close(self._handle)
         _open_locks.discard(self._handle)
         self._handle = None
@@ -135,7 +136,7 @@ class RunLock:
     def _write(self, beat: int) -> None:
         assert self._handle is not None
         who = {"host": socket.gethostname(), "pid": os.getpid(), "since": self._since, "beat": beat}
-        os.pwrite(self._handle, json.dumps(who).encode().ljust(SIZE), 0)
+        _write(self._handle, json.dumps(who).encode())
 
     def _count(self) -> None:
         for beat in itertools.count(1):
@@ -145,10 +146,23 @@ class RunLock:
                 self._write(beat)
 
 
+def _write(handle: int, text: bytes) -> None:
+    if POSITIONS:
+        os.pwrite(handle, text.ljust(SIZE), 0)
+    else:
+        os.lseek(handle, 0, os.SEEK_SET)
+        os.write(handle, text.ljust(SIZE))
+
+
 def _read(handle: int) -> dict[str, object]:
     """Who the file says holds it; empty where nobody does."""
     try:
-        value = json.loads(os.pread(handle, SIZE, 0).decode() or "{}")
+        if POSITIONS:
+            text = os.pread(handle, SIZE, 0)
+        else:
+            os.lseek(handle, 0, os.SEEK_SET)
+            text = os.read(handle, SIZE)
+        value = json.loads(text.decode() or "{}")
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -20,7 +20,7 @@ def limited(seconds: float, more_bytes: int) -> Iterator[None]:
     """Bounds for a call in this process.
 
     Args:
-        seconds: of wall clock, in the main thread; elsewhere there is no bound on time.
+        seconds: of wall clock, in the main thread, not on Windows; elsewhere there is no bound on time.
         more_bytes: of memory that the process may take beyond what it has, on Linux.
 
     Raises:
@@ -33,7 +33,7 @@ def limited(seconds: float, more_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _time(seconds: float) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
 

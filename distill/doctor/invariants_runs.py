@@ -226,7 +226,7 @@ def reason_of(errors: str) -> str:
             number = int(match[1])
             known = {int(entry): entry.name for entry in signal.Signals}
             return f"a process was ended by {known.get(number, f'signal {number}')}" + (
-                " (kill -9; most often the system, out of memory)" if number == signal.SIGKILL else ""
+                " (kill -9; most often the system, out of memory)" if known.get(number) == "SIGKILL" else ""
             )
     plain = [line.strip() for line in lines if line.strip("=-* ")]
     return (plain or ["no output"])[0][:300]

@@ -159,8 +159,8 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: the most the CUDA allocator ever held, or on CPU the process's largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if sys.platform == "win32":
+    try:
+        import resource
+    except ImportError:  # Windows
         return 0
-    import resource
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
