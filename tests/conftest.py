@@ -10,6 +10,7 @@ import fcntl
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -268,6 +269,14 @@ def made_once(tmp_path_factory):
         return folder
 
     return folder_of
+
+
+@pytest.fixture
+def workplace(request, tmp_path, monkeypatch):
+    """A copy of what the file's fixture `finished` made, to be spoiled; the working directory."""
+    folder = shutil.copytree(request.getfixturevalue("finished"), tmp_path / "copy")
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

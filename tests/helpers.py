@@ -100,3 +100,11 @@ def realistic_heads(
     w_student = w_student * (std / (x_student @ w_student[: min(vocab, 4096)].T).std())
     w_teacher = w_teacher * (std / (x_teacher @ w_teacher[: min(vocab, 4096)].T).std())
     return x_student.to(dtype), w_student.to(dtype), x_teacher.to(dtype), w_teacher.to(dtype)
+
+
+def differentiate(function, tensors, dtype=None):
+    """A loss and the gradients of tensors, for an upstream gradient of 2."""
+    leaves = [t.detach().to(dtype or t.dtype).clone().requires_grad_() for t in tensors]
+    loss = function(leaves)
+    (2 * loss).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distill_kernels import ChunkedLoss
-from helpers import assert_as_good_as_torch, realistic_heads
+from helpers import assert_as_good_as_torch, differentiate, realistic_heads
 from torch.nn import functional as F
 
 
@@ -29,13 +29,6 @@ def full(tensors, x_t, w_t, labels, items=None, weights=None, vocab=200):
     rows = own_loss(student, (x_t @ w_t.T)[:, :vocab], labels)
     rows = torch.where(labels != -100, rows if weights is None else rows * weights, 0)
     return rows.sum() / ((labels != -100).sum() if items is None else items)
-
-
-def differentiate(function, tensors, dtype=None):
-    leaves = [t.detach().to(dtype or t.dtype).clone().requires_grad_() for t in tensors]
-    loss = function(leaves)
-    (2 * loss).backward()
-    return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -40,13 +40,6 @@ def finished(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def workplace(finished, tmp_path, monkeypatch):
-    folder = shutil.copytree(finished, tmp_path / "copy")
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def flip(path, where=0.5):
     """Turn one bit over."""
     content = bytearray(path.read_bytes())

@@ -31,13 +31,6 @@ def finished(tmp_path_factory):
     return finished_run(tmp_path_factory.mktemp("locking"), RECIPE)
 
 
-@pytest.fixture
-def workplace(finished, tmp_path, monkeypatch):
-    folder = shutil.copytree(finished, tmp_path / "copy")
-    monkeypatch.chdir(folder)
-    return folder
-
-
 # ------------------------------------------------------------------ the lock
 
 

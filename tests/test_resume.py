@@ -44,14 +44,6 @@ def finished(tmp_path_factory):
     return finished_run(tmp_path_factory.mktemp("resume"), RECIPE)
 
 
-@pytest.fixture
-def workplace(finished, tmp_path, monkeypatch):
-    """A copy of it, to be spoiled."""
-    folder = shutil.copytree(finished, tmp_path / "copy")
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def resume():
     return run_command(["run", "r.yaml", "--name", "whole", "--resume"])
 

@@ -6,7 +6,7 @@ from distill_kernels import FusedTopKKLLoss, kl_div
 from distill_kernels.launch import interpreted
 from distill_kernels.losses.operator import linear_divergence_op
 from grids import pairwise
-from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads, relative_error
+from helpers import assert_as_good_as_torch, assert_as_promised, differentiate, realistic_heads, relative_error
 from torch.nn import functional as F
 
 N, V, K = 23, 150, 8
@@ -56,13 +56,6 @@ def written_out(tensors, top, ids, labels, direction, tail, temperature=1.0, ce=
     rows = rows + ce * z * logits.logsumexp(-1).square()
     kept = labels != -100
     return torch.where(kept, rows, 0).sum() / kept.sum()
-
-
-def differentiate(function, tensors, dtype=None):
-    leaves = [t.detach().to(dtype or t.dtype).clone().requires_grad_() for t in tensors]
-    loss = function(leaves)
-    (2 * loss).backward()
-    return [loss.detach(), *(leaf.grad for leaf in leaves)]
 
 
 READINGS = [(d, t) for t in ("bucket", "renormalize") for d in ("forward", "reverse")] + [("forward", "sampled")]
