@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PrinterCallback, TrainerCallback, TrainerState
+from transformers import PrinterCallback
 
 from distill.core.console import working
 from distill.models.precision import resolve_device
@@ -25,18 +24,6 @@ class Measured(NamedTuple):
 
     peak: float
     seconds: float
-
-
-class _Stopwatch(TrainerCallback):
-    def __init__(self) -> None:
-        self.marks: list[float] = []
-
-    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Mark the step's start, or its end."""
-        torch.cuda.synchronize()
-        self.marks.append(time.perf_counter())
-
-    on_step_end = on_step_begin
 
 
 def probe(recipe: Recipe) -> Measured:
@@ -55,16 +42,17 @@ def probe(recipe: Recipe) -> Measured:
         raise ValueError("--probe: expected a CUDA device in this machine, got none; the prediction needs none")
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
     # random tokens take the same memory; `epochs` and figures along the way are of no interest here
-    quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "report_to": []}
+    quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "log_every": 1}
     data = recipe.data.model_copy(update={"source": "synthetic", "max_rows": max(rows, 8), "cache": False})
-    recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update=quick), "data": data})
+    recipe = recipe.model_copy(
+        update={"train": recipe.train.model_copy(update=quick | {"report_to": []}), "data": data}
+    )
     with working("loading both models"):
         context = open_context(recipe)
         source = source_of(recipe)
         vocabulary = source.vocabulary()
         pair = open_pair(source, vocabulary, context)
         splits = vocabulary.read(data, 0)
-    watch = _Stopwatch()
     # what loading and patching say belongs beside the result, not into it
     aside = contextlib.redirect_stdout(sys.stderr)
     with tempfile.TemporaryDirectory() as folder, working("two steps"), aside:
@@ -73,12 +61,12 @@ def probe(recipe: Recipe) -> Measured:
         )
         trainer = DistillationTrainer(
             pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
-            train_dataset=splits.train, callbacks=[watch],
-            optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
+            train_dataset=splits.train, optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         patch_models(pair, context.attention)
         pair.teacher.quantise()
         torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
-    return Measured(float(torch.cuda.max_memory_allocated(device)), watch.marks[3] - watch.marks[2])
+    second = next(logs for logs in trainer.state.log_history if logs["step"] == 2 and "seconds" in logs)
+    return Measured(float(torch.cuda.max_memory_allocated(device)), second["seconds"])
