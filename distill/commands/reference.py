@@ -22,6 +22,7 @@ from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
 
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}
 BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+Node = dict[str, Any]  # of a JSON schema
 LARGEST = 2**20  # a bound from here on is there to catch slips, and says nothing
 
 
@@ -85,7 +86,7 @@ def find_settings(name: str) -> list[Setting]:
     )
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> Node:
     """The recipe's file as a JSON schema (draft 2020-12), by which editors complete and check."""
     schema, since = Recipe.model_json_schema(), _since()
     sections = dict(_sections(Section))
@@ -137,15 +138,13 @@ def _since() -> dict[str, str]:
     return {f"{name}.{key}": node["x-since"] for name, key, node in fields}
 
 
-def _parts(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def _parts(schema: Node) -> list[tuple[str, Node]]:
     """Every section's schema by its name."""
     parts = [*schema["$defs"].items(), ("Recipe", schema)]
     return [(name, part) for name, part in parts if "properties" in part]
 
 
-def _fields(
-    part: dict[str, Any], known: dict[str, Any], prefix: str, above: tuple[str, ...]
-) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def _fields(part: Node, known: Node, prefix: str, above: tuple[str, ...]) -> Iterator[tuple[str, Node, bool]]:
     """Path, schema and whether it must be given, of every field of a section and of those inside of it."""
     for key, node in part["properties"].items():
         yield f"{prefix}{key}", node, key in part.get("required", ())
@@ -154,7 +153,7 @@ def _fields(
                 yield from _fields(known[inner], known, f"{prefix}{key}{'[]' if is_item else ''}.", (*above, inner))
 
 
-def _references(node: dict[str, Any], is_item: bool) -> Iterator[tuple[str, bool]]:
+def _references(node: Node, is_item: bool) -> Iterator[tuple[str, bool]]:
     """The sections that a field can hold, and whether a list of them."""
     if "$ref" in node:
         yield node["$ref"].rpartition("/")[2], is_item
@@ -164,7 +163,7 @@ def _references(node: dict[str, Any], is_item: bool) -> Iterator[tuple[str, bool
         yield from _references(node["items"], True)
 
 
-def _type(node: dict[str, Any]) -> str:
+def _type(node: Node) -> str:
     if "$ref" in node:
         return "section"
     if inner := node.get("anyOf") or node.get("oneOf"):
@@ -179,7 +178,7 @@ def _type(node: dict[str, Any]) -> str:
     return " ".join([WORDS.get(node["type"], "section"), ", ".join(bounds)]).strip()
 
 
-def _default(node: dict[str, Any]) -> str:
+def _default(node: Node) -> str:
     if "default" not in node or "$ref" in node:
         return ""
     return node["default"] if isinstance(node["default"], str) else json.dumps(node["default"])

@@ -29,6 +29,7 @@ from distill.teachers.objective import DistillationObjective
 COLUMNS = 512  # of the vocabulary, over which a mixture is compared with itself
 INPUTS = ("input_ids", "position_ids")
 
+Description = Mapping[str, Any]
 Verdict = tuple[bool, str]
 Reads = list[tuple[Any, dict[str, torch.Tensor]]]
 
@@ -133,12 +134,12 @@ class Reference:
 
     # ----------------------------------------------------------- to a process
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Description:
         """What another process needs, beside the models, to make the teacher again: plain values."""
         return place_of(self.teacher)
 
     @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
         """The teacher again."""
         return LoadedTeacher(models[0]) if models else teacher_at(description)
 
@@ -168,7 +169,7 @@ class MixtureReference(Reference):
         return f"the mixture (over {mixture.shape[-1]} columns)", worst_of(values)
 
     @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
         return MixtureTeacher(models, weights)
 
 

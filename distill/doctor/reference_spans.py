@@ -7,7 +7,7 @@ after the other: no gradient by hand, no chunks, no places precomputed; autograd
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from distill_kernels import LossTerm
 
-from distill.doctor.reference import Reads, Reference, Verdict, worst_of
+from distill.doctor.reference import Description, Reads, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import of_kl
 from distill.doctor.rows import OTHERS, Row, SpanRows
 from distill.recipe.loss import Loss
@@ -111,11 +111,11 @@ class SpansReference(Reference):
             return False, "spans overlap, or are not in order"
         return True, f"own ids and positions each; {len(spans)} spans cover the same {count} bytes in both readings"
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Description:
         return {"shared": [ids.tolist() for ids in self.teacher.format.shared]}
 
     @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
         return CrossTeacher(models[0], Shared(*map(np.array, description["shared"])))
 
 

@@ -11,6 +11,8 @@ from distill.core.files import write_text
 from distill.reports.svg_plot import Series, Size, line_chart, picture
 from distill.teachers.measure import KL, Measure
 
+Rows = Sequence[Mapping[str, Any]]  # of metrics.jsonl
+
 
 class Panel(NamedTuple):
     """One small chart.
@@ -43,7 +45,7 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
     ]
 
 
-def charts_of(rows: Sequence[Mapping[str, Any]], measure: Measure = KL) -> list[tuple[Panel, list[Series]]]:
+def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Series]]]:
     """The panels that `rows` have figures for, with their lines; the loss is left out where it is the divergence."""
     charts = []
     for panel in panels_of(measure):
@@ -58,7 +60,7 @@ def charts_of(rows: Sequence[Mapping[str, Any]], measure: Measure = KL) -> list[
     return charts
 
 
-def points(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> list[tuple[float, float]]:
+def points(rows: Rows, key: str, factor: float = 1.0) -> list[tuple[float, float]]:
     """(step, figure) of the rows that have it."""
     return [
         (float(row["step"]), float(row[key]) * factor)
@@ -72,7 +74,7 @@ def _same(loss: object, other: object) -> bool:
 
 
 def draw_curves(
-    rows: Sequence[Mapping[str, Any]], path: Path, title: str = "", *, measure: Measure = KL, keys: Sequence[str] = (),
+    rows: Rows, path: Path, title: str = "", *, measure: Measure = KL, keys: Sequence[str] = (),
     theme: str = "",
 ) -> bool:  # fmt: skip
     """Draw the figures in `rows` into an SVG; False, and no file, where there is nothing to draw.

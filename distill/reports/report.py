@@ -21,7 +21,7 @@ from distill.core.folders import RECIPE_FILE, RESULT_FILE, RUNS
 from distill.evaluation.evaluate import perplexity
 from distill.evaluation.samples import TITLES
 from distill.recipe import Recipe, parse
-from distill.reports.curves import charts_of
+from distill.reports.curves import Rows, charts_of
 from distill.reports.style import document
 from distill.reports.svg_plot import line_chart, short
 from distill.teachers.identity import model_name
@@ -246,7 +246,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") ->
     return f'<div class="wide" tabindex="0"><table class="{kind}">{head_row}<tbody>{body}</tbody></table></div>'
 
 
-def _charts(rows: Sequence[Mapping[str, Any]], measure: Measure) -> str:
+def _charts(rows: Rows, measure: Measure) -> str:
     charts = charts_of(rows, measure)
     figures = []
     for panel, lines in charts:
@@ -267,7 +267,7 @@ def legend(names: Mapping[int, str]) -> str:
     return f'<ul class="legend">{"".join(entries)}</ul>' if len(entries) > 1 else ""
 
 
-def _time(rows: Sequence[Mapping[str, Any]]) -> str:
+def _time(rows: Rows) -> str:
     """Where the time and the arithmetic went, as far as the run measured it."""
     trained = [row for row in rows if isinstance(row.get("seconds"), int | float)]
     if not trained:
@@ -287,7 +287,7 @@ def _time(rows: Sequence[Mapping[str, Any]]) -> str:
     return text + _bar([*parts, ("below the GPU's peak", max(0.0, 1 - sum(shares.values())))])
 
 
-def _phases(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+def _phases(rows: Rows) -> list[tuple[str, float]]:
     """Shares of the phases of a step over the whole run; empty where they were not measured."""
     totals = dict.fromkeys(PHASES, 0.0)
     last = 0

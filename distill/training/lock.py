@@ -32,6 +32,7 @@ from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.base import Teacher
 
+Plain = dict[str, Any]  # as YAML holds it
 LOCK_FILE = "lock.yaml"
 FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environment")
 
@@ -39,7 +40,7 @@ FIRST = ("recipe", "data", "teacher", "student", "seeds", "processes", "environm
 def lock_of(
     recipe: Recipe, *, teacher: Teacher, student: nn.Module, tokenizer: Any, rows: Iterable[Mapping[str, Any]],
     processes: int, source: str = "",
-) -> dict[str, Any]:  # fmt: skip
+) -> Plain:  # fmt: skip
     """Everything the run depends on, as plain data.
 
     Args:
@@ -85,7 +86,7 @@ def _columns(rows: Any, names: tuple[str, ...]) -> Iterator[list[tuple[np.ndarra
         yield [(np.array([len(row[name])]), np.array(row[name], dtype=np.int32)) for name in names]
 
 
-def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> Plain:
     """The tokenizer, and the chat template in use, with the day that it stamps in place of today."""
     if tokenizer is None:
         return {"tokenizer_sha256": None, "chat_template": None, "chat_template_date": None}
@@ -98,7 +99,7 @@ def _text_to_tokens(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def read_lock(path: Path) -> dict[str, Any]:
+def read_lock(path: Path) -> Plain:
     """A lock from its file.
 
     Raises:
@@ -116,12 +117,12 @@ def read_lock(path: Path) -> dict[str, Any]:
     return lock
 
 
-def plain_recipe(recipe: Recipe) -> dict[str, Any]:
+def plain_recipe(recipe: Recipe) -> Plain:
     """What of a recipe a lock holds: all but where its runs lie."""
     return recipe.model_dump(mode="json", exclude={"name", "output_dir"})
 
 
-def locked_attention(lock: Mapping[str, Any] | None, path: str) -> dict[str, Any]:
+def locked_attention(lock: Mapping[str, Any] | None, path: str) -> Plain:
     """The attention back ends of a lock, as `AttentionChoices` takes them: they are used here, not timed again.
 
     Raises:
