@@ -32,6 +32,7 @@ from accelerate import PartialState
 
 from distill.core import console
 from distill.core.environment import device_name, environment
+from distill.core.faults import differences
 from distill.core.files import write_json, write_text
 from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
 from distill.core.launch import command_line, forget_accelerates_settings
@@ -66,7 +67,7 @@ from distill.training.arguments import fused_optimizer, require_optimizer, train
 from distill.training.checkpoints import half_written
 from distill.training.failures import explained
 from distill.training.graphs import GraphedSteps
-from distill.training.lock import LOCK_FILE, differences, lock_of, locked_attention, read_lock, require_same
+from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_lock, require_same
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import resume_plan, without_known_warnings
 from distill.training.soundness import resumable

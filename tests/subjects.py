@@ -24,6 +24,8 @@ from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.cross.encode import PairEncoder
 from distill.teachers.cross.teacher import CrossTeacher
 from distill.teachers.cross.vocabularies import compare_by_bytes
+from distill.teachers.keep.store import Store
+from distill.teachers.keep.teacher import KeptTeacher
 from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.routed.teacher import RoutedTeacher
@@ -264,21 +266,30 @@ def routed_answering():
     return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
 
 
+def kept():
+    """One teacher, whose hidden states go through a store that holds them for a batch."""
+    subject = one(TWO_TERMS)
+    inner = LoadedTeacher(subject.teacher.model)
+    plan = {"kind": "hidden", "dtype": "float32", "hidden": 64, "vocabulary": 259, "seed": 0}
+    return replace(subject, teacher=KeptTeacher(inner, Store(plan, None, {})))
+
+
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
 SERVED = ("served", "served top k")
 SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
-SUBJECTS |= {"informed": informed, "informed answering": informed_answering}
+SUBJECTS |= {"kept": kept, "informed": informed, "informed answering": informed_answering}
 # by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
 KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"]}
 SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
-KINDS |= {"cache": list(CACHED), "server": list(SERVED)}
+KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED)}
 
 
 COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
 TEXT = "data: {source: text.txt, max_length: 64, cache: false}\n" + COMMON
 RECIPES = {
     "one": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
+    "kept": "teacher: {model: teacher, keep: kept}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
     "answering": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n"
     "data: {source: chat.jsonl, max_length: 96, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"
     "loss: {terms: [{type: reverse_kl}]}\n" + COMMON,

@@ -14,6 +14,7 @@ OF_KIND = {
     "model": [],
     "cache": ["teacher={type: cache, path: there}"],
     "server": ["teacher={type: server, url: 'http://127.0.0.1:1'}"],
+    "keep": ["teacher.keep=there"],
     "mixture": ["teacher=null", "teachers=[{model: t}, {model: u, weight: 3}]"],
     "cross": ["student.vocabulary=cross"],
     "routed": [
@@ -35,6 +36,7 @@ WITH = {
     "int8 teacher": ["teacher.dtype=int8"],
     "offloaded teacher": ["teacher.offload=cpu"],
     "sharded teacher": ["parallel.teacher=sharded"],
+    "kept teacher": ["teacher.keep=there"],
     "cut student": ["student={from_teacher: {layers: 1}}"],
     "teacher's context": ["teacher.context={template: 'Be brief.'}"],
     "student as teacher": ["teacher={type: student, context: {template: 'Be brief.'}}"],

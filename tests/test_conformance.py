@@ -20,6 +20,7 @@ from distill.teachers.registry import SOURCES
 
 SAYS = {
     "one": "same ids and positions",
+    "kept": "same ids and positions",
     "answering": "answers of the student's own after the data's prompts",
     "several": "of the mixture (over 259 columns) from itself",
     "across": "spans cover the same",

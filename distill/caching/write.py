@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from distill.core.faults import differences
 from distill.core.files import write_json
 from distill.core.labels import shift_labels
 from distill.core.ranks import world_size
@@ -39,7 +40,6 @@ from distill.teachers.cache.format import (
     write_tensors,
 )
 from distill.teachers.cache.plan import EncodableTeacher, shard_of, stored_tensors
-from distill.training.lock import differences
 
 SHARDS, LEAST_ROWS = 64, 32
 PAD = 0  # any token

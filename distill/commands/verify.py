@@ -73,7 +73,8 @@ def _run(folder: Path) -> Iterator[Line]:
 
 def _versions(path: Path) -> str:
     from distill.core.environment import environment
-    from distill.training.lock import differences, read_lock
+    from distill.core.faults import differences
+    from distill.training.lock import read_lock
 
     here = environment()
     others = [f"{name} {old}, here {new}" for name, old, new in differences(read_lock(path)["environment"], here)]

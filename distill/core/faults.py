@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, NamedTuple, get_args, get_origin
 
@@ -110,6 +110,18 @@ def show(value: object) -> str:
 def refuse(expected: str, value: object) -> str:
     """`expected ..., got ...`."""
     return f"expected {expected}, got {show(value)}"
+
+
+def differences(
+    locked: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """Name, locked and present value of everything that differs, the recipe first."""
+    for key in [*locked, *(key for key in now if key not in locked)]:
+        old, new, name = locked.get(key), now.get(key), f"{prefix}{key}"
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{name}.")
+        elif old != new:
+            yield name, old, new
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:

@@ -202,7 +202,7 @@ def _in_float32(recipe: Recipe) -> Recipe:
     return recipe.model_copy(
         update={
             "data": recipe.data.model_copy(update={"max_rows": min(recipe.data.max_rows or 512, 512)}),
-            "teacher": wide(recipe.teacher),
+            "teacher": wide(recipe.teacher).model_copy(update={"keep": recipe.teacher.keep and os.devnull}),
             "teachers": list(map(wide, recipe.teachers)),
             "student": wide(recipe.student).model_copy(update={"lora": None}),
         }

@@ -109,6 +109,7 @@ def evaluate(
     try:
         with torch.no_grad(), eval_mode(student), as_trained(device, autocast):
             sums = _sums(student, objective, rows, collator, batch_size, device)
+        objective.teacher.settle()
     finally:
         objective.loss = loss
         if not borrowed:

@@ -130,7 +130,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     report = Preflight(
         device, gpus, sharing.short, _together(source.shapes()), student.shape, memory, _fits(memory, situation),
         situation.accumulation, recipe.train.batch_size * recipe.data.max_length * situation.accumulation * gpus,
-        recipe.train.steps, teacher_text=source.size_text(),
+        recipe.train.steps,
     )  # fmt: skip
     if not report.fits:
         report.problems.append(
@@ -147,6 +147,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
     vocabulary = _check_vocabulary(source, report)
     pairs = _check_data(source, vocabulary, report) if look_at_data else None
+    report.teacher_text = source.size_text()
     if device.cuda and source.is_to_be_made:
         report.teacher_text += f"; {what_caching_takes(situation)}"
     _time(situation, pairs, report)

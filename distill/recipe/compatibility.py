@@ -32,6 +32,7 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "int8 teacher": lambda recipe: recipe.teacher.dtype == "int8",
     "offloaded teacher": lambda recipe: recipe.teacher.offload is not None,
     "sharded teacher": lambda recipe: recipe.parallel.teacher == "sharded",
+    "kept teacher": lambda recipe: recipe.teacher.keep is not None,
     "cut student": lambda recipe: recipe.student.is_cut,
     "teacher's context": lambda recipe: recipe.teacher.context is not None,
     "student as teacher": lambda recipe: recipe.teacher.type == "student",
@@ -84,6 +85,20 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "server", "sharded teacher",
         "parallel.teacher: sharded has no meaning with teacher.type: server; no teacher is loaded here",
+    ),
+    Conflict(
+        "keep", "on-policy",
+        "data.on_policy: what the student says is new in every step, and teacher.keep stores what comes again; leave "
+        "keep out",
+    ),
+    Conflict(
+        "cross", "kept teacher",
+        "teacher.keep: stores a teacher's own tokens, and student.vocabulary: cross compares those of two; leave keep "
+        "out",
+    ),
+    Conflict(
+        "context", "kept teacher",
+        "teacher.keep: stores what is said of the student's own rows, and teacher.context reads others; leave keep out",
     ),
     Conflict(
         "cross", "on-policy",
@@ -186,7 +201,7 @@ COMMANDS: dict[str, dict[Kind, str]] = {
         "context": "--teacher: this run's teacher read more than the student (teacher.context); name one",
     },
 }
-KINDS: tuple[Kind, ...] = ("model", "cache", "server", "mixture", "routed", "cross", "context")
+KINDS: tuple[Kind, ...] = ("model", "cache", "keep", "server", "mixture", "routed", "cross", "context")
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:

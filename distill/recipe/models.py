@@ -96,7 +96,8 @@ class Teacher(ModelSection):
         path: the cache's folder.
         url: of one or several servers of the same teacher, such as `http://127.0.0.1:8765`.
         protocol: `distill` for `distill serve`; `vllm` for the completions of a vLLM server, which knows K tokens.
-        top_k: tokens of each distribution to be sent; none for hidden states, from which logits are made here.
+        top_k: tokens of each distribution that a server sends (none for hidden states, from which logits are made
+            here) or that `keep_as: top_k` stores (64 if none is given).
         prefetch: micro-batches to ask for ahead of the one that is trained, at least an optimizer step's.
         send: what hidden states are sent in: `auto` as they are; `fp8` in half the bytes, at a cost that is printed.
         deterministic: have each micro-batch computed alone, so that its bits depend on nobody else's.
@@ -105,6 +106,11 @@ class Teacher(ModelSection):
         adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory, to travel to the GPU one after another in every forward
             pass: for a teacher larger than the GPU, at the speed of the bus.
+        keep: a folder in which what the teacher says is stored as it is first said, and from then on read: in later
+            epochs and evaluations, and by later runs with other losses or students. A full one is what `distill cache`
+            writes, and the teacher's weights are not loaded any more.
+        keep_as: what `keep` stores: `hidden` states, from which every loss is exact; `hidden_fp8`, half of the bytes,
+            with a scale a token (what that costs is measured and printed); or `top_k` tokens of each distribution.
     """
 
     type: Literal["model", "cache", "server", "student"] = "model"
@@ -121,6 +127,8 @@ class Teacher(ModelSection):
     token_file: Text | None = None
     adapter: Text | None = None
     offload: Literal["cpu"] | None = None
+    keep: Text | None = None
+    keep_as: Literal["hidden", "hidden_fp8", "top_k"] = "hidden"
 
     @property
     def is_cached(self) -> bool:
@@ -158,6 +166,10 @@ class Teacher(ModelSection):
             raise ValueError(f"dtype: {self.dtype} has no meaning with type: {made}")
         if not self.is_loaded and self.offload is not None:
             raise ValueError(f"offload: cpu has no meaning with type: {self.type}; no teacher is loaded")
+        if self.keep is not None and not self.is_loaded:
+            raise ValueError(f"keep: stores what a loaded teacher says, and type: {self.type} loads none; leave it out")
+        if self.keep is None and self.keep_as != "hidden":
+            raise ValueError(f"keep_as: {self.keep_as} says what keep stores, and there is no keep; give it a folder")
         if self.init == "pretrained" and self.model is None and self.type == "model":
             raise ValueError("model is missing: a hub id, a local folder, a .gguf file or package:NAME/FILE.gguf")
         return self
@@ -176,7 +188,8 @@ class Teacher(ModelSection):
     @model_validator(mode="after")
     def _is_served_somewhere(self) -> Self:
         if self.type != "server":
-            if given := next((name for name in SERVED if name in self.model_fields_set and
+            served = [name for name in SERVED if name != "top_k" or self.keep_as != "top_k"]
+            if given := next((name for name in served if name in self.model_fields_set and
                               getattr(self, name) != type(self).model_fields[name].default), None):  # fmt: skip
                 raise ValueError(f"{given}: belongs to type: server")
             return self
@@ -223,9 +236,10 @@ class WeightedTeacher(Teacher):
 
     @model_validator(mode="after")
     def _is_loaded_as_it_is(self) -> Self:
-        if self.type != "model" or self.context or self.dtype in EIGHT_BITS or self.offload is not None:
+        if self.type != "model" or self.context or self.keep or self.dtype in EIGHT_BITS or self.offload is not None:
             what = "offload: cpu" if self.offload else f"dtype: {self.dtype}"
-            what = f"type: {self.type}" if self.type != "model" else "context" if self.context else what
+            what = "context" if self.context else "keep" if self.keep else what
+            what = f"type: {self.type}" if self.type != "model" else what
             raise ValueError(f"{what} works for one teacher only, under teacher:")
         return self
 

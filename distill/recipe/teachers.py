@@ -9,7 +9,7 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel
 
-Kind = Literal["model", "cache", "server", "mixture", "routed", "cross", "context"]
+Kind = Literal["model", "cache", "keep", "server", "mixture", "routed", "cross", "context"]
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
 
 
@@ -48,7 +48,9 @@ def kind_of(recipe: Sections) -> Kind:
         return "cross"
     if recipe.teacher.type in ("cache", "server"):
         return recipe.teacher.type
-    return "model" if recipe.teacher.context is None else "context"
+    if recipe.teacher.context is not None:
+        return "context"
+    return "model" if recipe.teacher.keep is None else "keep"
 
 
 def loaded_section(recipe: Sections) -> Teacher:

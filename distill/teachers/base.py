@@ -198,8 +198,7 @@ class Teacher(Protocol):
 
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Weights and biases of the heads by a name for people; of sharded ones this process's part."""
-        for name, model in self.models.items():
-            head = find_head(model).linear
+        for name, head in ((name, find_head(model).linear) for name, model in self.models.items()):
             for tensor in (head.weight, getattr(head, "bias", None)):
                 if isinstance(tensor, torch.Tensor):
                     yield f"the weights of the {name}'s head", tensor
@@ -213,17 +212,13 @@ class Teacher(Protocol):
         return f"{count_text(sum(parameters_of(model)[0] for model in self.models.values()))} parameters"
 
     def to(self, device: torch.device) -> None:
-        """Move what can be moved: not what lies in shards."""
+        """Move what does not lie in shards."""
         for model in self.models.values():
             if not is_sharded(model):
                 model.to(device)
 
     def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """A student of this teacher's layers, in train mode, without adapters.
-
-        Raises:
-            ValueError: it cannot be cut.
-        """
+        """A student of this teacher's layers, in train mode, without adapters; ValueError where it cannot be cut."""
         raise ValueError("student.from_teacher: this kind of teacher has no layers to cut a student from")
 
     def quantise(self) -> None:
@@ -231,8 +226,7 @@ class Teacher(Protocol):
         return
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
-        """Once, on the first held-out batch: quantises as `quantise`, and says in lines what that costs, or what share
-        of the teacher's words the student can be compared by."""
+        """Once, on the first held-out batch: quantises, and says in lines what that costs, or what share is matched."""
         return []
 
     def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
@@ -251,6 +245,10 @@ class Teacher(Protocol):
     def fingerprint(self) -> dict[str, object]:
         """Of its weights, for the lock file; collective where they are sharded."""
         ...
+
+    def settle(self) -> None:
+        """Write down what must last: on all processes, at checkpoints and the ends of epochs and evaluations."""
+        return
 
     def close(self) -> None:
         """Release what it holds open."""
@@ -300,8 +298,7 @@ class TeacherSource(Protocol):
     shardable: bool = True
 
     @property
-    def is_to_be_made(self) -> bool:
-        """Whether it is a cache that another command makes first."""
+    def is_to_be_made(self) -> bool:  # a cache that another command makes first
         return False
 
     @property

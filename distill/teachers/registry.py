@@ -11,6 +11,7 @@ from distill.teachers.base import TeacherSource
 from distill.teachers.cache.teacher import CacheSource
 from distill.teachers.context.teacher import ContextSource
 from distill.teachers.cross.teacher import CrossSource
+from distill.teachers.keep.source import KeepSource
 from distill.teachers.measure import Measure
 from distill.teachers.mixture import MixtureSource
 from distill.teachers.model import ModelSource
@@ -21,6 +22,7 @@ SOURCES: dict[Kind, Callable[[Recipe], TeacherSource]] = {
     "model": ModelSource,
     "cache": CacheSource,
     "server": ServerSource,
+    "keep": KeepSource,
     "mixture": MixtureSource,
     "routed": RoutedSource,
     "cross": CrossSource,

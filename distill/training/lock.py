@@ -23,7 +23,7 @@ import numpy as np
 from torch import nn
 
 from distill.core.environment import environment
-from distill.core.faults import RecipeError
+from distill.core.faults import RecipeError, differences
 from distill.data.chat import load_template
 from distill.models.attention import BACKENDS
 from distill.models.fingerprint import model_identity
@@ -143,18 +143,6 @@ def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
     for name, old, new in differences(imposed, now):
         raise RecipeError([f"{origin}: {name} differs: locked {_short(old)}, here {_short(new)}"])
-
-
-def differences(
-    locked: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    """Name, locked and present value of everything that differs, the recipe first."""
-    for key in [*locked, *(key for key in now if key not in locked)]:
-        old, new, name = locked.get(key), now.get(key), f"{prefix}{key}"
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from differences(old, new, f"{name}.")
-        elif old != new:
-            yield name, old, new
 
 
 def _short(value: object) -> str:

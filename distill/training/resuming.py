@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import TrainingArguments
 
-from distill.core.faults import show
+from distill.core.faults import differences, show
 from distill.core.folders import RECIPE_FILE
 from distill.models.head import bare
 from distill.recipe import Recipe, dump, load
 from distill.recipe.same_step import FREE, STEP, rows_of_step, tokens_of_step, why_batch_size_stays
 from distill.recipe.yaml_text import parse_yaml
 from distill.training.checkpoints import CHECKPOINT, checkpoints
-from distill.training.lock import LOCK_FILE, differences, read_lock
+from distill.training.lock import LOCK_FILE, read_lock
 
 SHARDS = "pytorch_model_fsdp*"  # what accelerate calls a student's weights under FSDP: a file, or a folder of shards
 

@@ -350,6 +350,7 @@ class DistillationTrainer(Trainer):
         folder = Path(super()._get_output_dir(trial))
         unfinished, name = folder / UNFINISHED, f"{CHECKPOINT}{self.state.global_step}"
         with self.meter.paused(), self._without_rotation() as limit:
+            self.objective.teacher.settle()
             if self.args.should_save:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
@@ -397,6 +398,10 @@ class _Watch(TrainerCallback):
         model = self.trainer.model
         assert model is not None
         self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
+
+    def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        """What the teacher said may be read by all processes."""
+        self.trainer.objective.teacher.settle()
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Log, write a checkpoint and stop, where that was requested."""

@@ -1,0 +1,289 @@
+"""What a teacher says, on its way to disk and back: a cache that fills while it is read.
+
+    caches/chat/
+        plan.json, tokenizer/, ...                     as `distill cache` writes them
+        shard-part-0001-00003.safetensors              the fourth shard of process 1; whole or absent
+        settled.json                                   the parts that all processes read
+        shard-00000.safetensors ..., manifest.json     once every document is there: the parts renamed, a complete cache
+
+A process reads what it has stored itself, written yet or not, and the parts of others from the next `settle` on: at
+checkpoints and at the ends of epochs and evaluations. Who reads what then follows from the run alone, not from the
+speed of its processes and disks, and of a document that two have stored the one of the lower number is read. A run that
+is resumed from a checkpoint finds all that was stored before it, and nothing that the other processes had not seen.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distill.core.files import try_lock, write_json
+from distill.core.ranks import is_first
+from distill.teachers.cache.format import (
+    DOCUMENTS,
+    DTYPES,
+    FIGURES,
+    MANIFEST,
+    SHARD,
+    Document,
+    as_arrays,
+    bytes_a_token,
+    map_tensors,
+    read_json,
+    shard_path,
+    split_ids,
+    write_tensors,
+)
+from distill.teachers.cache.plan import close_cache, shard_of
+from distill.teachers.cache.read import Shards
+from distill.teachers.cache.settings import SHARD_BYTES
+
+PART, SETTLED = f"{SHARD}part-", "settled.json"
+log = logging.getLogger(__name__)
+_locks: dict[Path, int | None] = {}  # held until this process ends
+
+
+class Answer:
+    """What the teacher said of some documents, on its way to host memory.
+
+    Args:
+        tensors: as a shard holds them, on any device; those on a GPU are copied while it goes on.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors, self._event = {}, None
+        for name, tensor in tensors.items():
+            self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self.tensors[name].copy_(tensor, non_blocking=True)
+            if tensor.is_cuda and self._event is None:
+                self._event = torch.cuda.Event()
+        if self._event is not None:
+            self._event.record()
+
+    def ready(self) -> dict[str, torch.Tensor]:
+        """The tensors, once they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        return self.tensors
+
+
+class Piece(NamedTuple):
+    """A document's positions in an answer."""
+
+    answer: Answer
+    start: int
+    stop: int
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What was said of them."""
+        tensors = self.answer.ready()
+        return as_arrays({name: tensor[self.start : self.stop] for name, tensor in tensors.items()})
+
+
+class Store(Shards):
+    """What is stored in a folder, and what comes to it.
+
+    Args:
+        plan: of the cache that it becomes.
+        folder: where it is; None for nowhere: what was said of a batch is forgotten with it.
+        required: positions of every document of the run, by its key.
+        all_parts: read those too that the processes have not agreed on.
+
+    Attributes:
+        missing: keys of the run's documents that nobody has stored, as of the last `settle`.
+    """
+
+    cure = "delete the file, and the teacher is asked again for what it held"
+
+    def __init__(
+        self, plan: Mapping[str, Any], folder: Path | None, required: Mapping[bytes, int], *, all_parts: bool = False
+    ) -> None:
+        self.manifest, self.folder, self.path = plan, folder, folder or Path()
+        self._mapped: dict[str, dict[str, np.ndarray]] = {}
+        self._pending: dict[bytes, Piece] = {}  # not mapped yet, the last ones not written
+        self._unwritten: list[bytes] = []
+        self._waiting = 0  # positions of these
+        self._writing: tuple[str, list[bytes], Future[None]] | None = None
+        self._rank = int(os.environ.get("RANK", "0"))
+        self.required = required
+        names = self._listed()
+        settled = set((read_json(self.path / SETTLED) or {}).get("parts", ())) if folder else set()
+        own = f"{PART}{self._rank:04d}-"
+        self._map([n for n in names if all_parts or n in settled or n.startswith(own) or not n.startswith(PART)])
+        self.missing = [key for key in required if not self.has(key)]
+
+    # --------------------------------------------------------------- reading
+
+    def has(self, key: bytes) -> bool:
+        """Whether this process can read a document."""
+        return key in self._pending or self.find(key) is not None
+
+    def gather(self, documents: Iterable[Document]) -> dict[str, torch.Tensor]:
+        """What is stored of documents, as `Shards.look_up`.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
+        return self.joined([empty_piece(self.manifest), *map(self._piece, documents)])
+
+    def _piece(self, document: Document) -> dict[str, np.ndarray]:
+        if (piece := self._pending.get(document.key)) is not None:
+            return piece.arrays()
+        place = self.find(document.key)
+        assert place is not None, "a document was looked up that nobody has stored"
+        start, stop = self.read_back(*place, len(document.predicting))
+        arrays = self.shards[place[0]]
+        return {name: arrays[name][start:stop] for name in arrays.keys() - set(DOCUMENTS)}
+
+    def file_of(self, shard: int) -> Path:
+        return self.path / self._names[shard]
+
+    def _listed(self) -> list[str]:
+        """Names of all shards: numbered ones, then the parts of each process in order."""
+        names = sorted(path.name for path in self.folder.glob(f"{SHARD}*.safetensors")) if self.folder else []
+        return sorted(names, key=lambda name: name.startswith(PART))
+
+    def _map(self, names: Sequence[str]) -> None:
+        self._mapped = {name: self._mapped.get(name) or map_tensors(self.path / name) for name in names}
+        self._names, self.shards = list(self._mapped), list(self._mapped.values())
+        self._index()
+
+    # --------------------------------------------------------------- storing
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process stores what it hears: one run at a time does, others read what is there."""
+        if self.folder is None:
+            return False
+        lock = self.folder / f".keep-{self._rank:04d}.lock"
+        if lock not in _locks:
+            handle: int | None = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            assert handle is not None
+            if try_lock(handle) is False:
+                os.close(handle)
+                handle = None
+                log.warning("another run stores into %s: this one reads what is there, and stores nothing", self.folder)
+            _locks[lock] = handle
+        return _locks[lock] is not None
+
+    def add(self, documents: Iterable[Document], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take what the teacher said of documents, in their order; of those that are there already nothing changes."""
+        answer, start = Answer(tensors), 0
+        for document in documents:
+            stop = start + len(document.predicting)
+            if not self.has(document.key):
+                self._pending[document.key] = Piece(answer, start, stop)
+                self._unwritten.append(document.key)
+                self._waiting += stop - start
+            start = stop
+        if self._waiting * bytes_a_token(self.manifest) >= SHARD_BYTES and self.writes:
+            self._write()
+
+    def forget(self) -> None:
+        """Let go of what will not be written: without a folder, or where another run stores."""
+        if not self.writes:
+            self._pending, self._unwritten, self._waiting = {}, [], 0
+
+    def _write(self) -> None:
+        """Begin a part of what is not written yet, beside the training."""
+        self._land()
+        if not self._unwritten:
+            return
+        own = f"{PART}{self._rank:04d}-"
+        numbers = [int(name[len(own) :].partition(".")[0]) for name in self._names if name.startswith(own)]
+        keys, self._unwritten, self._waiting = self._unwritten, [], 0
+        pieces, name = [self._pending[key] for key in keys], f"{own}{max(numbers, default=-1) + 1:05d}.safetensors"
+        pool = ThreadPoolExecutor(1)
+        self._writing = name, keys, pool.submit(write_part, self.path / name, keys, pieces)
+        pool.shutdown(wait=False)
+
+    def _land(self) -> None:
+        """Wait for the part that is being written, and read it from there."""
+        if self._writing is None:
+            return
+        name, keys, future = self._writing
+        self._writing = None
+        future.result()
+        self._map([*self._names, name])
+        for key in keys:
+            del self._pending[key]
+
+    def settle(self) -> None:
+        """Write all there is, see what the others have stored, and close the cache once it is complete. Every process
+        must call this.
+
+        Raises:
+            OSError: the disk is full.
+            ValueError: a file is damaged.
+        """
+        if self.folder is None:
+            return
+        if self.writes:
+            self._write()
+            self._land()
+        _wait()
+        if is_first() and self.writes:
+            self._publish()
+        _wait()
+        self._map(self._listed())
+        self.missing = [key for key in self.missing if self.find(key) is None]
+
+    def _publish(self) -> None:
+        assert self.folder is not None
+        self._map(self._listed())
+        if any(self.find(key) is None for key in self.missing):
+            write_json(self.folder / SETTLED, {"parts": [name for name in self._names if name.startswith(PART)]})
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Make a complete cache of the folder, whose every document is there: all shards that are mapped."""
+        assert self.folder is not None
+        parts = [name for name in self._names if name.startswith(PART)]
+        if not parts and (self.folder / MANIFEST).is_file():
+            return
+        number = 0
+        for name in parts:
+            while shard_path(self.folder, number).exists():
+                number += 1
+            os.replace(self.folder / name, shard_path(self.folder, number))
+        (self.folder / SETTLED).unlink(missing_ok=True)
+        close_cache(self.folder, read_json(self.folder / MANIFEST) or self.manifest)
+
+
+def _wait() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        distributed.barrier()
+
+
+def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> None:
+    """A shard of pieces of answers, in their order."""
+    answers = [piece.answer.ready() for piece in pieces]
+    tensors = {
+        name: torch.cat([answer[name][piece.start : piece.stop] for answer, piece in zip(answers, pieces, strict=True)])
+        for name in answers[0]
+    }
+    write_tensors(path, shard_of(keys, [piece.stop - piece.start for piece in pieces], tensors))
+
+
+def empty_piece(plan: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What is stored of no positions."""
+    dtype = DTYPES[plan["dtype"]]
+    if plan["kind"] == "hidden":
+        tensors = {"hidden": torch.empty(0, plan["hidden"], dtype=dtype)}
+        return as_arrays(tensors | ({"hidden_scale": torch.empty(0)} if plan["dtype"] == "fp8" else {}))
+    low, high = split_ids(np.empty((0, plan["k"]), np.int32), plan["vocabulary"])
+    arrays = {"ids": low} if high is None else {"ids": low, "ids_high": high}
+    tensors = {"logprobs": torch.empty(0, plan["k"], dtype=dtype)} | {
+        name: torch.empty(0, dtype=dtype) for name in FIGURES
+    }
+    return arrays | as_arrays(tensors)

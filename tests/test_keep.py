@@ -1,0 +1,323 @@
+"""A teacher whose words are kept: asked once for a document, read in later epochs, evaluations and runs."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from forked import PIPE, Forked, clean_environment
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+from two_ranks import run_as_two
+
+from distill.cli import run_command
+from distill.recipe import parse
+from distill.run import run
+from distill.teachers.cache import plan
+from distill.teachers.cache.read import TeacherCache
+from distill.teachers.keep import store
+from distill.teachers.keep.teacher import KeptTeacher
+from distill.teachers.model import ModelSource
+from distill.training.progress import read_metrics
+
+RECIPE = """
+teacher: {model: teacher, keep: kept}
+student: {model: student}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1}}
+train: {epochs: 2, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-3, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: [Hello], max_new_tokens: 5}
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    place, tokenizer = tmp_path_factory.mktemp("models"), tiny_tokenizer()
+    save_tiny(place / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
+    save_tiny(place / "other", tiny_model(tokenizer, layers=4, seed=3), tokenizer)
+    save_tiny(place / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    # rows of no two documents alike: one that comes twice is read the second time
+    lines = (f"{n * 7919 % 997} {'so ' * (n % 4)}the teacher explains {n * 31337 % 9973}" for n in range(40))
+    (place / "text.txt").write_text("\n".join(lines))
+    (place / "tiny.yaml").write_text(RECIPE)
+    return place
+
+
+@pytest.fixture
+def here(models, tmp_path, monkeypatch):
+    """Models and data, in the working directory."""
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Rows that the teacher was asked for, call by call."""
+    calls, last_hidden = [], plan.last_hidden
+
+    def counted(model, batch):
+        calls.append(len(batch["input_ids"]))
+        return last_hidden(model, batch)
+
+    monkeypatch.setattr(plan, "last_hidden", counted)
+    return calls
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """From now on, whoever loads a teacher fails."""
+
+    def refuse(*_):
+        raise AssertionError("the teacher's weights were loaded")
+
+    return lambda: monkeypatch.setattr(ModelSource, "load", refuse)
+
+
+def recipe(*overrides):
+    return parse(RECIPE, overrides, name="tiny")
+
+
+def weights(result):
+    return AutoModelForCausalLM.from_pretrained(result.folder / "student").state_dict()
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def losses(result):
+    return [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
+
+
+def test_the_first_epoch_is_a_run_without_and_the_second_asks_nothing(here, asked):
+    plain, kept = (run(recipe("train.epochs=1", *more), name=name) for name, more in
+                   (("plain", ["teacher.keep=null"]), ("kept", [])))  # fmt: skip
+    assert losses(kept) == losses(plain) and same(weights(kept), weights(plain))
+    assert (kept.before, kept.after) == (plain.before, plain.after)
+    first = len(asked)
+    shutil.rmtree("kept")
+    twice = run(recipe(), name="twice")
+    assert len(asked) == 2 * first and len(losses(twice)) == 2 * len(losses(kept))
+    rows = sum(asked[first:])
+    manifest = json.loads(Path("kept/manifest.json").read_text())
+    assert rows <= manifest["documents"], "each row was asked for once, in training and evaluations"
+    assert manifest["dtype"] == "float32" and len(manifest["shards"]) == 2, "held-out rows, and an epoch"
+    assert not [path.name for path in Path("kept").iterdir() if "part" in path.name or path.name == "settled.json"]
+
+
+def test_a_full_folder_is_a_cache_that_needs_no_weights(here, asked, unloaded, capsys):
+    first = run(recipe(), name="first")
+    count, answers = len(asked), json.loads((first.folder / "result.json").read_text())["answers"]
+    unloaded()
+    again = run(recipe(), name="again")
+    capsys.readouterr()
+    assert len(asked) == count and again.before == first.before
+    assert json.loads((again.folder / "result.json").read_text())["answers"]["teacher"] == answers["teacher"]
+    cached = run(recipe("teacher={type: cache, path: kept}"), name="cached")
+    assert losses(cached) == losses(again) and same(weights(cached), weights(again))
+    # the first epoch's numbers are the loaded teacher's, the second's were read
+    assert losses(first) == losses(again) and same(weights(first), weights(again))
+    other = ["loss={temperature: 2.0, terms: [{type: jsd, beta: 0.3}, {type: cross_entropy, weight: 0.2}]}",
+             "student={init: random, config: student}", "train.epochs=1", "train.seed=7"]  # fmt: skip
+    result = run(recipe(*other), name="other")
+    assert result.after.forward_kl < result.before.forward_kl
+    assert run_command(["verify", "kept"]) == 0 and "DAMAGED" not in capsys.readouterr().out
+    assert run_command(["check", "tiny.yaml"]) == 0
+    assert "100% of them stored already: it is not loaded" in capsys.readouterr().out
+
+
+def test_check_says_the_bytes_first(here, capsys):
+    assert run_command(["check", "tiny.yaml"]) == 0
+    said = re.search(r"keep: kept, (\d+) bytes a learned token, (\S+) GiB for the ([\d,]+) of", capsys.readouterr().out)
+    assert int(said[1]) == 4 * 32 and not Path("kept").exists()
+    run(recipe("train.epochs=1"), name="one")
+    manifest = json.loads(Path("kept/manifest.json").read_text())
+    assert manifest["positions"] == int(said[3].replace(",", ""))
+    eight = "recipes/architectures/llama-3.1-8b.json"
+    big = (Path(__file__).parents[1] / eight, Path(__file__).parents[1] / "recipes/architectures/llama-3.2-1b.json")
+    more = [f"teacher={{init: random, config: {big[0]}, keep: kept, dtype: bfloat16}}",
+            f"student={{init: random, config: {big[1]}}}", "data.source=nothing-here"]  # fmt: skip
+    run_command(["check", "tiny.yaml", *more])
+    assert "8,192 bytes a learned token, 763 GiB for each 100 M" in capsys.readouterr().out
+    run_command(["check", "tiny.yaml", *more, "teacher.keep_as=hidden_fp8"])
+    assert "4,100 bytes a learned token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shard_bytes", [256 << 20, 4096])
+@pytest.mark.parametrize("micro_batches", [7, 25, 60])
+def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, monkeypatch, shard_bytes, micro_batches):
+    """With what was said since the checkpoint lost, and with some of it on disk; some documents come twice."""
+    monkeypatch.setattr(store, "SHARD_BYTES", shard_bytes)
+    Path("text.txt").write_text("\n".join([*Path("text.txt").read_text().splitlines()[:20]] * 2))
+    more = ["train.save_every=3", "data.packing=false"]
+    whole = run(recipe(*more, "teacher.keep=whole"), name="whole")
+    targets, calls = KeptTeacher.targets, []
+
+    def dies(self, batch):
+        calls.append(1)
+        if len(calls) > micro_batches:
+            raise KeyboardInterrupt
+        return targets(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptTeacher, "targets", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run(recipe(*more), name="parts")
+    assert not list(Path("kept").glob(".*unfinished"))
+    parts = run(recipe(*more), name="parts", resume=True)
+    assert parts.after == whole.after and same(weights(parts), weights(whole))
+    assert losses(parts)[-5:] == losses(whole)[-5:]
+    assert run_command(["verify", "kept"]) == 0
+
+
+def test_what_is_there_is_used(here, asked, unloaded):
+    run(recipe("train={steps: 4, batch_size: 2, device: cpu}"), name="some")
+    assert not Path("kept/manifest.json").exists()
+    there, some = list(Path("kept").glob("shard-part-*")), sum(asked)
+    assert there
+    run(recipe("train.seed=9"), name="rest")
+    everything = sum(asked)
+    # rows that learn: each was asked for once in both runs together
+    shutil.rmtree("kept")
+    run(recipe("train.seed=9"), name="alone")
+    assert sum(asked) - everything == everything and some > 0
+    # a cache of other data is gone on with, and stays a cache of them meanwhile
+    assert (
+        run_command(["cache", "tiny.yaml", "data.max_rows=20", "--hidden", "--dtype", "float32", "--out", "half"]) == 0
+    )
+    before, count = TeacherCache("half").stored, sum(asked)
+    count = sum(asked)
+    run(recipe("teacher.keep=half"), name="extended")
+    assert 0 < sum(asked) - count < everything and TeacherCache("half").stored > before
+    assert run_command(["verify", "half"]) == 0
+    unloaded()
+    run(recipe("teacher.keep=half", "train.epochs=1"), name="read")
+
+
+def test_a_damaged_part_is_refused_and_asked_for_again_without_it(here, asked):
+    short = "train={steps: 4, batch_size: 2, device: cpu}"
+    run(recipe(short), name="some")
+    whole, count = run(recipe(short, "teacher.keep=null"), name="whole"), len(asked)
+    part = sorted(Path("kept").glob("shard-part-*"))[-1]
+    content = bytearray(part.read_bytes())
+    content[-200] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(ValueError, match=r"shard-part-\S+ is damaged.*delete the file, and the teacher is asked again"):
+        run(recipe(short), name="damaged")
+    part.write_bytes(content[:100])
+    with pytest.raises(ValueError, match=r"shard-part-\S+ is damaged"):
+        run(recipe(short), name="cut")
+    part.unlink()
+    again = run(recipe(short), name="again")
+    assert len(asked) > count and losses(again) == losses(whole)
+
+
+@pytest.mark.parametrize("name, dtype", [("hidden_fp8", "fp8"), ("top_k", "float16")])
+def test_less_may_be_stored(here, asked, capsys, name, dtype):
+    first = run(recipe(f"teacher.keep_as={name}", "teacher.top_k=40"), name="first")
+    out, count = capsys.readouterr().out, len(asked)
+    if name == "hidden_fp8":
+        kl = float(re.search(r"keep +hidden states in fp8: on one batch KL\(teacher, what is stored\) (\S+)", out)[1])
+        assert 0 < kl < 1e-2
+    else:
+        assert "estimated KL" in out, "drawn tokens stand for the forward KL"
+    assert json.loads(Path("kept/manifest.json").read_text())["dtype"] == dtype
+    again = run(recipe(f"teacher.keep_as={name}", "teacher.top_k=40"), name="again")
+    cached = run(recipe("teacher={type: cache, path: kept}"), name="cached")
+    assert len(asked) == count
+    # what is trained on is what is stored, in the first epoch too
+    assert losses(first) == losses(again) == losses(cached) and same(weights(first), weights(again))
+    assert first.after.forward_kl < first.before.forward_kl
+
+
+def test_a_student_that_is_cut_is_stored_and_another_one_is_cut_from_the_weights(here, unloaded):
+    cut = "student={from_teacher: {layers: 2}}"
+    first, longer = run(recipe(cut), name="first"), run(recipe("student={from_teacher: {layers: 3}}"), name="longer")
+    assert AutoModelForCausalLM.from_pretrained(longer.folder / "student").config.num_hidden_layers == 3
+    unloaded()
+    again = run(recipe(cut), name="again")
+    assert same(weights(first), weights(again))
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["teacher.model=other"], r"teacher\.model: the model's files differ: the cache kept was made by"),
+        (
+            ["teacher.keep_as=top_k"],
+            r"kept was begun with other settings: kind was 'hidden', now 'top_k'",
+        ),
+        (["teacher.keep_as=hidden_fp8"], r"kept was begun with other settings: dtype was 'float32', now 'fp8'"),
+        (["teacher.dtype=bfloat16"], r"kept was begun with other settings: dtype was 'float32', now 'bfloat16'"),
+        (["teacher.keep=student"], r"teacher\.keep: student is not empty and holds no cache"),
+    ],
+)
+def test_what_another_teacher_said_is_not_mixed_in(here, models, tmp_path_factory, overrides, message):
+    stored = models / "begun"
+    if not stored.exists():
+        run(recipe("train={steps: 2, batch_size: 2, device: cpu}"), name="begun")
+        shutil.copytree("kept", stored)
+    shutil.rmtree("kept", ignore_errors=True)
+    shutil.copytree(stored, "kept")
+    before = {path: path.stat().st_mtime_ns for path in Path("kept").iterdir()}
+    with pytest.raises(ValueError, match=message) as error:
+        run(recipe(*overrides), name="refused")
+    assert len(str(error.value).splitlines()) == 1 and not Path("runs/refused").exists()
+    assert {path: path.stat().st_mtime_ns for path in Path("kept").iterdir() if path in before} == before
+
+
+# ------------------------------------------------------------------ processes
+
+
+def test_two_processes_store_for_each_other(here, asked, unloaded):
+    more = ["tiny.yaml", "train.tokens_per_step=256"]
+    run_as_two("-m", "distill", "run", *more, "teacher.keep=null", "--name", "plain", cwd=here)
+    run_as_two("-m", "distill", "run", *more, "--name", "two", cwd=here)
+    plain, two = (read_metrics(Path(f"runs/{name}/metrics.jsonl")) for name in ("plain", "two"))
+    epoch = [row["loss"] for row in plain if "loss" in row], [row["loss"] for row in two if "loss" in row]
+    half = len(epoch[0]) // 2
+    assert epoch[0][:half] == epoch[1][:half] and epoch[0] == pytest.approx(epoch[1], rel=1e-5)
+    cache = TeacherCache("kept")
+    assert len(cache.shards) >= 3 and run_command(["verify", "kept"]) == 0
+    unloaded()
+    run(recipe("train.tokens_per_step=256"), name="alone")
+    assert losses(type("R", (), {"folder": Path("runs/alone")})) == pytest.approx(epoch[1], rel=1e-5)
+
+
+def test_two_processes_with_a_teacher_in_shards(here):
+    """One process has all of its rows stored, the other has not: both call the teacher, or it would wait for ever."""
+    Path("more.txt").write_text(Path("text.txt").read_text() + "\nAnd one line more than there was.\nAnd another one.")
+    sharded = ["parallel={strategy: fsdp, teacher: sharded}", "train.tokens_per_step=256", "generate.prompts=[]"]
+    run_as_two("-m", "distill", "run", "tiny.yaml", *sharded, "--name", "two", cwd=here)
+    before = TeacherCache("kept").stored
+    run_as_two("-m", "distill", "run", "tiny.yaml", *sharded, "data.source=more.txt", "--name", "more", cwd=here)
+    assert TeacherCache("kept").stored > before and run_command(["verify", "kept"]) == 0
+
+
+def test_a_second_run_reads_while_the_first_stores(here, asked):
+    holder = Forked(
+        ["-c", "import sys, time; from pathlib import Path; from distill.core.files import try_lock; "
+               "Path('kept').mkdir(exist_ok=True); f = open('kept/.keep-0000.lock', 'w'); assert try_lock(f.fileno()); "
+               "print('held', flush=True); time.sleep(300)"],
+        cwd=here, env=clean_environment(), stdout=PIPE, stderr=PIPE,
+    )  # fmt: skip
+    run(recipe("train={steps: 3, batch_size: 2, device: cpu}", "teacher.keep=begun"), name="first")
+    shutil.copytree("begun", "kept", dirs_exist_ok=True)
+    try:
+        assert b"held" in holder.stdout.readline().encode()
+        before, count = sorted(path.name for path in Path("kept").glob("shard-*")), sum(asked)
+        second = run(recipe("train.epochs=1"), name="second")
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert sorted(path.name for path in Path("kept").glob("shard-*")) == before
+    assert second.after.forward_kl < second.before.forward_kl and sum(asked) > count
+
+
+def test_the_teachers_of_a_full_and_of_a_half_full_folder_have_one_fingerprint(here):
+    first = run(recipe(), name="first")
+    again = run(recipe(), name="again")
+    hashes = [re.search(r"kept_sha256: (\w+)", (r.folder / "lock.yaml").read_text())[1] for r in (first, again)]
+    assert hashes[0] == hashes[1]
