@@ -32,6 +32,7 @@ from distill.teachers.cache.format import (
     KEY_BYTES,
     MANIFEST,
     PLAN,
+    Plan,
     bytes_a_token,
     documents_of,
     read_json,
@@ -131,11 +132,11 @@ class Job(NamedTuple):
     """A cache to be written: its folder, its plan, the documents."""
 
     folder: Path
-    plan: Mapping[str, Any]
+    plan: Plan
     work: Work
 
 
-def open_folder(folder: Path, plan: Mapping[str, Any], *, first: bool) -> bool:
+def open_folder(folder: Path, plan: Plan, *, first: bool) -> bool:
     """Begin a cache in `folder`, or continue the one that has this plan. Returns whether it is complete already.
 
     The first process begins; others wait for it, since they write into its folder.

@@ -58,6 +58,7 @@ FP8 = torch.float8_e4m3fn
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "fp8": FP8}
 BITS = {torch.bfloat16: torch.uint16, FP8: torch.uint8}  # dtypes that numpy does not know, and what holds their bits
 FIGURES = ("tail", "entropy", "label_logprob")
+Plan = Mapping[str, Any]  # what a cache is: see `distill.teachers.cache.plan`
 DOCUMENTS = ("keys", "offsets", "sums")  # tensors of a shard that hold a value a document, not a position
 
 
@@ -143,7 +144,7 @@ def join_ids(low: np.ndarray, high: np.ndarray | None, vocabulary: int) -> np.nd
     return ids | (apart.reshape(len(ids), high.shape[1] * len(shifts))[:, : ids.shape[1]].astype(np.int32) << 16)
 
 
-def bytes_a_token(plan: Mapping[str, Any]) -> int:
+def bytes_a_token(plan: Plan) -> int:
     """Bytes of one stored position under this plan."""
     width = DTYPES[plan["dtype"]].itemsize
     if plan["kind"] == "hidden":

@@ -31,6 +31,7 @@ from distill.teachers.cache.format import (
     TEACHER,
     TOKENIZER,
     VERSION,
+    Plan,
     as_arrays,
     document_sums,
     map_tensors,
@@ -124,7 +125,7 @@ def plan_of(origin: Origin, settings: Settings, teacher: EncodableTeacher, colum
 
 @torch.no_grad()  # FSDP2's gathered weights must not be made under inference mode
 def stored_tensors(
-    plan: Mapping[str, Any], hidden: torch.Tensor, labels: torch.Tensor, teacher: EncodableTeacher,
+    plan: Plan, hidden: torch.Tensor, labels: torch.Tensor, teacher: EncodableTeacher,
     generator: torch.Generator,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """What is stored of hidden states [M, H] and labels [M]: hidden states where they are, K tokens on the CPU."""
@@ -168,7 +169,7 @@ def write_companions(folder: Path, model: Any, tokenizer: Any, head: HeadWeights
             save_student(cut, None, beside)
 
 
-def close_cache(folder: Path, plan: Mapping[str, Any]) -> dict[str, Any]:
+def close_cache(folder: Path, plan: Plan) -> dict[str, Any]:
     """Write the manifest, which makes the cache complete; its shards are numbered without a gap."""
     count = next(number for number in range(1 << 30) if not shard_path(folder, number).is_file())
     ends = [map_tensors(shard_path(folder, number))["offsets"] for number in range(count)]

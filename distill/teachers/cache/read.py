@@ -31,6 +31,7 @@ from distill.teachers.cache.format import (
     MANIFEST,
     VERSION,
     Document,
+    Plan,
     document_sums,
     documents_of,
     join_ids,
@@ -61,7 +62,7 @@ class Shards:
     """
 
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Plan
     shards: list[dict[str, np.ndarray]]
     cure = f"delete the file and {MANIFEST}, and distill cache with the same settings makes them again"
 

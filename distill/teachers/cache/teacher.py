@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from distill.teachers.cache.format import (
     STUDENT,
     TEACHER,
     TOKENIZER,
+    Plan,
     bytes_a_token,
     maker_of,
     manifest_of,
@@ -115,7 +116,7 @@ class CachedTeacher(Teacher):
         return {"cache_sha256": hashlib.sha256((self.cache.path / MANIFEST).read_bytes()).hexdigest()}
 
 
-def targets_of(plan: Mapping[str, Any], batch: Batch, dtype: torch.dtype) -> torch.Tensor | TopKTargets:
+def targets_of(plan: Plan, batch: Batch, dtype: torch.dtype) -> torch.Tensor | TopKTargets:
     """What was stored of a batch, each at its position; 0 where nothing is learned.
 
     Args:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,6 +27,7 @@ from distill.teachers.cache.format import (
     MANIFEST,
     PLAN,
     STUDENT,
+    Plan,
     bytes_a_token,
     documents_of,
     read_json,
@@ -62,7 +61,7 @@ class KeepSource(ModelSource):
         self._dtype: torch.dtype | None = None
 
     @property
-    def plan(self) -> dict[str, Any] | None:
+    def plan(self) -> Plan | None:
         """Of what is stored; None where nothing is."""
         return read_json(self.folder / PLAN) if self.folder else None
 
@@ -99,9 +98,10 @@ class KeepSource(ModelSource):
         ]
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """As of the loaded teacher, and what is read."""
+        """As of the loaded teacher, and what is read; the head of a sharded one stays whole beside the shards."""
         loaded, self._dtype = super().footprint(context), context.precision.teacher
-        return loaded._replace(token_bytes=2 * loaded.token_bytes)
+        head = self.meta().shape.head * context.precision.teacher.itemsize if context.sharded else 0.0
+        return loaded._replace(weights=loaded.weights + head, token_bytes=2 * loaded.token_bytes)
 
     def size_text(self) -> str:
         """The model's size, and bytes on disk."""
@@ -147,8 +147,8 @@ class KeepSource(ModelSource):
         plan = plan_of(origin, settings, parts, columns)
         plan["weights"] = None if inner.is_collective else inner.fingerprint()["weights"]
         if self.folder is not None:
-            plan = of_the_first(lambda: self._begin(plan, inner, parts, context))
-        return KeptTeacher(inner, Store(plan, self.folder, self.required), parts)
+            stored: Plan = of_the_first(lambda: self._begin(plan, inner, parts, context))
+        return KeptTeacher(inner, Store(plan if self.folder is None else stored, self.folder, self.required), parts)
 
     def _is_complete(self, vocabulary: Vocabulary) -> bool:
         """Whether all is stored; then the cache is closed."""
@@ -167,9 +167,7 @@ class KeepSource(ModelSource):
             store.close()
         return (self.folder / MANIFEST).is_file()
 
-    def _begin(
-        self, plan: dict[str, Any], inner: LoadedTeacher, parts: EncodableTeacher, context: OpenContext
-    ) -> dict[str, Any]:
+    def _begin(self, plan: Plan, inner: LoadedTeacher, parts: EncodableTeacher, context: OpenContext) -> Plan:
         """Begin a cache in the folder, or go on with the one that is there; returns its plan."""
         assert self.folder is not None
         if problems := self.data_problems():
@@ -189,7 +187,7 @@ class KeepSource(ModelSource):
             write_companions(self.folder, inner.model, inner.tokenizer, head, cut)
         return plan
 
-    def _require_same(self, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    def _require_same(self, begun: Plan, now: Plan) -> None:
         """Hold that what is stored is what this run would store.
 
         Raises:

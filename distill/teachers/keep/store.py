@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from distill.teachers.cache.format import (
     MANIFEST,
     SHARD,
     Document,
+    Plan,
     as_arrays,
     bytes_a_token,
     map_tensors,
@@ -104,7 +105,7 @@ class Store(Shards):
     cure = "delete the file, and the teacher is asked again for what it held"
 
     def __init__(
-        self, plan: Mapping[str, Any], folder: Path | None, required: Mapping[bytes, int], *, all_parts: bool = False
+        self, plan: Plan, folder: Path | None, required: Mapping[bytes, int], *, all_parts: bool = False
     ) -> None:
         self.manifest, self.folder, self.path = plan, folder, folder or Path()
         self._mapped: dict[str, dict[str, np.ndarray]] = {}
@@ -163,7 +164,7 @@ class Store(Shards):
         """Whether this process stores what it hears: one run at a time does, others read what is there."""
         if self.folder is None:
             return False
-        lock = self.folder / f".keep-{self._rank:04d}.lock"
+        lock = self.folder.resolve() / f".keep-{self._rank:04d}.lock"
         if lock not in _locks:
             handle: int | None = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
             assert handle is not None
@@ -275,7 +276,7 @@ def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> No
     write_tensors(path, shard_of(keys, [piece.stop - piece.start for piece in pieces], tensors))
 
 
-def empty_piece(plan: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def empty_piece(plan: Plan) -> dict[str, np.ndarray]:
     """What is stored of no positions."""
     dtype = DTYPES[plan["dtype"]]
     if plan["kind"] == "hidden":

@@ -13,7 +13,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from distill.models.work import Work
 from distill.recipe import Generate, Student
 from distill.teachers.base import Batch, Collate, CutStudent, Pairing, TargetFormat, Targets, Teacher
 from distill.teachers.cache.encode import rounding_cost
-from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, documents_of
+from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of
 from distill.teachers.cache.plan import EncodableTeacher, encodable, stored_tensors
 from distill.teachers.cache.read import PREFIX, TeacherCache
 from distill.teachers.cache.teacher import CachedTeacher, targets_of
@@ -54,12 +53,20 @@ class WithDocuments:
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
 
-    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Collate rows, and name their documents."""
-        batch: dict[str, Any] = self.collate(rows)
+        batch = self.collate(rows)
         if "valid_rows" not in batch:
             batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
-        return {**batch, DOCUMENTS: RowDocuments([list(documents_of(row)) for row in rows])}
+        documents = RowDocuments([list(documents_of(row)) for row in rows])
+        return {**batch, DOCUMENTS: documents}  # type: ignore[dict-item]
+
+
+def documents_in(batch: Batch) -> Sequence[Sequence[Document]]:
+    """The documents of each row of a batch that `WithDocuments` made."""
+    documents: object = batch[DOCUMENTS]
+    assert isinstance(documents, RowDocuments)
+    return documents.rows
 
 
 class KeptTeacher(Teacher):
@@ -89,8 +96,7 @@ class KeptTeacher(Teacher):
 
     def targets(self, batch: Batch) -> Targets:
         """What is stored of a batch, after the teacher was asked for what is not."""
-        whole: Any = batch[DOCUMENTS]
-        rows: Sequence[Sequence[Document]] = whole.rows
+        rows = documents_in(batch)
         unknown = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
         fresh = None
         if self._any_process(bool(unknown)):
@@ -103,7 +109,7 @@ class KeptTeacher(Teacher):
 
     def _any_process(self, unknown: bool) -> bool:
         """Whether the teacher is to be called: of a sharded one all processes call it, or none does."""
-        if not self.is_collective or not self.store.missing:
+        if not self.is_collective:
             return unknown
         flag = torch.tensor(int(unknown), device=self.parts.device)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
@@ -185,7 +191,7 @@ class KeptTeacher(Teacher):
         """A small teacher whose words are not kept."""
         return KeptTeacher(self.inner.small(layers), Store(self.store.manifest, None, {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeptTeacher:
+    def __deepcopy__(self, memo: dict[int, object]) -> KeptTeacher:
         """A copy that stores nothing: its model may be changed."""
         return KeptTeacher(copy.deepcopy(self.inner, memo), Store(self.store.manifest, None, {}))
 
@@ -220,7 +226,7 @@ class StoredTeacher(CachedTeacher):
 IDENTITY = ("kind", "k", "tail", "temperature", "dtype", "vocabulary", "hidden", "scale", "softcap", "teacher", "text")
 
 
-def fingerprint_of(plan: Mapping[str, Any]) -> dict[str, object]:
+def fingerprint_of(plan: Plan) -> dict[str, object]:
     """Of what is stored and by whom: the same whether the weights are loaded or not."""
     identity = {name: plan.get(name) for name in (*IDENTITY, "weights")}
     return {"kept_sha256": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()}
