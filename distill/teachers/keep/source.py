@@ -18,9 +18,9 @@ from distill.core.files import make_folder, write_json
 from distill.core.ranks import of_the_first
 from distill.core.units import GIB
 from distill.data.load import Splits
-from distill.models.load import kept_layers
 from distill.models.meta import meta_config, meta_student
 from distill.models.precision import resolve_device, resolve_precision
+from distill.models.pruning import layer_indices, layers_of
 from distill.recipe import Data, Recipe
 from distill.teachers.base import Footprint, FootprintContext, OpenContext
 from distill.teachers.cache.format import (
@@ -142,7 +142,7 @@ class KeepSource(ModelSource):
         settings, student = self.settings(), self.recipe.student
         settings = settings._replace(dtype=settings.dtype or str(parts.head.weight.dtype).removeprefix("torch."))
         columns = len(parts.head.weight) if settings.hidden else self._columns(vocabulary, len(parts.head.weight))
-        layers = kept_layers(student, inner.model) if student.is_cut else None
+        layers = layer_indices(student.from_teacher, layers_of(inner.model.config)) if student.is_cut else None
         origin = Origin(self.recipe, self.digest, vocabulary.tokenizer, vocabulary.id_bound, layers)
         plan = plan_of(origin, settings, parts, columns)
         plan["weights"] = None if inner.is_collective else inner.fingerprint()["weights"]
