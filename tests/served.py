@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
+import numpy as np
+import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from distill.models.head import last_hidden
 from distill.recipe import parse
 from distill.serving.app import Limits, make_app
 from distill.serving.open import open_engine, running
 from distill.teachers.base import open_context
 from distill.teachers.registry import source_of
+from distill.teachers.server.wire import Asked
 
 
 def write_models(folder: Path, **of_teacher) -> Path:
@@ -60,3 +65,30 @@ def opened(recipe):
     source = source_of(recipe)
     vocabulary = source.vocabulary()
     return source.open(open_context(recipe), vocabulary), vocabulary
+
+
+def question(seed=0, rows=2, length=20, packed=True):
+    """Rows of two documents each, of which most is asked for."""
+    generator = np.random.default_rng(seed)
+    ids = generator.integers(3, 250, (rows, length)).astype(np.int32)
+    half = length // 2 if packed else length
+    positions = np.tile(np.concatenate([np.arange(half), np.arange(length - half)]), (rows, 1)).astype(np.int32)
+    learned = np.ones((rows, length), bool)
+    learned[:, [half - 1, length - 1]] = False
+    learned[:, seed % half] = False
+    return Asked(ids, positions if packed else None, np.flatnonzero(learned).astype(np.int32))
+
+
+def expected_hidden(engine, asked):
+    batch = {"input_ids": torch.from_numpy(asked.ids).long()}
+    if asked.positions is not None:
+        batch["position_ids"] = torch.from_numpy(asked.positions).long()
+    return last_hidden(engine.model, batch).flatten(0, 1)[torch.from_numpy(asked.rows).long()]
+
+
+def from_server(*urls, **more):
+    """Overrides that have a recipe ask servers."""
+    settings = {"wait": 20.0, **more}
+    return ["teacher.type=server", f"teacher.url={json.dumps(list(urls))}"] + [
+        f"teacher.{name}={json.dumps(value)}" for name, value in settings.items()
+    ]

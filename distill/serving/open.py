@@ -47,6 +47,8 @@ def open_engine(recipe: Recipe, most_tokens: int) -> Engine:
         ValueError: as `distill run` would say; a kind of teacher that cannot be served.
     """
     require_command(recipe, "serve")
+    if recipe.parallel.teacher == "sharded":
+        raise ValueError("parallel.teacher: sharded teachers are not served; fp8, a quantised one or offload may fit")
     transformers.utils.logging.disable_progress_bar()
     source, context = source_of(recipe), open_context(recipe)
     vocabulary = source.vocabulary()
