@@ -82,6 +82,7 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry("fused_tvd_loss", "`FusedTVDLoss` as a function"),
         Entry("fused_top_k_kl_loss", "`FusedTopKKLLoss` as a function"),
         Entry("fused_cross_entropy_loss", "`FusedCrossEntropyLoss` as a function"),
+        Entry("fused_log_probs", "log-probability of each label under a model, without logits"),
         Entry("fused_distillation_loss", "`FusedDistillationLoss` as a function"),
         Entry("ChunkedLoss", "a loss of one's own over full logits, made chunk by chunk"),
         Entry("LossTerm", "(one term of a sum: a divergence, its parameter and weight)"),

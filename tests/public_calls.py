@@ -235,6 +235,11 @@ CALLS: dict[str, Call] = {
     ),
     "fused_jsd_loss": linear(ours.fused_jsd_loss, TEACHER, TEACHER_BIAS),
     "fused_kl_loss": linear(ours.fused_kl_loss, TEACHER, TEACHER_BIAS),
+    "fused_log_probs": call(
+        lambda lora_a, lora_b, **k: ours.fused_log_probs(lora=(lora_a, lora_b, 0.5), **k),
+        "hidden weight bias lora_a lora_b", hidden=STUDENT["student_hidden"], weight=STUDENT["student_weight"],
+        bias=TOKENS["student_bias"], **{name: TOKENS[name] for name in ("labels", "valid_rows", "lora_a", "lora_b")},
+    ),
     "fused_skew_kl_loss": linear(ours.fused_skew_kl_loss, TEACHER, TEACHER_BIAS),
     "fused_top_k_kl_loss": linear(
         lambda **k: ours.fused_top_k_kl_loss(tail="renormalize", **k), TOP_K

@@ -202,9 +202,9 @@ def one(loss=None):
     )  # fmt: skip
 
 
-def answering():
+def answering(loss=None):
     """A student that answers: its answers after the data's prompts, two documents a row."""
-    subject = one({"terms": [{"type": "reverse_kl"}]})
+    subject = one(loss or {"terms": [{"type": "reverse_kl"}]})
     rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
     asked = subject.documents()
     for number, document in enumerate(asked):  # the first tokens are the prompt
@@ -277,9 +277,10 @@ def kept():
 CACHED = ("bucket", "renormalize", "sampled", "hidden")
 SERVED = ("served", "served top k")
 SUBJECTS = {"one": one, "answering": answering, "several": several, "across": across}
+SUBJECTS["drawing"] = lambda: answering({"terms": [{"type": "policy_gradient"}, {"type": "jsd", "weight": 0.3}]})
 SUBJECTS |= {"kept": kept, "informed": informed, "informed answering": informed_answering}
 # by the kind of teacher, as `distill.teachers.registry.SOURCES` has them
-KINDS = {"model": ["one", "answering"], "mixture": ["several"], "cross": ["across"]}
+KINDS = {"model": ["one", "answering", "drawing"], "mixture": ["several"], "cross": ["across"]}
 SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
 KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED)}

@@ -27,6 +27,7 @@ OF_KIND = {
 WITH = {
     "on-policy": ["data.on_policy={}"],
     "hard labels": ["loss.terms=[{type: forward_kl}, {type: cross_entropy}]"],
+    "policy gradient": ["data.on_policy={}", "loss.terms=[{type: policy_gradient}]"],
     "label smoothing": ["loss={terms: [{type: forward_kl}, {type: cross_entropy}], label_smoothing: 0.1}"],
     "z-loss": ["loss={terms: [{type: forward_kl}, {type: cross_entropy}], z_loss: 0.1}"],
     "plugin": ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"],

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from distill.core.labels import IGNORE_INDEX
 from distill.recipe.loss import Loss
 
+NO_DIVERGENCE = ("cross_entropy", "policy_gradient")
 Mixture = Sequence[tuple[float, torch.Tensor]]
 
 
@@ -26,9 +27,14 @@ def token_loss(student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, l
     log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
     log_t = mixed_log_probabilities(teachers, loss.temperature)
     soft = sum(
-        (term.weight * _divergence(term, log_s, log_t) for term in loss.terms if term.type != "cross_entropy"),
+        (term.weight * _divergence(term, log_s, log_t) for term in loss.terms if term.type not in NO_DIVERGENCE),
         start=z_s.new_zeros(len(z_s)),
     )
+    drawn = sum(term.weight for term in loss.terms if term.type == "policy_gradient")
+    if drawn:  # of the labels as they were drawn, at temperature 1
+        p_s, p_t = (z.double().softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
+        scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
+        soft = soft - drawn / scale * (p_t.log() - p_s.log()).detach() * p_s / p_s.detach()
     return _mean(soft, z_s, labels, loss)
 
 

@@ -51,8 +51,8 @@ class OnPolicy:
     seed: int
     max_length: int
     batch_size: int = 64
-    # answers, their tokens, cut off, left out, seconds
-    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(5))
+    # answers, their tokens, cut off, left out, that repeat themselves, seconds
+    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(6))
 
     def replace(
         self,
@@ -97,7 +97,8 @@ class OnPolicy:
         dropped = sum(len(documents) - len(plan.documents) for documents, plan in zip(before, plans, strict=True))
         seconds = time.perf_counter() - start
         lengths = sum(map(len, answers.tokens))
-        self._sums += (len(asked), lengths, sum(answers.truncated), dropped, seconds)
+        repeated = sum(map(repeats_itself, answers.tokens))
+        self._sums += (len(asked), lengths, sum(answers.truncated), dropped, repeated, seconds)
         return made
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
@@ -109,18 +110,19 @@ class OnPolicy:
 
         Returns:
             rollouts, rollouts_per_second (over the time spent generating, ranks side by side), rollout_length (mean,
-            tokens), rollout_truncated (share cut off at max_new_tokens), rollouts_left_out (documents that did not
-            fit any more).
+            tokens), rollout_truncated (share cut off at max_new_tokens), rollout_repeated (share that repeat
+            themselves), rollouts_left_out (documents that did not fit any more).
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
         here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
-        count, tokens, truncated, dropped, seconds, ranks = reduce(here).tolist()
+        count, tokens, truncated, dropped, repeated, seconds, ranks = reduce(here).tolist()
         self._sums[:] = 0
         return {
             "rollouts": count,
             "rollouts_per_second": count / max(seconds / ranks, 1e-9),
             "rollout_length": tokens / max(count, 1),
             "rollout_truncated": truncated / max(count, 1),
+            "rollout_repeated": repeated / max(count, 1),
             "rollouts_left_out": dropped,
         }
 
@@ -151,6 +153,12 @@ class OnPolicy:
 
     def _seed_of(self, document: Document, step: int) -> int:
         return int.from_bytes(document.hash(self.seed, step, 1)[:8], "little", signed=True)
+
+
+def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
+    """Whether more than half of an answer's runs of `length` tokens have stood in it before."""
+    runs = [tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1)]
+    return 2 * len(set(runs)) < len(runs)
 
 
 class _Plan(NamedTuple):

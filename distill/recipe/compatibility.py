@@ -16,6 +16,10 @@ def _on_policy(recipe: Sections) -> bool:
     return recipe.data.on_policy is not None and recipe.data.on_policy.fraction > 0
 
 
+def _policy_gradient(recipe: Sections) -> bool:
+    return any(term.type == "policy_gradient" and term.weight > 0 for term in recipe.loss.terms)
+
+
 def _hard_labels(recipe: Sections) -> bool:
     return any(term.type == "cross_entropy" and term.weight > 0 for term in recipe.loss.terms)
 
@@ -23,6 +27,7 @@ def _hard_labels(recipe: Sections) -> bool:
 FEATURES: dict[str, Callable[[Sections], bool]] = {
     "on-policy": _on_policy,
     "hard labels": _hard_labels,
+    "policy gradient": _policy_gradient,
     "label smoothing": lambda recipe: recipe.loss.label_smoothing > 0,
     "z-loss": lambda recipe: recipe.loss.z_loss > 0,
     "plugin": lambda recipe: recipe.loss.plugin is not None,
@@ -49,6 +54,7 @@ class Conflict(NamedTuple):
     message: str
 
 
+_SAMPLED = "loss.terms: policy_gradient needs one loaded teacher a token, of the student's tokenizer, and no plugin"
 _ACROSS = "{0}: expected 0 with student.vocabulary: cross, whose cross-entropy is that of spans of text"
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
@@ -112,6 +118,8 @@ CONFLICTS: tuple[Conflict, ...] = (
         "cross", "fp8 teacher",
         "teacher.dtype: fp8 does not work with student.vocabulary: cross; use bfloat16",
     ),
+    Conflict("mixture", "policy gradient", _SAMPLED),
+    Conflict("plugin", "policy gradient", _SAMPLED),
     Conflict("cross", "label smoothing", _ACROSS.format("loss.label_smoothing")),
     Conflict("cross", "z-loss", _ACROSS.format("loss.z_loss")),
     Conflict(
@@ -210,6 +218,15 @@ def conflicts(recipe: Sections) -> Iterator[str]:
     for conflict in CONFLICTS:
         if conflict.first in present and conflict.second in present:
             yield conflict.message
+    routes = [teacher.route for teacher in recipe.teachers]
+    if _policy_gradient(recipe) and kind_of(recipe) == "routed" and len(set(routes)) < len(routes):
+        yield _SAMPLED
+    own = recipe.data.on_policy
+    if _policy_gradient(recipe) and (own is None or own.fraction < 1 or own.temperature != 1):
+        yield (
+            "loss.terms: policy_gradient is of tokens that the student drew from what it says now: expected "
+            "data.on_policy with fraction 1 and temperature 1"
+        )
     if recipe.student.vocabulary == "cross" and recipe.teachers:
         yield "student.vocabulary: cross compares with one teacher, and got several teachers"
     if recipe.student.vocabulary == "cross" and not recipe.teacher.is_loaded:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from distill_kernels import FusedDistillationLoss
+from distill_kernels import FusedDistillationLoss, LossTerm
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, find_head, whole
+from distill.recipe.loss import Loss
 from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
+from distill.teachers.policy_gradient import SampledTokenLoss, is_sampled
 
 
 class TeacherHead(Protocol):
@@ -87,9 +89,19 @@ class HiddenFormat(FusedFormat):
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
         return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
 
+    def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
+        if isinstance(section, Loss) and is_sampled(section):
+            return SampledTokenLoss(section, self.transforms(pairing))
+        return super().loss(section, pairing)
+
+    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
+        return loss.fused.terms if isinstance(loss, SampledTokenLoss) else loss.terms
+
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
         """The teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
+            if isinstance(loss, SampledTokenLoss):
+                return loss(call, pairing, teacher, self.transform)
             both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
             return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from distill.data.chat import with_template
+from distill.data.chat import load_template, with_template
 from distill.data.load import Splits, load_data
+from distill.data.sources import RowFault
 from distill.models.load import load_config, load_tokenizer
 from distill.models.vocabulary import compare, extend_student, shared_columns
 from distill.recipe import Data, ModelSection, Recipe
@@ -98,4 +99,26 @@ class Vocabulary:
             student_rows: of the student's.
         """
         shared, verdict = shared_columns(self.tokenizer, self.student_tokenizer, teacher_rows[0], student_rows)
-        return Match(min(shared, *teacher_rows), verdict)
+        return Match(min(shared, *teacher_rows), verdict + self.other_prompt())
+
+    def other_prompt(self) -> str:
+        """Where the student's own chat template writes a prompt in another way than the data's; empty where it does
+        not. The student is trained, and answers, after the data's."""
+        if self.tokenizer is None or self.student_tokenizer is self.tokenizer:
+            return ""
+        templates = (
+            load_template(self.recipe.data.chat_template, self.tokenizer),
+            load_template("tokenizer", self.student_tokenizer),
+        )
+        asked = [{"role": "user", "content": "Hello"}]
+        try:
+            texts = [template.render(asked, prompt=True).text for template in templates if template is not None]
+        except RowFault:
+            return ""
+        if len(set(texts)) < 2:
+            return ""
+        at = next((n for n, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+        before, ours, own = texts[0][max(0, at - 20) : at], texts[0][at : at + 30], texts[1][at : at + 30]
+        return (
+            f"; prompts part after {before!r}: the data's go on {ours!r} (which is learned), the student's own {own!r}"
+        )

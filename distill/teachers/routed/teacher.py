@@ -102,6 +102,10 @@ class RoutedFormat(TargetFormat):
     def held_out(self, pairing: Pairing) -> RoutedLoss:
         return RoutedLoss([member.held_out(pairing) for member in self.members], counts=False)
 
+    def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
+        assert isinstance(loss, RoutedLoss)
+        return self.members[0].measured_terms(loss.members[0])
+
     def needs_targets(self, loss: TargetLoss) -> bool:
         """Always: which tokens are whose."""
         return True

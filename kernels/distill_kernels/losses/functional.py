@@ -82,6 +82,32 @@ def fused_cross_entropy_loss(*tensors: torch.Tensor | None, **named: Any) -> Res
     return _call(FusedCrossEntropyLoss, tensors, named)
 
 
+OF_THE_MODEL = ("bias", "lora", "logit_scale", "softcap")
+
+
+def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, **named: Any) -> torch.Tensor:
+    """Log-probability of each label under a model, from its hidden states and head, without its logits: the
+    cross-entropy's pass, not summed.
+
+    Args:
+        hidden: [..., H], of a dtype as `FusedDistillationLoss.forward` takes it; gets a gradient.
+        weight: [V, H] of the head; gets a gradient.
+        labels: int64 [...], already shifted: row i of the hidden states predicts labels[i].
+        named: bias [V], lora, logit_scale and softcap of the model; valid_rows, vocab_size, tp_group, ignore_index,
+            max_workspace_mib: as of `FusedCrossEntropyLoss`.
+
+    Returns:
+        fp32 [...] (fp64 of fp64), natural logarithms at temperature 1; 0 where the label is `ignore_index`.
+
+    Raises:
+        ValueError: as the module, naming the field.
+    """
+    own = {f"student_{name}" if name in OF_THE_MODEL else name: value for name, value in named.items()}
+    if unknown := own.keys() & {"reduction", "num_items", "token_weights", "return_stats", "label_smoothing", "z_loss"}:
+        raise ValueError(f"{min(unknown)}: log-probabilities are neither summed, weighted nor smoothed")
+    return -_call(FusedCrossEntropyLoss, (hidden, weight, labels), {**own, "reduction": "none"})  # type: ignore[operator]
+
+
 def fused_top_k_kl_loss(*tensors: torch.Tensor | None, tail: str = "bucket", **named: Any) -> Result:
     """KL divergence from a teacher's K log-probabilities a token: `FusedTopKKLLoss`.
 
