@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from distill.core import console
 from distill.models.attention_choice import AttentionChoices
+from distill.models.cards import family_in
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
@@ -52,7 +53,8 @@ def open_engine(recipe: Recipe, most_tokens: int) -> Engine:
     transformers.utils.logging.disable_progress_bar()
     source, context = source_of(recipe), open_context(recipe)
     vocabulary = source.vocabulary()
-    for problem in source.problems(cuda=context.device.type == "cuda", sharded=False):
+    device = context.device
+    for problem in source.problems(cuda=device.type == "cuda", sharded=False, family=family_in(device)):
         raise ValueError(problem)
     with console.working("loading the teacher"):
         teacher = source.open(context, vocabulary)
