@@ -6,6 +6,7 @@ Everything that a person may have got wrong is found before the run's folder exi
 
     recipe.yaml         the resolved recipe; where a resumed run was resumed other settings, the latest, changes noted
     attention.json      the attention back ends that were the fastest here; a resumed run keeps them
+    kernels.json        ways of launching kernels that were timed on this GPU, where any were; a resumed run keeps them
     lock.yaml           all that the figures depend on: versions, hashes, seeds; `--lock` holds another run to it
     before.json         held-out figures and samples from before training, reused by --resume
     metrics.jsonl       one row per logging step
@@ -29,12 +30,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from accelerate import PartialState
+from distill_kernels import tuning
 
 from distill.core import console
 from distill.core.environment import device_name, environment
 from distill.core.faults import differences
 from distill.core.files import write_json, write_text
-from distill.core.folders import RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
+from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
 from distill.core.launch import command_line, forget_accelerates_settings
 from distill.core.manifest import sums_of
 from distill.core.ranks import is_first, of_the_first, store_of_attempt, world_size
@@ -152,6 +154,7 @@ def _run(
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     wanted = None if lock is None else read_lock(lock)
     attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(wanted, str(lock)))
+    tuning.impose(tuning.read(folder / KERNELS_FILE) if resume else {})
 
     # --- data and models, nothing written yet
     source = source_of(recipe)
@@ -236,6 +239,7 @@ def _run(
         )  # fmt: skip
         console.say("\n".join([*lines, *proof, *notes, f"{'run':<12}{folder}"]))
     held.share(process.wait_for_everyone)
+    tuning.record(folder / KERNELS_FILE)
     before, answers = _before(recipe, pair, trainer, splits, precision, held)
 
     # --- train

@@ -5,35 +5,39 @@
 
 Triton's interpreter does not know types, layouts or registers, so a kernel can pass there and not compile. Here every
 launch on CPU tensors compiles its kernel down to machine code (ptxas included) and is not run; results are garbage.
-Prints one line a kernel: its name, registers, bytes spilled, shared memory and the instructions that move and multiply
-tiles.
+Prints one line a kernel: its name, its code's hash, registers, bytes spilled, shared memory and the instructions that
+move and multiply tiles.
 """
 
+import contextlib
+import hashlib
+import io
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
+from triton.backends.nvidia.compiler import CUDABackend
 
 INSTRUCTIONS = {
     "cp.async": "cp.async.c", "tma": "cp.async.bulk.tensor", "mma": "mma.sync", "wgmma": "wgmma.mma",
-    "tcgen05": "tcgen05.mma",
+    "tcgen05": "tcgen05.mma", "mfma": "v_mfma",
 }  # fmt: skip
 
 
 class Compiled(NamedTuple):
     """What was made of one kernel."""
 
+    module: str  # of distill_kernels
     kernel: str
+    code: str  # hash of the PTX, or of the assembly on AMD
     registers: int  # of a thread
     spilled: int  # bytes a thread
     shared: int  # bytes
+    tensor: int  # columns of tensor memory, of 512
     instructions: set[str]
 
 
@@ -41,17 +45,21 @@ def compiled(family: str, snippet: str, **environment: str) -> list[Compiled]:
     """What the snippet's kernels became; TRITON_CACHE_DIR in `environment` for a cache of its own."""
     from forked import clean_environment, run
 
-    made = run([__file__, family, snippet], cwd=os.getcwd(), env=clean_environment(**environment))
+    # a cache apart: what is compiled in use lacks the figures; without lines, since code must not change as they move
+    apart = {"TRITON_CACHE_DIR": os.path.expanduser("~/.triton/offline"), "TRITON_DISABLE_LINE_INFO": "1"}
+    made = run([__file__, family, snippet], cwd=os.getcwd(), env=clean_environment(**apart | environment))
     assert made.returncode == 0, made.stderr[-3000:]
-    lines = re.findall(r"(\w+): (\d+) registers, (\d+) bytes spilled, (\d+) bytes shared, (.*)", made.stdout)
-    return [Compiled(name, *map(int, sizes), set(moves.split())) for name, *sizes, moves in lines]
+    figures = r"(\d+) registers, (\d+) bytes spilled, (\d+) bytes shared, (\d+) columns, (.*)"
+    lines = re.findall(rf"kernels\.([\w.]+)\.(\w+) (\w+): {figures}", made.stdout)
+    return [Compiled(*line[:3], *map(int, line[3:7]), set(line[7].split())) for line in lines]
 
 
 class Driver:
-    """Stands for the CUDA driver as far as compiling asks."""
+    """Stands for the GPU's driver as far as compiling asks."""
 
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
+    def __init__(self, family: str, warp_size: int) -> None:
+        amd = family.startswith("gfx")
+        self.target = GPUTarget("hip" if amd else "cuda", family if amd else int(family[3:]), warp_size)
 
     def get_current_target(self):
         return self.target
@@ -63,16 +71,28 @@ class Driver:
         return 0
 
 
-def figures(capability: int, ptx: str) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        source = os.path.join(folder, "kernel.ptx")
-        with open(source, "w") as file:
-            file.write(ptx)
-        arch = f"sm_{capability}{'a' if capability >= 90 else ''}"
-        command = [get_ptxas(capability).path, f"-arch={arch}", "-v", source, "-o", os.path.join(folder, "out")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+)", said), re.search(r"(\d+) bytes spill stores", said)
-    return f"{registers.group(1)} registers, {spilled.group(1)} bytes spilled"
+_make_cubin = CUDABackend.make_cubin
+
+
+def make_cubin(self, src, metadata, opt, capability):
+    """Triton's own, which keeps what ptxas says of registers."""
+    with contextlib.redirect_stdout(io.StringIO()) as said, triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.dump_ptxas_log = True
+        cubin = _make_cubin(self, src, metadata, opt, capability)
+    metadata["registers"] = int(re.search(r"Used (\d+)", said.getvalue()).group(1))
+    metadata["spilled"] = int(re.search(r"(\d+) bytes spill stores", said.getvalue()).group(1))
+    return cubin
+
+
+def figures(kernel) -> tuple[int, int]:
+    """Registers and spilled bytes of a thread."""
+    if "amdgcn" not in kernel.asm:
+        return kernel.metadata.registers, kernel.metadata.spilled
+    vector, scratch = (
+        int(re.search(rf"\.{name}: +(\d+)", kernel.asm["amdgcn"]).group(1))
+        for name in ("vgpr_count", "private_segment_fixed_size")
+    )
+    return vector, scratch
 
 
 def main(family: str, snippet: str) -> None:
@@ -84,17 +104,23 @@ def main(family: str, snippet: str) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("distill_kernels.") and hasattr(module, "device_facts"):
             module.device_facts = lambda device: facts
-    capability = int(family.removeprefix("sm_"))
-    triton.runtime.driver.set_active(Driver(capability))
+    triton.runtime.driver.set_active(Driver(family, FAMILIES[family].warp_size))
+    CUDABackend.make_cubin = make_cubin
+    os.environ["DISTILL_TUNE"] = "0"
     run, seen = JITFunction.run, set()
 
     def compile_only(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if kernel is not None and kernel.hash not in seen:
             seen.add(kernel.hash)
-            ptx, shared = kernel.asm["ptx"], kernel.metadata.shared
-            moves = " ".join(name for name, text in INSTRUCTIONS.items() if text in ptx)
-            print(f"{self._fn_name}: {figures(capability, ptx)}, {shared} bytes shared, {moves}", flush=True)
+            code = kernel.asm["ptx" if "ptx" in kernel.asm else "amdgcn"]
+            moves = " ".join(name for name, text in INSTRUCTIONS.items() if text in code)
+            registers, spilled = figures(kernel)
+            print(
+                f"{self._fn_name} {hashlib.sha256(code.encode()).hexdigest()[:16]}: {registers} registers, "
+                f"{spilled} bytes spilled, {kernel.metadata.shared} bytes shared, "
+                f"{getattr(kernel.metadata, 'tmem_size', 0)} columns, {moves}", flush=True,
+            )  # fmt: skip
         return kernel
 
     JITFunction.run = compile_only

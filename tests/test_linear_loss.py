@@ -13,7 +13,7 @@ from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.linear import reference_linear_divergence, row_scales
 from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.plan import plan_chunks
-from distill_kernels.losses.projection import TILE, fits_descriptors
+from distill_kernels.losses.projection import TILE, fits_blocks
 from distill_kernels.losses.terms import make_objective
 from helpers import assert_as_good_as_torch, assert_as_promised, realistic_heads, relative_error
 
@@ -337,10 +337,8 @@ def test_strided_inputs(kernel_device):
         outcome = fused(inputs, [KL], labels, scale, 300)
         assert relative_error(outcome.loss, plain.loss) < 1e-3
         assert relative_error(outcome.weight, plain.weight) < 4e-3
-    assert fits_descriptors(Head(views[0], views[1]), views[0], True)
-    assert not fits_descriptors(Head(*transposed[:2]), transposed[0], True)
-    if kernel_device.type == "cuda":
-        assert not fits_descriptors(Head(views[0], views[1]), views[0], False)
+    assert fits_blocks(Head(views[0], views[1]), views[0])
+    assert not fits_blocks(Head(*transposed[:2]), transposed[0])
 
 
 PLANS = [(rows, vocab, hidden, mib) for rows in (1, 127, 513, 2048, 8192, 9000, 65536) for vocab in (32000, 262144)

@@ -174,3 +174,20 @@ def test_damaged_figures_from_before_are_made_again(workplace, finished, text, c
     again, first = (json.loads(each.read_text()) for each in (path, finished / "runs/whole/before.json"))
     of_the_start = ("started", "command")
     assert [key for key in first if again[key] != first[key] and key not in of_the_start] == []
+
+
+def test_a_resumed_run_launches_kernels_as_it_did(workplace, monkeypatch):
+    from distill_kernels import tuning
+
+    folder, imposed = workplace / "runs/whole", []
+    (folder / "kernels.json").write_text('{"attention dq 64": "32 64 4 2"}')
+    shutil.rmtree(folder / "checkpoint-4")
+    (folder / "result.json").unlink()
+    monkeypatch.setattr(tuning, "_imposed", {})
+    impose = tuning.impose
+    monkeypatch.setattr(tuning, "impose", lambda choices: (impose(choices), imposed.append(dict(tuning._imposed))))
+    monkeypatch.setattr(tuning, "_used", {"attention dq 64": "32 64 4 2", "logits 4096": "0 0 8 3"})
+    monkeypatch.setattr(tuning, "_record", [])
+    assert resume() == 0
+    assert imposed == [{"attention dq 64": "32 64 4 2"}]
+    assert tuning.read(folder / "kernels.json") == tuning._used

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from distill_kernels import triton_linear
+from distill_kernels import launch, triton_linear
 from distill_kernels.launch import DeviceFacts
 from distill_kernels.matmul import tiled
 from distill_kernels.matmul.tiled import TILES, Tile, choose_tile
@@ -30,6 +30,15 @@ def test_edges(kernel_device, dtype, rows, outputs, inputs, with_bias):
 def test_tiles(kernel_device, tile):
     x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
     check(tiled._launch(x, weight, bias, tile), x, weight, bias)
+
+
+def test_through_pointers(kernel_device, monkeypatch):
+    """What families without TMA launch gives the same bits, at edges too."""
+    x, weight, bias = draw(150, 136, 136, torch.bfloat16, kernel_device)
+    by_descriptors = tiled._launch(x, weight, bias, TILES[3])
+    family = launch.device_facts(kernel_device).family
+    monkeypatch.setitem(launch.FAMILIES, family, launch.FAMILIES[family]._replace(tma=False))
+    assert torch.equal(tiled._launch(x, weight, bias, TILES[3]), by_descriptors)
 
 
 def test_few_rows_leading_dimensions_and_strides(kernel_device):

@@ -16,6 +16,7 @@ from distill.core.files import UNFINISHED
 RUNS = Path("runs")
 RECIPE_FILE = "recipe.yaml"
 RESULT_FILE = "result.json"
+KERNELS_FILE = "kernels.json"
 RUN_LOCK = ".lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

@@ -73,6 +73,7 @@ class Family(NamedTuple):
         warpgroups: Whether products read their operands from shared memory and leave the registers to sums.
         fp8: Whether there are products of e4m3 (the form without infinities).
         warp_size: Threads of a warp.
+        measured: Whether tables were read off sweeps on such a GPU. Elsewhere launches are timed once (tuning.py).
     """
 
     shared_bytes: int
@@ -80,6 +81,7 @@ class Family(NamedTuple):
     warpgroups: bool = False
     fp8: bool = False
     warp_size: int = 32
+    measured: bool = False
 
 
 INTERPRETER = "interpreter"
@@ -87,11 +89,11 @@ FAMILIES = {
     "sm_80": Family(163 << 10),  # Ampere: A100
     "sm_86": Family(99 << 10),  # Ampere: A40, RTX 30
     "sm_89": Family(99 << 10, fp8=True),  # Ada: L40S, RTX 40
-    "sm_90": Family(227 << 10, tma=True, warpgroups=True, fp8=True),  # Hopper: H100, H200
+    "sm_90": Family(227 << 10, tma=True, warpgroups=True, fp8=True, measured=True),  # Hopper: H100, H200
     "sm_100": Family(227 << 10, tma=True, warpgroups=True, fp8=True),  # Blackwell: B200, B300
     "sm_120": Family(99 << 10, tma=True, fp8=True),  # Blackwell: RTX 50, RTX PRO 6000, GB10
     "gfx942": Family(64 << 10, warp_size=64),  # CDNA 3: MI300
-    INTERPRETER: Family(99 << 10, tma=True, warpgroups=True),
+    INTERPRETER: Family(99 << 10, tma=True, warpgroups=True, fp8=True, measured=True),
 }
 _OF_CAPABILITY = {
     (8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90", (10, 0): "sm_100",

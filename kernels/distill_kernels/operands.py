@@ -13,6 +13,8 @@ from typing import Any, overload
 
 import torch
 
+from distill_kernels.launch import tl, triton
+
 
 @overload
 def rows_of(tensor: torch.Tensor) -> torch.Tensor: ...
@@ -32,6 +34,45 @@ def has_aligned_rows(matrix: torch.Tensor) -> bool:
     """True where the copy engine (TMA) takes `matrix` as it is: adjacent elements, 16-byte base and stride."""
     apart = matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * matrix.element_size() % 16 == 0
     return matrix.stride(1) == 1 and apart and matrix.data_ptr() % 16 == 0
+
+
+def blocks_of(matrix: torch.Tensor, rows: int, columns: int, tma: bool) -> Any:
+    """`matrix` as `load_block` takes it, for blocks of `rows` and `columns`: a descriptor for the copy engine, or
+    what pointers are made of."""
+    if not tma:
+        return matrix, matrix.stride(0), *matrix.shape
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+@triton.jit
+def _block(source, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    ptr, stride, rows, columns = source
+    r = row + tl.arange(0, ROWS)
+    c = column + tl.arange(0, COLUMNS)
+    at = ptr + r[:, None].to(tl.int64) * stride + c[None, :]
+    return at, (r < rows)[:, None] & (c < columns)[None, :]
+
+
+@triton.jit
+def load_block(source, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, COLUMNS] from `row` and `column` on, 0 beyond the matrix's ends; `source` is of `blocks_of`."""
+    if TMA:
+        return source.load([row, column])
+    else:
+        at, inside = _block(source, row, column, ROWS, COLUMNS)
+        return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_block(source, block, row, column, TMA: tl.constexpr):
+    """`block` to `row` and `column` of the matrix, in its dtype; what lies beyond its ends is not written."""
+    if TMA:
+        source.store([row, column], block.to(source.dtype))
+    else:
+        at, inside = _block(source, row, column, block.shape[0], block.shape[1])
+        tl.store(at, block.to(source[0].dtype.element_ty), mask=inside)
 
 
 def check_tensor(name: str, tensor: object) -> None:

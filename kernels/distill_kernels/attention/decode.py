@@ -24,7 +24,16 @@ import torch
 from distill_kernels.attention.operands import Masking, check_attention, dot_precision, head_block, softcapped
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import (
+    FAMILIES,
+    DeviceFacts,
+    cdiv,
+    device_facts,
+    next_power_of_2,
+    runs_on_triton,
+    tl,
+    triton,
+)
 from distill_kernels.operands import check_tensor, rows_of
 
 MAX_NEW_TOKENS = 16
@@ -32,13 +41,9 @@ PROGRAMS = 2  # a multiprocessor, which is as many as their tiles leave shared m
 
 
 def reference_decode_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    masking: Masking,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, masking: Masking,
     starts: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """The definition: new token s of S sees keys from start and below length - S + 1 + s, the last `window` of them."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group, new = q.shape[1] // k.shape[1], q.shape[2]
@@ -177,15 +182,9 @@ def choose_pace(block_d: int, rows: int, narrow: bool, slots: int, heads: int, f
 
 
 def decode_on_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    masking: Masking,
-    out: torch.Tensor,
-    starts: torch.Tensor | None = None,
-    pace: Pace | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, masking: Masking, out: torch.Tensor,
+    starts: torch.Tensor | None = None, pace: Pace | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Fill `out`. `pace` is for measurements."""
     batches, heads, new, size = q.shape
     kv_heads, slots = k.shape[1], k.shape[2]
@@ -217,24 +216,20 @@ def decode_on_triton(
     )  # fmt: skip
     if chunks == 1:
         return out
+    at_once = next_power_of_2(chunks)
+    warps = 4 if FAMILIES[facts.family].measured else min(max(at_once * block_d // 2048, 4), 16)  # measured, it spills
     _combine_kernel[(new * group, batches * kv_heads)](
         parts, lse, out, *out.stride()[:3], kv_heads, new, chunks,
-        GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=next_power_of_2(chunks), EARLY=early, num_warps=4,
+        GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=at_once, EARLY=early, num_warps=warps,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
 
 def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    starts: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, window: int | None,
+    softcap: float | None, starts: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     masking = Masking(True, scale, window, softcap)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     if not runs_on_triton(q):

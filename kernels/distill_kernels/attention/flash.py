@@ -26,8 +26,8 @@ from distill_kernels.attention.operands import (
     aligned,
     by_descriptors,
     check_attention,
-    choose_tiles,
     dot_precision,
+    fastest_tiles,
     head_block,
     load_tile,
     positions_first,
@@ -110,20 +110,16 @@ def _forward_kernel(
 
 
 def forward_on_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    masking: Masking,
-    tile: Tiles | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking, tile: Tiles | None = None,
     parts: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Out, [B, T, H, D] in memory, and lse fp32 [B, H, T]. `tile` and `parts` are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
-    tma = by_descriptors(facts)
-    tile = tile or choose_tiles("forward", block_d, q.dtype, facts)
-    tiles = cdiv(queries, tile.queries)
+    if tile is None:
+        tile = fastest_tiles("forward", q, k, masking, lambda tile: forward_on_triton(q, k, v, masking, tile))
+    tma, tiles = by_descriptors(facts, tile), cdiv(queries, tile.queries)
     seen = most_keys(tile.queries, keys, masking.causal, masking.window)
     parts = parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), running_at_once(block_d, facts))
     out, lse = positions_first(q), _new_lse(q)
@@ -153,16 +149,9 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
 
 
 def _launch_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None, causal: bool, scale: float, window: int | None, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         out, lse = reference_attention(q, k, v, masking)
@@ -175,19 +164,10 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, so
 
 
 def _launch_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, causal: bool, scale: float,
+    window: int | None, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         dq, dk, dv = reference_attention_backward(dout, q, k, v, out, lse, masking)

@@ -15,6 +15,8 @@ Bytes: q, k, v, out, dout, lse read, dq, dk, dv written, 8 B H T of row terms be
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from distill_kernels.attention.operands import (
@@ -24,6 +26,7 @@ from distill_kernels.attention.operands import (
     by_descriptors,
     choose_tiles,
     dot_precision,
+    fastest_tiles,
     head_block,
     load_tile,
     positions_first,
@@ -228,24 +231,19 @@ def _query_gradient_kernel(
 
 
 def backward_on_triton(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    masking: Masking,
-    key_tile: Tiles | None = None,
-    query_tile: Tiles | None = None,
-    key_parts: int | None = None,
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    masking: Masking, key_tile: Tiles | None = None, query_tile: Tiles | None = None, key_parts: int | None = None,
     query_parts: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """dq, dk, dv by the kernels above. The last four arguments are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
-    tma = by_descriptors(facts)
-    key_tile = key_tile or choose_tiles("dk and dv", block_d, q.dtype, facts)
+    again = functools.partial(backward_on_triton, dout, q, k, v, out, lse, masking)  # with tiles, to time them
+    if key_tile is None:
+        other = choose_tiles("dq", block_d, q.dtype, facts)
+        key_tile = fastest_tiles("dk and dv", q, k, masking, lambda tile: again(tile, other))
+    tile = query_tile or fastest_tiles("dq", q, k, masking, lambda tile: again(key_tile, tile))
     dout = aligned(dout, "dout")
     q, k, v = aligned(q, "q"), aligned(k, "k"), aligned(v, "v")
     dq, dk, dv = positions_first(q), positions_first(k), positions_first(v)
@@ -265,8 +263,8 @@ def backward_on_triton(
     constants = {
         "HEAD_DIM": size, "BLOCK_D": block_d, "CAUSAL": masking.causal, "PACKED": masking.packed,
         "SOFTCAP": masking.softcap is not None, "PRECISION": dot_precision(q.dtype),
-        "TMA": tma,
     }  # fmt: skip
+    tma = by_descriptors(facts, key_tile)
     tiles, seen = cdiv(keys, key_tile.keys), most_keys(key_tile.keys, queries, masking.causal, masking.window)
     at_once = running_at_once(block_d, facts)
     parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
@@ -278,12 +276,12 @@ def backward_on_triton(
         dk_sums, dv_sums, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
         batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys, window, masking.scale,
         *masking.score_factors, BLOCK_M=key_tile.queries, BLOCK_N=key_tile.keys,
-        RIGHT=masking.packed or masking.window is not None, SPLIT=parts > 1,
+        RIGHT=masking.packed or masking.window is not None, SPLIT=parts > 1, TMA=tma,
         num_warps=key_tile.warps, num_stages=key_tile.stages, **constants,
     )  # fmt: skip
     if sums is not None:
         add_parts(sums, dk, masking.scale, dv)
-    tile = query_tile or choose_tiles("dq", block_d, q.dtype, facts)
+    tma = by_descriptors(facts, tile)
     tiles, seen = cdiv(queries, tile.queries), most_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     dq_sums = dq if parts == 1 else new_sums(parts, q)
@@ -292,7 +290,7 @@ def backward_on_triton(
         tiles_of(v, tile.keys, block_d, tma), tiles_of(dout, tile.queries, block_d, tma),
         dq_sums, terms[0], terms[1], ranges, *dq.stride()[:3], batches, heads, heads // kv_heads, queries, padded_rows,
         keys, window, masking.scale, *masking.score_factors, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
-        LEFT=masking.packed or masking.window is not None, SPLIT=parts > 1,
+        LEFT=masking.packed or masking.window is not None, SPLIT=parts > 1, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages, **constants,
     )  # fmt: skip
     if parts > 1:

@@ -136,12 +136,9 @@ def _put_kernel(
 
 
 def put_newest(
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    cached_keys: torch.Tensor, cached_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     lengths: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Write the newest position of every sequence into its own slot, in one launch that a CUDA graph can replay.
 
     Args:

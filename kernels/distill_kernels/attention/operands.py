@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import typing
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import INTERPRETER, DeviceFacts, next_power_of_2, tl, triton
+from distill_kernels.launch import INTERPRETER, DeviceFacts, device_facts, next_power_of_2, tl, triton
 from distill_kernels.operands import check_tensor
+from distill_kernels.tuning import fastest
 
 _log = logging.getLogger(__name__)
 
@@ -76,12 +79,13 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
 
 
 class Tiles(NamedTuple):
-    """Rows of queries and of keys a program holds at a time, and how it is compiled."""
+    """Rows of queries and of keys a program holds at a time, how it is compiled, and whether by TMA where there is."""
 
     queries: int
     keys: int
     warps: int
     stages: int
+    tma: bool = True
 
 
 # By kernel, kind of GPU and size of a head. Those of warpgroups were measured on sm_90. With operands in registers, as
@@ -97,7 +101,11 @@ TILES = {
         "interpreter": {256: Tiles(16, 32, 4, 1)},
         "float32": {128: Tiles(32, 32, 4, 1), 256: Tiles(16, 32, 4, 1)},
         "warpgroups": {64: Tiles(128, 64, 4, 2), 128: Tiles(64, 64, 4, 2), 256: Tiles(64, 64, 8, 2)},
-        "registers": {64: Tiles(32, 64, 4, 2), 128: Tiles(32, 64, 8, 2), 256: Tiles(32, 32, 8, 2)},
+        "registers": {128: Tiles(32, 64, 8, 2), 256: Tiles(32, 32, 8, 2)},
+        "sm_80": {128: Tiles(16, 64, 8, 2), 256: Tiles(16, 32, 8, 2)},
+        "gfx942": {128: Tiles(16, 64, 8, 2), 256: Tiles(16, 32, 8, 2)},
+        # of 256 dk and dv alone would take all of tensor memory
+        "sm_100": {64: Tiles(64, 64, 8, 2), 128: Tiles(32, 64, 8, 2), 256: Tiles(32, 32, 8, 2, tma=False)},
     },
     "dq": {
         "interpreter": {256: Tiles(32, 16, 4, 1)},
@@ -108,17 +116,44 @@ TILES = {
 }
 
 
+@functools.cache
 def choose_tiles(kernel: str, block_d: int, dtype: torch.dtype, facts: DeviceFacts) -> Tiles:
     """Tiles of the kernel that makes the output, dk and dv, or dq alone, for heads of `block_d` columns."""
-    kind = "warpgroups" if facts.warpgroups else "registers"
+    tables = TILES[kernel]
+    table = tables["warpgroups" if facts.warpgroups else "registers"]
     if facts.family == INTERPRETER or dtype == torch.float32:
-        kind = "interpreter" if facts.family == INTERPRETER else "float32"
-    return next(tile for size, tile in TILES[kernel][kind].items() if block_d <= size)
+        table = tables["interpreter" if facts.family == INTERPRETER else "float32"]
+    else:
+        table = dict(sorted((table | tables.get(facts.family, {})).items()))
+    return next(tile for size, tile in table.items() if block_d <= size)
 
 
-def by_descriptors(facts: DeviceFacts) -> bool:
+@functools.cache
+def around(tile: Tiles) -> tuple[Tiles, ...]:
+    """The tile, and those a step from it: half and twice its queries, keys and warps, a stage less and more."""
+    queries, keys, warps, stages, _ = tile
+    near = [tile._replace(queries=queries // 2), tile._replace(queries=queries * 2), tile._replace(keys=keys // 2),
+            tile._replace(keys=keys * 2), tile._replace(warps=12 - warps), tile._replace(stages=stages + 1),
+            tile._replace(stages=stages - 1), tile._replace(queries=queries * 2, warps=8)]  # fmt: skip
+    # PADDING of flash_backward.py bounds the queries
+    fits = (each for each in near if 16 <= each.queries <= 128 and 16 <= each.keys <= 128 and each.stages > 0)
+    return tuple(dict.fromkeys((tile, *fits)))
+
+
+def fastest_tiles(
+    kernel: str, q: torch.Tensor, k: torch.Tensor, masking: Masking, launch: Callable[[Tiles], object]
+) -> Tiles:
+    """`choose_tiles`, or the one near them that is faster on a GPU on which no table was measured."""
+    facts, size = device_facts(q.device), q.shape[3]
+    masked = "".join("-c"[masking.causal] + "-w"[masking.window is not None] + "-p"[masking.packed])
+    shape = (size, q.dtype, masked, masking.softcap is not None, *map(next_power_of_2, (q.shape[2], k.shape[2])))
+    first = choose_tiles(kernel, head_block(size), q.dtype, facts)
+    return fastest(f"attention {kernel}", shape, around(first), launch, q.device)
+
+
+def by_descriptors(facts: DeviceFacts, tile: Tiles) -> bool:
     """Whether TMA brings the tiles. With operands in registers it costs dk and dv a kilobyte of spills a thread."""
-    return facts.tma and facts.warpgroups
+    return facts.tma and facts.warpgroups and tile.tma
 
 
 def head_block(head_size: int) -> int:

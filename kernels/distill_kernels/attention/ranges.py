@@ -26,14 +26,9 @@ UNBOUNDED = 1 << 30  # a window no sequence reaches
 
 
 def reference_ranges(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    rows: int,
-    causal: bool,
-    window: int | None,
-    *,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, causal: bool, window: int | None, *,
     from_keys: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Intervals int64 [2, rows] of flat positions on the other side; rows behind the last document get empty ones."""
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
     own, other = own.long(), other.long()
@@ -158,14 +153,9 @@ def _ranges_kernel(
 
 
 def packed_ranges(
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    rows: int,
-    causal: bool,
-    window: int | None,
-    *,
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, causal: bool, window: int | None, *,
     from_keys: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`reference_ranges` as int32 in one launch, without waiting for the device."""
     if not runs_on_triton(cu_seqlens_q):
         return reference_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys=from_keys).int()

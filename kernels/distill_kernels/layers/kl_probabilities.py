@@ -124,14 +124,9 @@ def _fake_forward(x: torch.Tensor, target: torch.Tensor, reduction: str, log_tar
 
 
 def _launch_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    reduction: str,
-    log_target: bool,
-    need_dx: bool,
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool, need_dx: bool,
     need_dtarget: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     # returns dx and dtarget, each empty where not needed
     x, target = x.contiguous(), target.contiguous()
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
@@ -146,14 +141,9 @@ def _launch_backward(
 
 
 def _fake_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    reduction: str,
-    log_target: bool,
-    need_dx: bool,
+    grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: str, log_target: bool, need_dx: bool,
     need_dtarget: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return x.new_empty(x.shape if need_dx else 0), target.new_empty(x.shape if need_dtarget else 0)
 
 

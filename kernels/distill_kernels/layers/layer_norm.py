@@ -242,13 +242,9 @@ def _fake_forward(
 
 
 def _launch_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
     need_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     # returns dx, and fp32 [2, H]: the gradients of weight and bias (empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
@@ -280,13 +276,9 @@ def _launch_backward(
 
 
 def _fake_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, rstd: torch.Tensor,
     need_sums: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     return x.new_empty(x.shape), rstd.new_empty((2, x.shape[-1]) if need_sums else 0)
 
 

@@ -167,14 +167,9 @@ def _fake_forward(
 
 
 def _launch_backward(
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    form: str,
-    need_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
+    form: str, need_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     # returns dx in x's dtype, and dweight (empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
@@ -210,14 +205,9 @@ def _launch_backward(
 
 
 def _fake_backward(
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    form: str,
-    need_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
+    form: str, need_dweight: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     dweight = torch.empty_like(weight) if weight is not None and need_dweight else rstd.new_empty(0)
     return x.new_empty(x.shape), dweight
 

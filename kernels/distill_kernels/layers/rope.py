@@ -112,14 +112,9 @@ def rope_config(q_heads: int, k_heads: int, half: int) -> RopeConfig:
 
 
 def _rotate(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    q_out: torch.Tensor,
-    k_out: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor,
     backward: bool,
-) -> None:
+) -> None:  # fmt: skip
     batch, q_heads, tokens, dim = q.shape
     k_heads, half = k.shape[1], cos.shape[-1] // 2
     if batch * tokens == 0:

@@ -53,14 +53,9 @@ def _check_weight(name: str, weight: torch.Tensor, hidden: torch.Tensor, hidden_
 
 
 def check_tokens(
-    labels: torch.Tensor | None,
-    token_weights: torch.Tensor | None,
-    num_items: torch.Tensor | int | None,
-    valid_rows: torch.Tensor | None,
-    *,
-    leading: torch.Size,
-    device: torch.device,
-) -> None:
+    labels: torch.Tensor | None, token_weights: torch.Tensor | None, num_items: torch.Tensor | int | None,
+    valid_rows: torch.Tensor | None, *, leading: torch.Size, device: torch.device,
+) -> None:  # fmt: skip
     """What belongs to tokens: labels and weights of the shape `leading`, rows among them, all on `device`.
 
     Raises:

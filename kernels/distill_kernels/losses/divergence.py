@@ -149,16 +149,9 @@ def _add_at_labels_(gradient: torch.Tensor, targets: torch.Tensor, value: float)
 
 
 def reference_rows(
-    student_raw: torch.Tensor,
-    teacher_raw: torch.Tensor | None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    with_gradient: bool = True,
-    with_stats: bool = False,
-    shard: VocabShard | None = None,
-) -> RowResult:
+    student_raw: torch.Tensor, teacher_raw: torch.Tensor | None, objective: Objective, *, labels: torch.Tensor | None,
+    row_scale: torch.Tensor, with_gradient: bool = True, with_stats: bool = False, shard: VocabShard | None = None,
+) -> RowResult:  # fmt: skip
     """Loss, gradient and statistics of rows whose logits exist; the specification, and what CPU tensors get.
 
     Args:
@@ -227,13 +220,9 @@ def reference_rows(
 
 
 def reference_stats(
-    z: torch.Tensor,
-    z_teacher: torch.Tensor | None,
-    o: Objective,
-    targets: torch.Tensor | None,
-    kept: torch.Tensor,
+    z: torch.Tensor, z_teacher: torch.Tensor | None, o: Objective, targets: torch.Tensor | None, kept: torch.Tensor,
     shard: VocabShard | None = None,
-) -> TokenStats:
+) -> TokenStats:  # fmt: skip
     """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `kept` is False."""
     zeros = z.new_zeros(z.shape[0])
     log_s = _log_softmax(z, shard)

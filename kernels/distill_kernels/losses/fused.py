@@ -54,18 +54,9 @@ class _Workspace:
 
 
 def fused_linear_divergence(
-    student: Head,
-    teacher: Head | Mixture | None,
-    batch: Batch,
-    objective: Objective,
-    wanted: Wanted,
-    *,
-    vocab: int,
-    dtype: torch.dtype,
-    workspace: int | None = None,
-    shard: VocabShard | None = None,
-    descriptors: bool = True,
-) -> Outcome:
+    student: Head, teacher: Head | Mixture | None, batch: Batch, objective: Objective, wanted: Wanted, *, vocab: int,
+    dtype: torch.dtype, workspace: int | None = None, shard: VocabShard | None = None, descriptors: bool = True,
+) -> Outcome:  # fmt: skip
     """`linear_divergence` by Triton kernels and cuBLAS; see linear.py for the arguments. No host sync.
 
     `descriptors=False` keeps to products by cuBLAS and the fold kernel, as devices without TMA do.
@@ -250,13 +241,9 @@ def _put(d_hidden: torch.Tensor, where: slice | torch.Tensor, d_x: torch.Tensor)
 
 
 def _add_weight_gradient(
-    d_weight: torch.Tensor | None,
-    gradients: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    vocab: int,
+    d_weight: torch.Tensor | None, gradients: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, vocab: int,
     wide: bool,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`dW + gradients^T hidden`, in place where dW exists; fp32 if `wide` or the weight is fp32."""
     fp32 = wide or weight.dtype == torch.float32
     if d_weight is None:

@@ -197,13 +197,9 @@ def launch_shape(vocab: int, rows: int, facts: DeviceFacts, *, soft: bool) -> tu
 
 
 def launch_logit_rows(
-    student: torch.Tensor,
-    teacher: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    objective: Objective,
-    gradient: torch.Tensor | None,
-) -> torch.Tensor:
+    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
+    objective: Objective, gradient: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """Row losses [N]; fills `gradient`. Logits are [B, S, V] with columns side by side."""
     o = objective
     batches, length, vocab = student.shape
@@ -227,13 +223,9 @@ def launch_logit_rows(
 
 
 def reference_logit_rows(
-    student: torch.Tensor,
-    teacher: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    objective: Objective,
-    gradient: torch.Tensor | None,
-) -> torch.Tensor:
+    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
+    objective: Objective, gradient: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """The same in plain PyTorch, some rows at a time, in fp32 (fp64 for fp64 logits)."""
     vocab, wide = student.shape[-1], row_scale.dtype
     flat, loss = student.reshape(-1, vocab), row_scale.new_empty(row_scale.shape)
@@ -259,13 +251,9 @@ def reference_logit_rows(
 
 
 def logit_rows(
-    student: torch.Tensor,
-    teacher: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    objective: Objective,
-    gradient: torch.Tensor | None,
-) -> torch.Tensor:
+    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
+    objective: Objective, gradient: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """`launch_logit_rows` or `reference_logit_rows`, by the tensor's device and dtype."""
     batch = Batch(labels, row_scale, None).side_by_side()
     check_values(batch, student.shape[-1], labels_count=objective.hard_weight != 0.0)

@@ -25,13 +25,9 @@ SECOND_BACKWARD = "the loss was already differentiated: its gradient is made onc
 
 @torch.library.custom_op("distill::logit_divergence", mutates_args=())
 def logit_divergence_op(
-    student: torch.Tensor,
-    teacher: torch.Tensor | None,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    objective: str,
-    with_gradient: bool,
-) -> list[torch.Tensor]:
+    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor | None, row_scale: torch.Tensor,
+    objective: str, with_gradient: bool,
+) -> list[torch.Tensor]:  # fmt: skip
     """Row losses [N] and their sum's gradient for the student's logits [B, S, V] (empty where unwanted)."""
     shape = student.shape if with_gradient else (0,)
     gradient = torch.empty(shape, dtype=student.dtype, device=student.device)

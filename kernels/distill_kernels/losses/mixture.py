@@ -121,19 +121,10 @@ def mixed_logits(
 
 
 def reference_mixture_rows(
-    student_raw: torch.Tensor,
-    _: None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    with_gradient: bool = True,
-    with_stats: bool = False,
-    shard: VocabShard | None = None,
-    mixture: Mixture,
-    here: Rows,
+    student_raw: torch.Tensor, _: None, objective: Objective, *, labels: torch.Tensor | None, row_scale: torch.Tensor,
+    with_gradient: bool = True, with_stats: bool = False, shard: VocabShard | None = None, mixture: Mixture, here: Rows,
     project: Callable[[Head, torch.Tensor], torch.Tensor],
-) -> RowResult:
+) -> RowResult:  # fmt: skip
     """`reference_rows` with the mixture for a teacher.
 
     Args:

@@ -164,15 +164,9 @@ class TeacherMixer:
 
 
 def run_mixed_rows(
-    student: Logits,
-    teacher: Logits,
-    objective: Objective,
-    *,
-    stats: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    at_one: Logits | None,
-    **rows: Any,
-) -> None:
+    student: Logits, teacher: Logits, objective: Objective, *, stats: torch.Tensor | None,
+    gradient: torch.Tensor | None, at_one: Logits | None, **rows: Any,
+) -> None:  # fmt: skip
     """`run_rows`; its statistics come from the mixture at temperature 1, `at_one`, where that is apart."""
     if at_one is not None and stats is not None:
         plain = objective._replace(temperature=1.0, weights=objective.divergence_weights)

@@ -162,13 +162,9 @@ class _OneDivergence(FusedDistillationLoss):
     """One divergence and the hard-label term."""
 
     def __init__(
-        self,
-        divergence: LossTerm,
-        temperature: float,
-        scale_by_temperature_squared: bool,
-        ce_weight: float,
+        self, divergence: LossTerm, temperature: float, scale_by_temperature_squared: bool, ce_weight: float,
         settings: dict[str, object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         terms = [divergence, LossTerm("cross_entropy", ce_weight)]
         super().__init__(terms, temperature, scale_by_temperature_squared, **settings)  # type: ignore[arg-type]
 

@@ -30,32 +30,14 @@ SECOND_BACKWARD = (
 
 @torch.library.custom_op("distill::linear_divergence", mutates_args=())
 def linear_divergence_op(
-    student_hidden: torch.Tensor,
-    student_weight: torch.Tensor,
-    student_bias: torch.Tensor | None,
-    lora_a: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
-    teacher_hidden: Sequence[torch.Tensor],
-    teacher_weight: Sequence[torch.Tensor],
-    teacher_bias: Sequence[torch.Tensor | None],
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    valid_rows: torch.Tensor | None,
-    mixture: Sequence[float],
-    objective: str,
-    lora_scale: float,
-    vocab: int,
-    dtype: torch.dtype,
-    workspace: int | None,
-    skip_rows: bool,
-    all_count: bool,
-    per_row: bool,
-    wanted: list[bool],
-    teacher_ids: torch.Tensor | None,
-    teacher_logprobs: torch.Tensor | None,
-    tail: str,
-    shard: str,
-) -> list[torch.Tensor]:
+    student_hidden: torch.Tensor, student_weight: torch.Tensor, student_bias: torch.Tensor | None,
+    lora_a: torch.Tensor | None, lora_b: torch.Tensor | None, teacher_hidden: Sequence[torch.Tensor],
+    teacher_weight: Sequence[torch.Tensor], teacher_bias: Sequence[torch.Tensor | None], labels: torch.Tensor | None,
+    row_scale: torch.Tensor, valid_rows: torch.Tensor | None, mixture: Sequence[float], objective: str,
+    lora_scale: float, vocab: int, dtype: torch.dtype, workspace: int | None, skip_rows: bool, all_count: bool,
+    per_row: bool, wanted: list[bool], teacher_ids: torch.Tensor | None, teacher_logprobs: torch.Tensor | None,
+    tail: str, shard: str,
+) -> list[torch.Tensor]:  # fmt: skip
     """Loss ([] or, `per_row`, [N]), statistics [7, N], gradients of the five student tensors; empty where unwanted."""
     rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
     heads = [Head(*tensors) for tensors in zip(teacher_hidden, teacher_weight, teacher_bias, strict=True)]
@@ -238,14 +220,9 @@ class Settings(NamedTuple):
 
 
 def fused_loss(
-    settings: Settings,
-    inputs: Inputs,
-    return_stats: bool,
-    *,
-    top: TopK | None = None,
-    teachers: Sequence[TeacherHead] | None = None,
-    tp_group: Any = None,
-) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:
+    settings: Settings, inputs: Inputs, return_stats: bool, *, top: TopK | None = None,
+    teachers: Sequence[TeacherHead] | None = None, tp_group: Any = None,
+) -> torch.Tensor | tuple[torch.Tensor, TokenStats]:  # fmt: skip
     """What every module calls.
 
     With `top`, [..., K] of every token, the divergence is from this teacher, and none comes as a head; with `teachers`

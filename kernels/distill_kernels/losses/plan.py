@@ -45,16 +45,9 @@ class Plan(NamedTuple):
 
 
 def plan_chunks(
-    rows: int,
-    vocab: int,
-    *,
-    logit_bytes: int,
-    models: int,
-    weight_bytes: int,
-    memory_bytes: int,
-    workspace: int | None = None,
-    narrow_weight: bool = True,
-) -> Plan:
+    rows: int, vocab: int, *, logit_bytes: int, models: int, weight_bytes: int, memory_bytes: int,
+    workspace: int | None = None, narrow_weight: bool = True,
+) -> Plan:  # fmt: skip
     """The plan for `rows` tokens.
 
     Args:

@@ -8,11 +8,13 @@ and the logits themselves as `z - shift`, in fp16 for bf16 and fp16 models: larg
 where fp16 is finest, so this keeps what bf16 logits lose (spacing 0.125 at 16 to 32, a 2 % error in the gradient) in
 the same number of bytes. fp32 models keep fp32.
 
-Two ways, one result. `project` takes the first wherever tensor descriptors (TMA) work and alignment allows:
+Two ways, one result. `project` takes the first on GPUs with tensor descriptors (TMA), where alignment allows:
 
 1. One persistent kernel, whose flattened loop lets the next tile's loads run under this tile's epilogue.
    Reads `(N + V) H` elements, writes `N V` halves and `8 N V / TILE` bytes.
 2. Products by cuBLAS into a small fp32 buffer, folded tile by tile: `8 N V` bytes more traffic, partly through L2.
+
+On families without measured tables both are timed, the first with several tiles.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, tl, triton
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.losses.operands import Head
-from distill_kernels.operands import has_aligned_rows
+from distill_kernels.operands import blocks_of, has_aligned_rows, load_block, store_block
+from distill_kernels.tuning import fastest
 
 TILE = 256
 FOLD_ROWS = 16
@@ -93,10 +96,10 @@ def _relative_tile(
 
 @triton.jit
 def _project_kernel(
-    hidden_desc, weight_desc, values_desc, bias_ptr, shift_ptr, total_ptr, hard_ptr,
+    hidden_blocks, weight_blocks, values_blocks, bias_ptr, shift_ptr, total_ptr, hard_ptr,
     N, V, H, tiles, scale, softcap, exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
-    LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+    LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     row_blocks = tl.cdiv(N, BLOCK_N)
     steps = tl.cdiv(H, BLOCK_H)
@@ -105,14 +108,14 @@ def _project_kernel(
         tile = t // row_blocks
         z = tl.zeros((BLOCK_N, TILE), tl.float32)
         for step in range(steps):
-            x = hidden_desc.load([row_block * BLOCK_N, step * BLOCK_H])
-            w = weight_desc.load([tile * TILE, step * BLOCK_H])
+            x = load_block(hidden_blocks, row_block * BLOCK_N, step * BLOCK_H, BLOCK_N, BLOCK_H, TMA)
+            w = load_block(weight_blocks, tile * TILE, step * BLOCK_H, TILE, BLOCK_H, TMA)
             z = tl.dot(x, w.T, z)
         columns = tile * TILE + tl.arange(0, TILE)
         z, shift, total, total_hard = _relative_tile(
             z, columns, V, bias_ptr, scale, softcap, exponent, HAS_BIAS, SCALED, CAPPED, MASKED, BOTH, LOG2_E
         )
-        values_desc.store([row_block * BLOCK_N, tile * TILE], z.to(tl.float16))
+        store_block(values_blocks, z, row_block * BLOCK_N, tile * TILE, TMA)
         rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
         where = rows.to(tl.int64) * tiles + tile
         tl.store(shift_ptr + where, shift, mask=rows < N)
@@ -146,15 +149,10 @@ def _fold_kernel(
         tl.store(hard_ptr + where, total_hard, mask=rows < N)
 
 
-def fits_descriptors(head: Head, hidden: torch.Tensor, tma: bool) -> bool:
-    """True where the persistent kernel can serve: 16-bit models, rows aligned to 16 bytes, and TMA."""
-    return (
-        tma
-        and hidden.dtype in (torch.bfloat16, torch.float16)
-        and head.lora_a is None
-        and has_aligned_rows(hidden)
-        and has_aligned_rows(head.weight)
-    )
+def fits_blocks(head: Head, hidden: torch.Tensor) -> bool:
+    """True where the persistent kernel can serve: 16-bit models and rows aligned to 16 bytes."""
+    narrow = hidden.dtype in (torch.bfloat16, torch.float16) and head.lora_a is None
+    return narrow and has_aligned_rows(hidden) and has_aligned_rows(head.weight)
 
 
 def project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, *, descriptors: bool = True) -> None:
@@ -164,10 +162,19 @@ def project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform,
     """
     if out.values.shape[1] == 0:  # a rank without columns
         return
-    if descriptors and fits_descriptors(head, hidden, device_facts(hidden.device).tma):
-        _project_fused(head, hidden, out, transform)
-    else:
+    way = FOLD
+    if descriptors and fits_blocks(head, hidden):
+        ways = ways_of(device_facts(hidden.device))
+        shape = (*map(next_power_of_2, hidden.shape), next_power_of_2(out.values.shape[1]), hidden.dtype)
+        way = fastest("logits", shape, ways, lambda way: _project(head, hidden, out, transform, way), hidden.device)
+    _project(head, hidden, out, transform, way)
+
+
+def _project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, way: ProductTile) -> None:
+    if way == FOLD:
         _project_by_tiles(head, hidden, out, transform)
+    else:
+        _project_fused(head, hidden, out, transform, way)
 
 
 def _flags(head: Head, transform: Transform) -> dict[str, object]:
@@ -181,27 +188,39 @@ def _flags(head: Head, transform: Transform) -> dict[str, object]:
     }
 
 
-def tile_of(facts: DeviceFacts) -> tuple[int, int]:
-    """Rows of a tile and columns of a step of the persistent kernel, three of which wait beside the tile's logits."""
-    return (128, 64) if facts.shared_bytes >= 216 << 10 else (64, 32)
+class ProductTile(NamedTuple):
+    """Rows of a tile and columns of a step of the persistent kernel, its warps, and how many steps are in flight."""
+
+    rows: int
+    steps: int
+    warps: int = 8
+    stages: int = 3
 
 
-def _project_fused(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform) -> None:
-    from triton.tools.tensor_descriptor import TensorDescriptor
+FOLD = ProductTile(0, 0)  # products by cuBLAS
+LARGE = (ProductTile(128, 64), FOLD, ProductTile(128, 64, 8, 4), ProductTile(128, 32, 8, 4), ProductTile(64, 64, 4),
+         ProductTile(64, 64, 8, 4))  # fmt: skip
+SMALL = (ProductTile(64, 32), FOLD, ProductTile(64, 32, 4), ProductTile(64, 64, 8, 2), ProductTile(64, 32, 8, 4),
+         ProductTile(128, 32), ProductTile(32, 64, 4, 2))  # fmt: skip
 
+
+def ways_of(facts: DeviceFacts) -> tuple[ProductTile, ...]:
+    """By which the logits can be made; the first where nothing is timed."""
+    ways = LARGE if facts.shared_bytes >= 160 << 10 else SMALL
+    return ways if facts.tma else (FOLD, *(way for way in ways if way != FOLD))
+
+
+def _project_fused(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, way: ProductTile) -> None:
     (n, depth), vocab = hidden.shape, out.values.shape[1]
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
-    rows, steps = tile_of(facts)
-    programs = min(facts.multiprocessors, cdiv(n, rows) * tiles)
+    programs = min(facts.multiprocessors, cdiv(n, way.rows) * tiles)
     _project_kernel[(programs,)](
-        TensorDescriptor.from_tensor(hidden, [rows, steps]),
-        TensorDescriptor.from_tensor(head.weight, [TILE, steps]),
-        TensorDescriptor.from_tensor(out.values, [rows, TILE]),
-        head.bias, out.shift, out.total, out.total_hard,
+        blocks_of(hidden, way.rows, way.steps, facts.tma), blocks_of(head.weight, TILE, way.steps, facts.tma),
+        blocks_of(out.values, way.rows, TILE, facts.tma), head.bias, out.shift, out.total, out.total_hard,
         n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
-        **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=rows, BLOCK_H=steps,
-        num_warps=8, num_stages=3,
+        **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=way.rows, BLOCK_H=way.steps, TMA=facts.tma,
+        num_warps=way.warps, num_stages=way.stages,
     )  # fmt: skip
 
 

@@ -242,18 +242,10 @@ def _row_kernel(
 
 
 def run_rows(
-    student: Logits,
-    teacher: Logits | None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    rows: torch.Tensor | None,
-    loss: torch.Tensor,
-    stats: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    shard: VocabShard | None = None,
-) -> None:
+    student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
+    row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
+    gradient: torch.Tensor | None, shard: VocabShard | None = None,
+) -> None:  # fmt: skip
     """Launch the row kernel over the n rows of `student`.
 
     Args:

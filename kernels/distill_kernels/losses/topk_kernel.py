@@ -221,19 +221,10 @@ def _top_k_kernel(
 
 
 def run_top_k_rows(
-    student: Logits,
-    teacher: Logits | None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    rows: torch.Tensor | None,
-    loss: torch.Tensor,
-    stats: torch.Tensor | None,
-    gradient: torch.Tensor | None,
-    shard: VocabShard | None = None,
-    top: TopK,
-) -> None:
+    student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
+    row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
+    gradient: torch.Tensor | None, shard: VocabShard | None = None, top: TopK,
+) -> None:  # fmt: skip
     """As `run_rows`, for a teacher of K tokens a row; `teacher` is None, `top` is of all tokens, as `labels` are.
 
     With `shard`, ids are those of the whole vocabulary. Overwrites `student.values` even without a gradient.

@@ -158,17 +158,10 @@ def _over_samples(
 
 
 def reference_top_k_rows(
-    student_raw: torch.Tensor,
-    teacher_raw: torch.Tensor | None,
-    objective: Objective,
-    *,
-    labels: torch.Tensor | None,
-    row_scale: torch.Tensor,
-    with_gradient: bool = True,
-    with_stats: bool = False,
-    shard: VocabShard | None = None,
+    student_raw: torch.Tensor, teacher_raw: torch.Tensor | None, objective: Objective, *, labels: torch.Tensor | None,
+    row_scale: torch.Tensor, with_gradient: bool = True, with_stats: bool = False, shard: VocabShard | None = None,
     top: TopK,
-) -> RowResult:
+) -> RowResult:  # fmt: skip
     """`reference_rows` for a teacher of K tokens a row; `teacher_raw` is None. The kernel in topk_kernel.py follows it.
 
     With `shard`, ids are those of the whole vocabulary.

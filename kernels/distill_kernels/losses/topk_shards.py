@@ -118,17 +118,9 @@ def _fold_top_k_kernel(
 
 
 def join_top_k(
-    student: Logits,
-    teacher: TopK,
-    row_scale: torch.Tensor,
-    rows: torch.Tensor | None,
-    shard: VocabShard,
-    *,
-    temperature: float,
-    bucket: bool,
-    at_one: bool,
-    block: int,
-) -> Joint:
+    student: Logits, teacher: TopK, row_scale: torch.Tensor, rows: torch.Tensor | None, shard: VocabShard, *,
+    temperature: float, bucket: bool, at_one: bool, block: int,
+) -> Joint:  # fmt: skip
     """Exchange what the outcomes of the n rows of `student` need.
 
     Args:

@@ -57,7 +57,7 @@ def quantize_rows_kernel(x_ptr, x8_ptr, scale_ptr, K, stride_x, TINY: tl.constex
 
 
 def _quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if not runs_on_triton(x):
+    if not (runs_on_triton(x) and device_facts(x.device).fp8):
         return reference_quantize_rows(x)
     rows, inputs = x.shape
     x8 = torch.empty(rows, inputs, dtype=FP8, device=x.device)

@@ -131,14 +131,9 @@ def lora_linear(
 
 
 def lora_linear_of(
-    function: Callable[..., torch.Tensor],
-    parts: Sequence[torch.Tensor],
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+    function: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], weight: torch.Tensor,
+    bias: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """`lora_linear(function(*parts), ...)` that keeps `parts` and calls `function` again in the backward.
 
     Args:

@@ -1,4 +1,4 @@
-"""A linear layer for many rows, on Triton alone: a persistent product of tiles that TMA brings.
+"""A linear layer for many rows, on Triton alone: a persistent product of tiles, brought by TMA or asynchronous copies.
 
     y = x W^T + b        x [M, K], W [N, K], b [N], y [M, N]
 
@@ -19,7 +19,7 @@ import torch
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.matmul.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
-from distill_kernels.operands import check_tensor, has_aligned_rows, rows_of
+from distill_kernels.operands import blocks_of, check_tensor, has_aligned_rows, load_block, rows_of, store_block
 
 DEPTH = 64
 
@@ -55,8 +55,8 @@ def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
 
 @triton.jit
 def _tiled_kernel(
-    x_desc, weight_desc, y_desc, bias_ptr, M, N, K,
-    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_blocks, weight_blocks, y_blocks, bias_ptr, M, N, K, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     row_blocks = tl.cdiv(M, BLOCK_M)
     steps = tl.cdiv(K, BLOCK_K)
@@ -64,20 +64,18 @@ def _tiled_kernel(
         row, column = t % row_blocks * BLOCK_M, t // row_blocks * BLOCK_N
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
-            x = x_desc.load([row, step * BLOCK_K])
-            weight = weight_desc.load([column, step * BLOCK_K])
+            x = load_block(x_blocks, row, step * BLOCK_K, BLOCK_M, BLOCK_K, TMA)
+            weight = load_block(weight_blocks, column, step * BLOCK_K, BLOCK_N, BLOCK_K, TMA)
             total = tl.dot(x, weight.T, total)
         if HAS_BIAS:
             n = column + tl.arange(0, BLOCK_N)
             total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        y_desc.store([row, column], total.to(y_desc.dtype))
+        store_block(y_blocks, total, row, column, TMA)
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None) -> torch.Tensor:
     if not runs_on_triton(x):
         return reference_split_k_linear(x, weight, bias)
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -87,11 +85,10 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ti
     x, weight = (m if has_aligned_rows(m) else m.clone(memory_format=torch.contiguous_format) for m in (x, weight))
     programs = min(facts.multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
     _tiled_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [tile.rows, DEPTH]),
-        TensorDescriptor.from_tensor(weight, [tile.columns, DEPTH]),
-        TensorDescriptor.from_tensor(y, [tile.rows, tile.columns]),
-        rows_of(bias), rows, outputs, inputs, HAS_BIAS=bias is not None,
-        BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH, num_warps=tile.warps, num_stages=tile.stages,
+        blocks_of(x, tile.rows, DEPTH, facts.tma), blocks_of(weight, tile.columns, DEPTH, facts.tma),
+        blocks_of(y, tile.rows, tile.columns, facts.tma), rows_of(bias), rows, outputs, inputs,
+        HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH, TMA=facts.tma,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -112,8 +109,7 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """`torch.nn.functional.linear` on Triton kernels alone, without a gradient.
 
     Args:
-        x: [..., K] float16 or bfloat16 (float32 on the CPU too). Up to 64 rows go to `split_k_linear`; more need a
-            GPU with TMA (sm_90 and later).
+        x: [..., K] float16 or bfloat16 (float32 on the CPU too). Up to 64 rows go to `split_k_linear`.
         weight: [N, K], the dtype of `x`, rows contiguous; N and K multiples of 8.
         bias: [N] or None.
 
@@ -121,7 +117,7 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         [..., N] in the dtype of `x`, accumulated in fp32 and rounded once.
 
     Raises:
-        ValueError: For shapes, dtypes or a GPU other than these.
+        ValueError: For shapes or dtypes other than these.
     """
     check_tensor("x", x)
     inputs = x.shape[-1]
@@ -134,6 +130,4 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
             f"weight: expected [N, K], both multiples of 8, and rows as far apart, got {tuple(weight.shape)} with "
             f"strides {weight.stride()}"
         )
-    if runs_on_triton(x) and not device_facts(x.device).tma:
-        raise ValueError("x: more than 64 rows need a GPU with TMA (sm_90 and later)")
     return _op(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])

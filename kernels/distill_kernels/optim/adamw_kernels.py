@@ -61,17 +61,9 @@ class Signals(NamedTuple):
 
 
 def reference_adamw(
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    step: torch.Tensor,
-    *,
-    lr: float | torch.Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    parameter: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+    step: torch.Tensor, *, lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """One AdamW update in the dtype of `parameter`; returns the new parameter and both moments, changes nothing.
 
     `step` counts this update in: 1 at the first.

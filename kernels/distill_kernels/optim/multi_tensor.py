@@ -79,14 +79,9 @@ class Launch:
         self._runners: dict[Any, Callable[..., None]] = {}
 
     def __call__(
-        self,
-        kernel: Any,
-        programs: int,
-        kinds: Any,
-        tensors: Sequence[torch.Tensor],
-        others: Sequence[Any],
+        self, kernel: Any, programs: int, kinds: Any, tensors: Sequence[torch.Tensor], others: Sequence[Any],
         **options: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch `kernel` with `tensors` and then `others`, which hold every constant in the signature's order."""
         kinds = (kinds, programs, torch.cuda.current_device() if tensors[0].is_cuda else None)
         runner = self._runners.get(kinds)

@@ -1,0 +1,179 @@
+"""What every kernel is compiled to for each family of GPUs: `python -m scripts.compiled [--all] [FAMILY|PART ...]`.
+
+Needs no GPU. Compiles the grid below by tests/compile_for_gpu.py (some minutes; longer for `--all`, every combination
+in place of every pair), and writes a row a kernel, family and case to scripts/compiled.jsonl, from which scripts.docs
+makes docs/compiled.md. tests/test_compiles.py holds the same cases to each family's limits.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ROOT / "scripts" / "compiled.jsonl"
+FAMILIES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+
+SETUP = """
+def t(*shape, dtype=torch.bfloat16, grad=True): return torch.ones(*shape, dtype=dtype, requires_grad=grad)
+"""
+# kernels' launches by part and case; {axes} are filled in
+PARTS = {
+    "attention": (
+        """
+kind = {{"causal": {{}}, "window, cap": {{"window": 700, "softcap": 30.0}},
+        "documents": {{"cu_seqlens_q": torch.tensor([0, 900, 2048])}}}}["{kind}"]
+q, k = t(1, 8, 2048, {size}), t(1, 2, 2048, {size})
+ours.flash_attention(q, k, k, **kind).sum().backward()
+""",
+        {"size": (64, 128, 256), "kind": ("causal", "window, cap", "documents")},
+    ),
+    "layers": (
+        """
+z, weight = t(64, {hidden}, dtype=torch.{dtype}), t({hidden}, dtype=torch.{dtype})
+ours.layer_norm(z, weight, weight).sum().backward(), ours.bias_gelu(z, weight).sum().backward()
+both = ours.add_rms_norm(z, z, weight, form="gemma")
+(both[0] + both[1]).sum().backward(), ours.swiglu(z, z).sum().backward(), ours.geglu(z, z).sum().backward()
+ours.softmax(z).sum().backward()
+q, c = t(1, 8, 128, 64, dtype=torch.{dtype}), torch.ones(1, 128, 64)
+ours.rope(q, q, c, c)[0].sum().backward()
+""",
+        {"hidden": (576, 6144, 8192, 16384), "dtype": ("bfloat16", "float32")},
+    ),
+    "losses": (
+        """
+x, w, x_t, w_t = t(130, 64), t({vocab}, 64), t(130, 128, grad=False), t({vocab}, 128, grad=False)
+y = torch.ones(130, dtype=torch.int64)
+if "{teacher}" == "models":
+    ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False)(x, w, x_t, w_t, y, return_stats=True)[0].backward()
+    ours.FusedJSDLoss()(x, w, x_t, w_t, y).backward()
+    two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]
+    ours.FusedDistillationLoss([ours.LossTerm("forward_kl", 1.0)], 2.0)(x, w, teachers=two).backward()
+elif "{teacher}" == "logits":
+    z = t(4, {vocab})
+    ours.kl_div(z, z.detach()), ours.jsd(z, z.detach()), ours.cross_entropy(z, torch.ones(4, dtype=torch.int64))
+else:
+    k = int("{teacher}".split()[1])
+    ids, given = torch.ones(130, k, dtype=torch.int32), t(130, k, dtype=torch.float32, grad=False)
+    ours.FusedTopKKLLoss(tail="bucket")(x, w, ids, given).backward()
+""",
+        {"vocab": (32000, 262144), "teacher": ("models", "logits", "top 256")},
+    ),
+    "products": (
+        """
+from distill_kernels.losses import projection
+from distill_kernels.losses.accumulate import add_product_
+from distill_kernels.losses.operands import Head
+x, w = t(130, 64, grad=False), t(1000, 64, grad=False)
+add_product_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
+for way in projection.ways_of(facts):  # what is timed there is compiled too
+    if way != projection.FOLD:
+        out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
+                                *(torch.empty(130, 4) for _ in range(3)))
+        projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), way)
+for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
+    ours.triton_linear(t(rows, 64, grad=False), t(columns, 64, grad=False))
+ours.split_k_linear(t(40, 2048), t(1000, 2048), t(1000)), ours.split_k_linear(t(1, 2048), t(1000, 2048))
+ours.quantize_rows(x)
+""",
+        {},
+    ),
+    "decoding": (
+        """
+for slots in (4096, 65536):
+    k = t(1, 2, slots, {size})
+    ours.decode_attention(t(1, 8, 1, {size}), k, k, torch.ones(1, dtype=torch.int32))
+z, n = torch.ones(4, 49152, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)
+ours.sample_tokens(z, n, n, 0.7)
+""",
+        {"size": (64, 128, 256)},
+    ),
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A part of the kernels for one family, at one point of the part's axes."""
+
+    family: str
+    part: str
+    at: tuple[tuple[str, object], ...]
+    paired: bool  # of the pairwise grid
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.part, *(str(value) for _, value in self.at)])
+
+    @property
+    def snippet(self) -> str:
+        return SETUP + PARTS[self.part][0].format(**dict(self.at))
+
+
+def cases() -> Iterator[Case]:
+    """Every combination; those marked `paired` are enough for each pair of values, the family among them."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from grids import pairwise
+
+    for part, (_, axes) in PARTS.items():
+        for point in pairwise({"family": FAMILIES, **axes, **({} if axes else {"": (None,)})})[1]:
+            family, *values = point.values
+            yield Case(family, part, tuple(zip(axes, values, strict=False)), not point.marks)
+
+
+def rows_of(case: Case) -> Iterator[dict[str, object]]:
+    """A row a kernel."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from compile_for_gpu import compiled
+
+    for kernel in compiled(case.family, case.snippet):
+        yield {
+            "case": case.name,
+            "family": case.family,
+            **kernel._asdict(),
+            "instructions": sorted(kernel.instructions),
+        }
+
+
+def page() -> str:
+    """docs/compiled.md: of each kernel and family the largest figures over the cases."""
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    done = {family: {row["case"] for row in rows if row["family"] == family} for family in FAMILIES}
+    lines = [
+        "# What kernels are compiled to", "", "<!-- written by python -m scripts.docs -->", "",
+        "Every kernel, compiled without a GPU by Triton's compiler and the assembler of each family "
+        "(`python -m scripts.compiled`): registers of a thread / bytes that it spills / KiB of shared memory of a "
+        "program, the most over all cases, and what moves and multiplies tiles. `cp.async` and `tma` are asynchronous "
+        "copies; `mma`, `wgmma`, `tcgen05` and `mfma` tensor-core instructions. Only sm_90 was also run and measured; "
+        "that the others compile, fit and keep their registers does not say how fast they are, or that they agree.", "",
+        "Cases compiled: " + ", ".join(f"{family} {len(done[family])}" for family in FAMILIES)
+        + f", of {sum(case.paired for case in cases())} in all that meet every pair of settings.", "",
+        f"| kernel | {' | '.join(FAMILIES)} |", "|---" * (len(FAMILIES) + 1) + "|",
+    ]  # fmt: skip
+    for module, kernel in dict.fromkeys((row["module"], row["kernel"]) for row in rows):
+        cells = []
+        for family in FAMILIES:
+            own = [row for row in rows if (row["module"], row["kernel"], row["family"]) == (module, kernel, family)]
+            most = [max(row[name] for row in own) for name in ("registers", "spilled", "shared")] if own else []
+            moves = " ".join(sorted({each for row in own for each in row["instructions"]}))
+            cells.append(f"{most[0]} / {most[1]} / {most[2] / 1024:.0f} {moves}".strip() if own else "")
+        lines.append(f"| `{module}.{kernel.strip('_')}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def main(*arguments: str) -> None:
+    """Replaces the rows of the cases that are compiled, and keeps the others. `arguments`: as above, parts as well."""
+    wanted, parts = (set(arguments) & set(names) or set(names) for names in (FAMILIES, PARTS))
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    for case in cases():
+        if case.family in wanted and case.part in parts and (case.paired or "--all" in arguments):
+            rows = [row for row in rows if (row["case"], row["family"]) != (case.name, case.family)]
+            rows += rows_of(case)
+            rows.sort(key=lambda row: (row["module"], row["kernel"], FAMILIES.index(row["family"]), row["case"]))
+            ROWS.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            print(case.family, case.name, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
