@@ -88,3 +88,15 @@ class PlainRows:
         return self.collator(
             [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
         )
+
+
+def padding_token(*owners: object) -> int:
+    """Any id will do: padding is masked and is a document of its own."""
+    for owner in owners:
+        for name in ("pad_token_id", "eos_token_id"):
+            token = getattr(owner, name, None)
+            if isinstance(token, list) and token:
+                token = token[0]
+            if isinstance(token, int):
+                return token
+    return 0

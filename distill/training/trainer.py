@@ -34,7 +34,7 @@ from distill.core.faults import RunError, TeacherGone
 from distill.core.files import sync
 from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
-from distill.data.collator import Collator, PlainRows
+from distill.data.collator import Collator, PlainRows, padding_token
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
@@ -107,7 +107,7 @@ class DistillationTrainer(Trainer):
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         for whose, owned in {"student": model, **loaded}.items():
             keep_soft_cap(owned, field=f"{whose}'s attention")
-        plain = Collator(_padding_token(processing_class, model), omit_plain_positions=True)
+        plain = Collator(padding_token(processing_class, getattr(model, "config", None)), omit_plain_positions=True)
         data_collator = PlainRows(plain) if data_collator is None else OrPadding(data_collator, plain)
         super().__init__(
             model=model,
@@ -411,15 +411,3 @@ class _Watch(TrainerCallback):
         self.trainer.meter.phases.steps += 1
         if self.trainer.health.stopping and state.global_step < state.max_steps:
             control.should_log = control.should_save = control.should_training_stop = True
-
-
-def _padding_token(tokenizer: Any, model: nn.Module) -> int:
-    """Any id will do: padding is masked and is a document of its own."""
-    for owner in (tokenizer, getattr(model, "config", None)):
-        for name in ("pad_token_id", "eos_token_id"):
-            token = getattr(owner, name, None)
-            if isinstance(token, list) and token:
-                token = token[0]
-            if isinstance(token, int):
-                return token
-    return 0
