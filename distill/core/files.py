@@ -118,6 +118,13 @@ def try_lock(handle: int, *, shared: bool = False) -> bool | None:
     return True
 
 
+def unlock(handle: int) -> None:
+    """Release the lock at once, also where a process that was forked has not closed the file yet."""
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold `path` as ours; BlockingIOError where another process does."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from distill.core.faults import RunError
-from distill.core.files import make_folder, try_lock
+from distill.core.files import make_folder, try_lock, unlock
 from distill.core.folders import RUN_LOCK
 
 BEAT_S = 5.0
@@ -62,6 +62,7 @@ class RunLock:
             self._beats.join()
             with contextlib.suppress(OSError):
                 _write(self._handle, b"{}")  # ended in order
+        unlock(self._handle)
         os.close(self._handle)
         _open_locks.discard(self._handle)
         self._handle = None
