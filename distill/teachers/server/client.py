@@ -12,13 +12,15 @@ another teacher than the run began with, `TeacherGone` ends the run in one line.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
+import queue
 import random
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,14 +97,16 @@ class Servers:
         )  # fmt: skip
         self._servers = [_Server(url) for url in place.urls]
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(place.at_once * len(place.urls), thread_name_prefix="teacher")
+        # daemons: a run that ends does not wait for questions that nobody needs an answer to any more
+        self._work: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]]] = queue.SimpleQueue()
+        for _ in range(place.at_once * len(place.urls)):
+            threading.Thread(target=self._answer_all, daemon=True, name="teacher").start()
         self._closed = threading.Event()
         self.received = self.positions = 0
 
     def close(self) -> None:
         """Ask no more; what is under way is not waited for."""
         self._closed.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
     # --------------------------------------------------------------- one request
@@ -119,8 +123,18 @@ class Servers:
             positions: that the answer will be for.
             kind: of the body.
         """
-        return self._pool.submit(self._counted, positions, "POST", path, content=body, params=dict(params),
-                                 headers={"content-type": kind})  # fmt: skip
+        future: Future[bytes] = Future()
+        more = {"content": body, "params": dict(params), "headers": {"content-type": kind}}
+        self._work.put((future, functools.partial(self._counted, positions, "POST", path, **more)))
+        return future
+
+    def _answer_all(self) -> None:
+        while True:
+            future, ask = self._work.get()
+            try:
+                future.set_result(ask())
+            except BaseException as error:  # whoever waits for the answer raises it
+                future.set_exception(error)
 
     def _counted(self, positions: int, method: str, path: str, **more: Any) -> bytes:
         answer = self.ask(method, path, **more)
