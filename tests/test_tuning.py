@@ -13,9 +13,10 @@ from distill_kernels.launch import FAMILIES, INTERPRETER
 from distill_kernels.losses import projection
 from distill_kernels.losses.operands import Head
 from distill_kernels.losses.projection import FOLD, Logits, Transform, ways_of
+from distill_kernels.matmul.tiled import Tile
 from helpers import relative_error
 
-WAYS, CPU = (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 64, 8, 2)), torch.device("cpu")
+WAYS, CPU = (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 8, 2)), torch.device("cpu")
 
 
 @pytest.fixture

@@ -136,6 +136,10 @@ class DeviceFacts(NamedTuple):
         return self.has_kernels and FAMILIES[self.family].fp8
 
     @property
+    def measured(self) -> bool:
+        return self.has_kernels and FAMILIES[self.family].measured
+
+    @property
     def starts_early(self) -> bool:
         """Whether a kernel can be started while the one before it ends: griddepcontrol, NVIDIA from Hopper on."""
         return self.tma and self.family != INTERPRETER

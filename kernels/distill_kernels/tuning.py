@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import torch
 
-from distill_kernels.launch import FAMILIES, HAS_TRITON, device_facts, forced_family, triton
+from distill_kernels.launch import HAS_TRITON, device_facts, forced_family, triton
 
 Way = TypeVar("Way", bound=tuple[object, ...])
 GAIN = 1.03  # what another way has to be faster by: timings differ by as much from run to run
@@ -51,7 +51,7 @@ def fastest(
         device: where `launch` works.
     """
     facts = device_facts(device)
-    if not facts.has_kernels or FAMILIES[facts.family].measured or len(ways) < 2:
+    if not facts.has_kernels or facts.measured or len(ways) < 2:
         return ways[0]
     key, named = f"{kernel} {_name(shape)}", _by_name(tuple(ways))
     off = os.environ.get("DISTILL_TUNE") == "0" or torch.are_deterministic_algorithms_enabled()

@@ -24,16 +24,7 @@ import torch
 from distill_kernels.attention.operands import Masking, check_attention, dot_precision, head_block, softcapped
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import (
-    FAMILIES,
-    DeviceFacts,
-    cdiv,
-    device_facts,
-    next_power_of_2,
-    runs_on_triton,
-    tl,
-    triton,
-)
+from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, rows_of
 
 MAX_NEW_TOKENS = 16
@@ -217,7 +208,7 @@ def decode_on_triton(
     if chunks == 1:
         return out
     at_once = next_power_of_2(chunks)
-    warps = 4 if FAMILIES[facts.family].measured else min(max(at_once * block_d // 2048, 4), 16)  # measured, it spills
+    warps = 4 if facts.measured else min(max(at_once * block_d // 2048, 4), 16)  # measured, it spills
     _combine_kernel[(new * group, batches * kv_heads)](
         parts, lse, out, *out.stride()[:3], kv_heads, new, chunks,
         GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=at_once, EARLY=early, num_warps=warps,
