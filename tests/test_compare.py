@@ -139,12 +139,14 @@ def test_every_free_setting_is_left_out(name):
         "name: a\nteacher: {model: a}\nstudent: {model: b}\ntrain: {steps: 5}\n"
         "data: {source: x.txt, packing: false, on_policy: {fraction: 0.5}}\n"
     )
+    if name.startswith("teacher.") and name != "teacher.offload":
+        text = text.replace("teacher: {model: a}", "teacher: {type: server, url: 'http://a'}")
     before = parse(text)
     values = {bool: "true", int: "7", list: "[wandb]", str: "elsewhere"}
     found = before.model_dump()
     for part in name.split("."):
         found = found[part]
-    special = {"teacher.offload": "cpu", "train.cuda_graph": "false"}
+    special = {"teacher.offload": "cpu", "train.cuda_graph": "false", "teacher.url": "http://b", "teacher.token_file": "t"}
     value = special.get(name) or ("false" if found is True else values.get(type(found), "7"))
     after = parse(text, [f"{name}={value}"])
     assert after != before and settings_of_steps(after, 2) == settings_of_steps(before, 2)
