@@ -147,6 +147,12 @@ def page() -> str:
         "program, the most over all cases, and what moves and multiplies tiles. `cp.async` and `tma` are asynchronous "
         "copies; `mma`, `wgmma`, `tcgen05` and `mfma` tensor-core instructions. Only sm_90 was also run and measured; "
         "that the others compile, fit and keep their registers does not say how fast they are, or that they agree.", "",
+        "Tables of tiles were measured on sm_90. On any other family attention's tiles, and for the losses the kernel "
+        "that makes sums beside the product against cuBLAS and a fold, are timed once per shape, 5 to 10 ways each, "
+        "and kept under `~/.cache/distill/tuned` by GPU, Triton release and kernels' source; which of the two wins on "
+        "an A100 is not known. One line says when that happens. `DISTILL_TUNE=0` takes the tables' first way, as do "
+        "deterministic runs and captured graphs; a run writes what it chose into its `kernels.json`, and `--resume` "
+        "goes by it. `DISTILL_FAMILY=sm_80` takes that family's paths on another GPU, to test them.", "",
         "Cases compiled: " + ", ".join(f"{family} {len(done[family])}" for family in FAMILIES)
         + f", of {sum(case.paired for case in cases())} in all that meet every pair of settings.", "",
         f"| kernel | {' | '.join(FAMILIES)} |", "|---" * (len(FAMILIES) + 1) + "|",

@@ -23,7 +23,7 @@ sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder
 from distill.cli import app  # noqa: E402
 from distill.commands.reference import json_schema, settings  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
-from scripts import gpu_page, kernel_page, readme  # noqa: E402
+from scripts import compiled, gpu_page, kernel_page, readme  # noqa: E402
 
 NOTE = "<!-- written by python -m scripts.docs -->"
 TOOLS = ("TRL", "torchtune", "axolotl")
@@ -37,6 +37,7 @@ def generated() -> dict[Path, str]:
         ROOT / "recipes" / SCHEMA_FILE: json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
         docs / "settings.md": settings_page(),
         docs / "cli.md": cli_page(),
+        docs / "compiled.md": compiled.page(),
     }
     for picture in readme.STUDY_RESULTS.glob("*.svg"):  # the site holds what lies under docs/ only
         files[docs / "assets" / picture.name] = picture.read_text(encoding="utf-8")

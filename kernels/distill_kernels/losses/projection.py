@@ -198,10 +198,10 @@ class ProductTile(NamedTuple):
 
 
 FOLD = ProductTile(0, 0)  # products by cuBLAS
-LARGE = (ProductTile(128, 64), FOLD, ProductTile(128, 64, 8, 4), ProductTile(128, 32, 8, 4), ProductTile(64, 64, 4),
+LARGE = (ProductTile(128, 64), FOLD, ProductTile(128, 64, 8, 2), ProductTile(128, 32, 8, 4), ProductTile(64, 64, 4),
          ProductTile(64, 64, 8, 4))  # fmt: skip
 SMALL = (ProductTile(64, 32), FOLD, ProductTile(64, 32, 4), ProductTile(64, 64, 8, 2), ProductTile(64, 32, 8, 4),
-         ProductTile(128, 32), ProductTile(32, 64, 4, 2))  # fmt: skip
+         ProductTile(32, 32, 4), ProductTile(32, 64, 4, 2))  # fmt: skip
 
 
 def ways_of(facts: DeviceFacts) -> tuple[ProductTile, ...]:
