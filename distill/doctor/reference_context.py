@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 import torch
+from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import Reads, Reference, Verdict
@@ -36,7 +37,7 @@ class ContextReference(Reference):
                 found.append(logits[[at + later - 1 for at in learned]])
         return [(1.0, torch.cat(found))]
 
-    def reads(self, student: Any, batch: Batch) -> Reads:
+    def reads(self, student: nn.Module, batch: Batch) -> Reads:
         (model,) = self.teacher.models.values()
         names = ("input_ids", "position_ids")
         return [(model, {n: batch[f"teacher_{n}"] for n in names}), (student, {n: batch[n] for n in names})]
@@ -69,7 +70,7 @@ class ContextReference(Reference):
         return same, f"{detail}; answers are the same tokens to both, and {more} before them are the teacher's alone"
 
     @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
         return ContextTeacher(models[0])
 
 

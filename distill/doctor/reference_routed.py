@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from distill_kernels import LossTerm
+from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.reference import MixtureReference, Reads, Reference, Verdict
@@ -24,12 +25,14 @@ class RoutedReference(Reference):
     rows = RoutedRows
 
     @property
-    def groups(self) -> list[list[tuple[float, Any]]]:
+    def groups(self) -> list[list[tuple[float, nn.Module]]]:
         """Of each route its models with their shares, by the recipe's weights."""
         pairs = zip(self.weights, self.teacher.models.values(), strict=True)
         return [[next(pairs) for _ in member.models] for member in self.teacher.members]
 
-    def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+    def loss(
+        self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
+    ) -> torch.Tensor:
         total, count, device = torch.zeros((), dtype=torch.float64), 0, batch["labels"].device
         models = [student, *self.teacher.models.values()]
         columns = columns or min(model.get_output_embeddings().weight.shape[0] for model in models)
@@ -40,7 +43,7 @@ class RoutedReference(Reference):
                 if len(at) == 0:
                     continue
 
-                def logits(model: Any, ids: torch.Tensor = ids, at: torch.Tensor = at) -> torch.Tensor:
+                def logits(model: nn.Module, ids: torch.Tensor = ids, at: torch.Tensor = at) -> torch.Tensor:
                     return model(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
 
                 with torch.no_grad():
@@ -60,7 +63,7 @@ class RoutedReference(Reference):
             worst.append(kind(member, weights).from_itself({**own, "labels": own["input_ids"]}, terms)[1])
         return f"each of {len(worst)} routes", max(worst)
 
-    def reads(self, student: Any, batch: Batch) -> Reads:
+    def reads(self, student: nn.Module, batch: Batch) -> Reads:
         """Each model its route's documents, row by row, padded to the longest row."""
         found: Reads = []
         for number, group in enumerate(self.groups):
@@ -88,7 +91,7 @@ class RoutedReference(Reference):
         return {"routes": list(self.teacher.routes), "sizes": [len(member.models) for member in self.teacher.members]}
 
     @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
+    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
         members, at = [], 0
         for size in description["sizes"]:
             own, at = slice(at, at + size), at + size

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from distill_kernels import LossTerm
+from torch import nn
 
 from distill.doctor.reference import Description, Reads, Reference, Verdict, worst_of
 from distill.doctor.reference_loss import of_kl
@@ -41,7 +42,9 @@ class SpansReference(Reference):
         teacher, student = self.tokenizers
         return compare_by_bytes(student, teacher).shared
 
-    def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+    def loss(
+        self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
+    ) -> torch.Tensor:
         """Row by row without padding, from both models' full logits and the spans of the rows themselves."""
         losses, device = [], batch["input_ids"].device
         for row in rows:
@@ -78,7 +81,7 @@ class SpansReference(Reference):
                     values.append(CrossTokenizerLoss(plain, (shared, shared))(targets.hidden, head, head, itself))
         return "the teacher over its own spans", worst_of(values)
 
-    def reads(self, student: Any, batch: Batch) -> Reads:
+    def reads(self, student: nn.Module, batch: Batch) -> Reads:
         (model,) = self.teacher.models.values()
         others = {name.removeprefix("teacher_"): batch[name] for name in OTHERS}
         return [(model, others), (student, {name: batch[name] for name in others})]
@@ -115,7 +118,7 @@ class SpansReference(Reference):
         return {"shared": [ids.tolist() for ids in self.teacher.format.shared]}
 
     @staticmethod
-    def rebuilt(models: list[Any], weights: Sequence[float], description: Description) -> Teacher:
+    def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Description) -> Teacher:
         return CrossTeacher(models[0], Shared(*map(np.array, description["shared"])))
 
 
@@ -200,7 +203,7 @@ def _by_size(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p - q).abs().sum()
 
 
-def _part(term: Any, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _part(term: LossTerm, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """A divergence's terms from probabilities of the student `p` and the teacher `q`, which need not add up to 1: each
     is 0 where both are equal, and never negative."""
 

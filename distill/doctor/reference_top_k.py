@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from distill_kernels import FusedTopKKLLoss, LossTerm
+from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 from distill.doctor.elsewhere import ELSEWHERE
@@ -41,7 +42,9 @@ class TopKReference(Reference):
         teacher.format = TopKFormat({**self.manifest, "temperature": 2.0})
         return teacher
 
-    def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
+    def loss(
+        self, student: nn.Module, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None
+    ) -> torch.Tensor:
         """From the student's full logits, cut to the columns that the tokens were taken from."""
         labels = shifted(batch["labels"])
         keep = labels != IGNORE_INDEX

@@ -65,7 +65,7 @@ CARDS = {
 }
 # how far the kernels' paths of a family were tried
 TRIED = {"sm_90": "run on an H100 and an H200"}
-COMPILED, NEITHER = "compiled in tests, never run", "neither run nor compiled in tests"
+COMPILED = "compiled in tests, never run"
 
 
 def find_card(name: str) -> str | None:
@@ -125,10 +125,14 @@ def path_of(family: str) -> str:
         return f"PyTorch computes: our kernels do not run on {which}"
     known = FAMILIES[family]
     tiles = "tiles by TMA" if known.tma else "tiles through pointers"
-    loss = "linear losses in one kernel with their products" if known.tma else "linear losses by cuBLAS and a fold"
+    loss = (
+        "linear losses in one kernel with their products"
+        if known.tma
+        else "linear losses by the library's products and a fold"
+    )
     return f"Triton kernels, {tiles}, {loss}; {tried(family)}"
 
 
 def tried(family: str) -> str:
     """How far a family's kernels were tried."""
-    return TRIED.get(family, COMPILED if family.startswith("sm_") else NEITHER)
+    return TRIED.get(family, COMPILED)

@@ -15,10 +15,12 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from distill.core.environment import environment
 from distill.data.packing import best_fit
@@ -127,7 +129,12 @@ class Engine:
     """
 
     def __init__(
-        self, teacher: LoadedTeacher, section: TeacherSection, tokenizer: Any, template: str | None, most_tokens: int
+        self,
+        teacher: LoadedTeacher,
+        section: TeacherSection,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None,
+        most_tokens: int,
     ) -> None:
         self.teacher, self.model = teacher, teacher.model
         with teacher.hidden.head.open() as weights:
@@ -145,7 +152,9 @@ class Engine:
         if not self.packs:
             self.identity.notes["packing"] = "none: this model does not keep documents of one row apart"
 
-    def _identity(self, section: TeacherSection, tokenizer: Any, template: str | None, most_tokens: int) -> Identity:
+    def _identity(
+        self, section: TeacherSection, tokenizer: PreTrainedTokenizerBase, template: str | None, most_tokens: int
+    ) -> Identity:
         from distill.data.token_cache import tokenizer_hash
 
         config, (rows, width) = bare(self.model).config.get_text_config(), self.weights.weight.shape  # type: ignore[union-attr,operator]
@@ -161,7 +170,7 @@ class Engine:
         )  # fmt: skip
 
     @torch.no_grad()
-    def _fp8_cost(self, tokenizer: Any, longest: int) -> float:
+    def _fp8_cost(self, tokenizer: PreTrainedTokenizerBase, longest: int) -> float:
         """KL(teacher || the same with hidden states in fp8 on the wire), nats a token, over some text."""
         if tokenizer is None:
             ids = torch.arange(FP8_TOKENS) * 31 % len(self.weights.weight)
@@ -254,7 +263,7 @@ def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.int64)).to(device)
 
 
-def _files(model: Any, tokenizer: Any) -> dict[str, str]:
+def _files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Configuration and tokenizer as the text of their files."""
     with TemporaryDirectory() as name:
         folder = Path(name)

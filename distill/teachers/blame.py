@@ -7,15 +7,15 @@ Without it a damaged teacher reads as a student that diverged, and no learning r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from distill.teachers.base import Batch
 from distill.teachers.objective import DistillationObjective
 
 
-def teacher_fault(objective: DistillationObjective, batches: Iterable[Mapping[str, Any]]) -> str | None:
+def teacher_fault(objective: DistillationObjective, batches: Iterable[Batch]) -> str | None:
     """What is NaN or infinite of the teacher: its head, else what it says of the batches; None where all is finite.
 
     The teacher runs once more over every batch, on every process alike, since the processes of a sharded one run

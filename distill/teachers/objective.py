@@ -26,7 +26,7 @@ from torch import nn
 
 from distill.core.labels import shift_labels, within_documents
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
-from distill.teachers.base import Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
+from distill.teachers.base import Batch, Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
 from distill.teachers.losses import KL, LossSpec, TargetLoss, soft_terms
 from distill.teachers.measure import Measure
 from distill.teachers.model import LoadedTeacher
@@ -108,7 +108,7 @@ class DistillationObjective:
         """What makes batches for this objective: `plain`, or something around it that adds to its batches."""
         return self.teacher.collate(plain)
 
-    def targets(self, inputs: Mapping[str, Any]) -> Targets | None:
+    def targets(self, inputs: Batch) -> Targets | None:
         """What the teacher says of a batch; made before the student's forward, None where the loss needs none."""
         return self.teacher.targets(inputs) if self.teacher.format.needs_targets(self.loss) else None
 

@@ -62,7 +62,7 @@ def lock_of(
     }  # fmt: skip
 
 
-def hash_of_rows(rows: Iterable[Mapping[str, Any]]) -> str:
+def hash_of_rows(rows: Iterable[Mapping[str, object]]) -> str:
     """SHA-256 of the token ids, labels and positions, in order.
 
     A data set is read column by column as it lies on the disk; other rows one by one, to the same hash.

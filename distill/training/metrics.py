@@ -24,7 +24,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -82,7 +81,7 @@ class Meter:
         finally:
             self._pause += time.perf_counter() - start
 
-    def add(self, inputs: Mapping[str, Any], statistics: torch.Tensor) -> None:
+    def add(self, inputs: Mapping[str, torch.Tensor], statistics: torch.Tensor) -> None:
         """Count one micro-batch; `statistics` are the objective's sums. Launches a few small kernels, never waits."""
         self._sums += statistics.detach()
         rows = inputs.get("valid_rows")

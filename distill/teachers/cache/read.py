@@ -270,7 +270,7 @@ def data_settings(recipe: Recipe, digest: str) -> dict[str, Any]:
     return section | {"digest": digest}
 
 
-def what_differs(cached: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def what_differs(cached: Mapping[str, object], now: Mapping[str, object]) -> str:
     """The first data setting that is not as it was when the cache was made, in words; empty if all are."""
     for name, value in cached.items():
         if now.get(name) != value:

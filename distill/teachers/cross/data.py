@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from distill.data.formats import Format
 from distill.data.load import DataReport, Splits, load_rows
@@ -61,7 +62,9 @@ class CrossReport(DataReport):
         )
 
 
-def load_cross_data(data: Data, student_tokenizer: Any, teacher_tokenizer: Any, *, seed: int) -> Splits:
+def load_cross_data(
+    data: Data, student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase, *, seed: int
+) -> Splits:
     """`load_data` for a student and a teacher whose tokenizers differ.
 
     Args:

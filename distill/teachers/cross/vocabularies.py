@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from distill.data.chat import load_template
 from distill.teachers.cross.alignment import Shared, shared_tokens
@@ -43,7 +45,9 @@ def compare_by_bytes(student: Reader, teacher: Reader) -> Vocabularies:
     )
 
 
-def readers_of(student_tokenizer: Any, teacher_tokenizer: Any, chat_template: str) -> tuple[Reader, Reader]:
+def readers_of(
+    student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase, chat_template: str
+) -> tuple[Reader, Reader]:
     """How both models read; `chat_template` as of the recipe's data section, `tokenizer` meaning each its own.
 
     Raises:

@@ -112,7 +112,7 @@ class Servers:
     # --------------------------------------------------------------- one request
 
     def submit(
-        self, path: str, body: bytes, params: Mapping[str, Any], positions: int, kind: str = BINARY
+        self, path: str, body: bytes, params: Mapping[str, object], positions: int, kind: str = BINARY
     ) -> Future[bytes]:
         """Ask in a thread; the answer's body, or what `ask` raises.
 

@@ -54,7 +54,7 @@ class ServedRows:
     def __init__(self, collate: Collate) -> None:
         self.collate = collate
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Collate rows."""
         batch: dict[str, Any] = dict(self.collate(rows))
         if "valid_rows" not in batch:
@@ -92,7 +92,7 @@ class ServerTeacher(Teacher):
         self.transform = transform
         self._pending: OrderedDict[int, tuple[Asked, Future[bytes]]] = OrderedDict()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ServerTeacher:
+    def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
         return self.small(())
 
     def small(self, layers: Sequence[int]) -> ServerTeacher:
