@@ -18,7 +18,7 @@ from distill.core import console
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = typer.main.get_command(cli.app).commands
 NAMES = sorted(COMMANDS)
-PRINTS_NO_TABLE = {"run", "chat", "schema"}  # the last prints JSON as it is
+PRINTS_NO_TABLE = {"run", "chat", "serve", "schema"}  # the last prints JSON as it is
 NEEDS = {
     "export": ["-o", "out"],
     "generate": ["-p", "Hello"],

@@ -146,7 +146,12 @@ def test_every_free_setting_is_left_out(name):
     found = before.model_dump()
     for part in name.split("."):
         found = found[part]
-    special = {"teacher.offload": "cpu", "train.cuda_graph": "false", "teacher.url": "http://b", "teacher.token_file": "t"}
+    special = {
+        "teacher.offload": "cpu",
+        "train.cuda_graph": "false",
+        "teacher.url": "http://b",
+        "teacher.token_file": "t",
+    }
     value = special.get(name) or ("false" if found is True else values.get(type(found), "7"))
     after = parse(text, [f"{name}={value}"])
     assert after != before and settings_of_steps(after, 2) == settings_of_steps(before, 2)
