@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -16,7 +17,13 @@ from distill.serving.app import Limits, make_app
 from distill.serving.open import open_engine, running
 from distill.teachers.base import open_context
 from distill.teachers.registry import source_of
-from distill.teachers.server.wire import Asked
+from distill.teachers.server.wire import TargetRequest
+
+HTTP = httpx2.Client(timeout=60, verify=False)
+
+
+def post(url, query, path="/v1/targets", **options):
+    return HTTP.post(url + path, content=query.body(), params=options)
 
 
 def write_models(folder: Path, **of_teacher) -> Path:
@@ -76,14 +83,14 @@ def question(seed=0, rows=2, length=20, packed=True):
     learned = np.ones((rows, length), bool)
     learned[:, [half - 1, length - 1]] = False
     learned[:, seed % half] = False
-    return Asked(ids, positions if packed else None, np.flatnonzero(learned).astype(np.int32))
+    return TargetRequest(ids, positions if packed else None, np.flatnonzero(learned).astype(np.int32))
 
 
-def expected_hidden(engine, asked):
-    batch = {"input_ids": torch.from_numpy(asked.ids).long()}
-    if asked.positions is not None:
-        batch["position_ids"] = torch.from_numpy(asked.positions).long()
-    return last_hidden(engine.model, batch).flatten(0, 1)[torch.from_numpy(asked.rows).long()]
+def expected_hidden(engine, query):
+    batch = {"input_ids": torch.from_numpy(query.ids).long()}
+    if query.positions is not None:
+        batch["position_ids"] = torch.from_numpy(query.positions).long()
+    return last_hidden(engine.model, batch).flatten(0, 1)[torch.from_numpy(query.rows).long()]
 
 
 def from_server(*urls, **more):

@@ -202,16 +202,21 @@ def one(loss=None):
     )  # fmt: skip
 
 
+def with_answers(subject, prompts=False):
+    """The subject with its student's answers, two a row; with `prompts` after the first tokens of each."""
+    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
+    documents = subject.documents()
+    for number, document in enumerate(documents if prompts else ()):
+        document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
+    answers = rollouts.answered(subject.student, documents, len(documents))
+    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
+    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(documents))
+
+
 def answering(loss=None):
     """A student that answers: its answers after the data's prompts, two documents a row."""
     subject = one(loss or {"terms": [{"type": "reverse_kl"}]})
-    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
-    asked = subject.documents()
-    for number, document in enumerate(asked):  # the first tokens are the prompt
-        document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
-    answers = rollouts.answered(subject.student, asked, len(asked))
-    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
-    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
+    return with_answers(subject, prompts=True)
 
 
 def informed(loss=None, ema=None):
@@ -231,11 +236,7 @@ def informed(loss=None, ema=None):
 def informed_answering():
     """The same of a student that answers: what the teacher reads before stays before its answers."""
     subject = informed({"terms": [{"type": "reverse_kl"}]})
-    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
-    asked = subject.documents()
-    answers = rollouts.answered(subject.student, asked, len(asked))
-    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
-    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
+    return with_answers(subject)
 
 
 def routed(loss=None):
@@ -257,13 +258,7 @@ def routed(loss=None):
 def routed_answering():
     """The same of a student that answers: an answer's teacher is its prompt's."""
     subject = routed({"terms": [{"type": "reverse_kl"}]})
-    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
-    asked = subject.documents()
-    for number, document in enumerate(asked):  # the first tokens are the prompt
-        document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)
-    answers = rollouts.answered(subject.student, asked, len(asked))
-    made = [Rows.joined(answers[at : at + 2]) for at in range(0, len(answers), 2)]
-    return replace(subject, rows=made, rollouts=rollouts, prompts=prompts_of(asked))
+    return with_answers(subject, prompts=True)
 
 
 def kept():

@@ -8,7 +8,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from served import engine_in, expected_hidden, question, recipe_in, serving, write_models
+from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, serving, write_models
 from tiny import tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
@@ -19,8 +19,8 @@ from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.server.wire import (
     BINARY,
     TEACHER,
-    Asked,
     Identity,
+    TargetRequest,
     WireError,
     documents,
     fp8_rows,
@@ -31,7 +31,6 @@ from distill.teachers.server.wire import (
     unpack_ids,
 )
 
-HTTP = httpx2.Client(timeout=60, verify=False)
 TOKEN = "a-token-of-more-than-sixteen"
 
 
@@ -51,23 +50,19 @@ def url(engine):
         yield address
 
 
-def post(url, asked, path="/v1/targets", **options):
-    return HTTP.post(url + path, content=asked.body(), params=options)
-
-
 # ------------------------------------------------------------------ what it says
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_alone_it_says_what_the_model_says_to_the_bit(engine, url, packed):
-    asked = question(1, packed=packed)
-    answer = post(url, asked, deterministic=1)
+    query = question(1, packed=packed)
+    answer = post(url, query, deterministic=1)
     assert answer.status_code == 200 and answer.headers[TEACHER] == engine.identity.hash
-    assert torch.equal(tensors_of(answer.content)["hidden"], expected_hidden(engine, asked))
+    assert torch.equal(tensors_of(answer.content)["hidden"], expected_hidden(engine, query))
 
 
 def test_several_are_packed_into_one_forward(engine):
-    asked = [question(seed, rows=1 + seed % 3, length=12 + 5 * (seed % 4), packed=seed % 2 == 0) for seed in range(7)]
+    query = [question(seed, rows=1 + seed % 3, length=12 + 5 * (seed % 4), packed=seed % 2 == 0) for seed in range(7)]
     before, shapes = engine.forward, []
 
     def seen(batch):
@@ -76,46 +71,46 @@ def test_several_are_packed_into_one_forward(engine):
 
     engine.forward = seen
     try:
-        answers = engine.answer([Job(each, Options().checked(259)) for each in asked])
+        answers = engine.answer([Job(each, Options().checked(259)) for each in query])
     finally:
         engine.forward = before
     assert len(shapes) == 1
-    needed = sum(len(piece.ids) for each in asked for piece in documents(each))
-    assert np.prod(shapes[0]) < 1.25 * needed < sum(each.ids.size for each in asked) * 1.25
-    for each, answer in zip(asked, answers, strict=True):
+    needed = sum(len(piece.ids) for each in query for piece in documents(each))
+    assert np.prod(shapes[0]) < 1.25 * needed < sum(each.ids.size for each in query) * 1.25
+    for each, answer in zip(query, answers, strict=True):
         torch.testing.assert_close(answer["hidden"], expected_hidden(engine, each), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_mixes_documents_gets_one_a_row(engine, monkeypatch):
     monkeypatch.setattr(engine, "packs", False)
-    asked = question(3)
-    (answer,) = engine.answer([Job(asked, Options().checked(259))])
-    torch.testing.assert_close(answer["hidden"], expected_hidden(engine, asked), rtol=1e-4, atol=1e-5)
+    query = question(3)
+    (answer,) = engine.answer([Job(query, Options().checked(259))])
+    torch.testing.assert_close(answer["hidden"], expected_hidden(engine, query), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tail", ["bucket", "sampled"])
 def test_top_k_is_what_a_cache_stores(engine, url, tail):
-    asked = question(2)
+    query = question(2)
     answers = [
-        tensors_of(post(url, asked, top_k=8, columns=200, tail=tail, temperature=2, deterministic=1).content)
+        tensors_of(post(url, query, top_k=8, columns=200, tail=tail, temperature=2, deterministic=1).content)
         for _ in range(2)
     ]
     assert all(torch.equal(answers[0][name], answers[1][name]) for name in answers[0])  # drawn by what is asked
-    hidden, labels = expected_hidden(engine, asked), torch.from_numpy(asked.labels).long().clamp_max(199)
+    hidden, labels = expected_hidden(engine, query), torch.from_numpy(query.labels).long().clamp_max(199)
     encoding = Encoding(200, 8, tail, 2.0)
     stored = encode(hidden, engine.weights, engine.transform, labels, encoding).to(torch.float16)
     assert torch.equal(answers[0]["entropy"], stored.entropy)
     assert torch.equal(answers[0]["label_logprob"], stored.label_logprob)
     if tail == "bucket":
         assert torch.equal(unpack_ids(answers[0], 200), stored.ids) and torch.equal(answers[0]["tail"], stored.tail)
-    sizes = {name: tensor.nbytes / len(asked.rows) for name, tensor in answers[0].items()}
+    sizes = {name: tensor.nbytes / len(query.rows) for name, tensor in answers[0].items()}
     assert sum(sizes.values()) == 8 * 4 + 3 * 2
 
 
 def test_fp8_on_the_wire_costs_what_the_identity_says(engine, url):
-    asked = question(4)
-    answer = tensors_of(post(url, asked, dtype="fp8", deterministic=1).content)
-    plain = expected_hidden(engine, asked)
+    query = question(4)
+    answer = tensors_of(post(url, query, dtype="fp8", deterministic=1).content)
+    plain = expected_hidden(engine, query)
     assert answer["hidden"].dtype == torch.float8_e4m3fn and sum(t.nbytes for t in answer.values()) == len(plain) * 68
     sent = hidden_of(answer, torch.float32)
     assert 1e-3 < float((sent - plain).norm() / plain.norm()) < 0.04
@@ -127,20 +122,20 @@ def test_fp8_on_the_wire_costs_what_the_identity_says(engine, url):
 
 
 def test_its_own_logits(engine, url):
-    asked = question(5)
-    answer = tensors_of(post(url, asked, "/v1/logits").content)["logits"]
+    query = question(5)
+    answer = tensors_of(post(url, query, "/v1/logits").content)["logits"]
     batch = {
-        name: torch.from_numpy(a).long() for name, a in (("input_ids", asked.ids), ("position_ids", asked.positions))
+        name: torch.from_numpy(a).long() for name, a in (("input_ids", query.ids), ("position_ids", query.positions))
     }
     with torch.no_grad():
         logits = engine.model(**batch, use_cache=False).logits.flatten(0, 1)
-    assert torch.equal(answer, logits[torch.from_numpy(asked.rows).long()])
+    assert torch.equal(answer, logits[torch.from_numpy(query.rows).long()])
 
 
 def test_for_people_there_is_json(url):
-    asked = question(6, rows=1, packed=False)
-    body = {"input_ids": asked.ids.tolist(), "rows": asked.rows.tolist()}
-    binary = tensors_of(post(url, asked, deterministic=1, top_k=3, dtype="float32").content)
+    query = question(6, rows=1, packed=False)
+    body = {"input_ids": query.ids.tolist(), "rows": query.rows.tolist()}
+    binary = tensors_of(post(url, query, deterministic=1, top_k=3, dtype="float32").content)
     plain = HTTP.post(f"{url}/v1/targets?deterministic=1&top_k=3&dtype=float32", json=body).json()
     np.testing.assert_allclose(plain["logprobs"], binary["logprobs"].numpy(), rtol=1e-6)
     assert plain["ids"] == binary["ids"].tolist()
@@ -182,18 +177,18 @@ def test_garbage_is_refused_in_one_line(url):
         answer = HTTP.post(f"{url}/v1/targets", content=text, headers={"content-type": "application/json"})
         assert answer.status_code == status and answer.json()["error"], (text[:40], answer.text)
     meant = [
-        (Asked(good.ids + 300, good.positions, good.rows), "input_ids: expected 0 to 258"),
-        (Asked(good.ids, good.positions + 1, good.rows), "position_ids: expected each to be 0"),
-        (Asked(good.ids, good.positions[:, :-1].copy(), good.rows), "position_ids: expected"),
-        (Asked(good.ids, good.positions, good.rows[::-1].copy()), "rows: expected ascending"),
-        (Asked(good.ids, good.positions, np.array([9], np.int32)), "rows: a document's last token"),
-        (Asked(good.ids, good.positions, np.array([39], np.int32)), "rows: expected ascending"),
-        (Asked(good.ids, good.positions, np.array([-1, 2], np.int32)), "rows: expected ascending"),
-        (Asked(np.ones((1, 600), np.int32), None, np.array([0], np.int32)), "a document of 600; at most 512"),
-        (Asked(np.ones((20, 400), np.int32), None, np.array([0], np.int32)), "expected 1 to 4096 tokens"),
+        (TargetRequest(good.ids + 300, good.positions, good.rows), "input_ids: expected 0 to 258"),
+        (TargetRequest(good.ids, good.positions + 1, good.rows), "position_ids: expected each to be 0"),
+        (TargetRequest(good.ids, good.positions[:, :-1].copy(), good.rows), "position_ids: expected"),
+        (TargetRequest(good.ids, good.positions, good.rows[::-1].copy()), "rows: expected ascending"),
+        (TargetRequest(good.ids, good.positions, np.array([9], np.int32)), "rows: a document's last token"),
+        (TargetRequest(good.ids, good.positions, np.array([39], np.int32)), "rows: expected ascending"),
+        (TargetRequest(good.ids, good.positions, np.array([-1, 2], np.int32)), "rows: expected ascending"),
+        (TargetRequest(np.ones((1, 600), np.int32), None, np.array([0], np.int32)), "a document of 600; at most 512"),
+        (TargetRequest(np.ones((20, 400), np.int32), None, np.array([0], np.int32)), "expected 1 to 4096 tokens"),
     ]  # fmt: skip
-    for asked, told in meant:
-        answer = post(url, asked)
+    for query, told in meant:
+        answer = post(url, query)
         assert answer.status_code == 422 and told in answer.json()["error"], answer.text
     for options, told in (
         ({"top_k": 512}, "top_k"), ({"top_k": "x"}, "top_k"), ({"columns": 300}, "columns"),
@@ -219,23 +214,23 @@ def test_any_bytes_are_a_request_or_a_wire_error():
             body[at] = generator.integers(0, 256)
         for as_json in (False, True):
             try:
-                asked = read_body(bytes(body), as_json).checked(259, 4096, 512)
+                query = read_body(bytes(body), as_json).checked(259, 4096, 512)
             except WireError as error:
                 assert "\n" not in str(error)[:100]
             else:
-                assert asked.ids.max() < 259
+                assert query.ids.max() < 259
 
 
 def test_a_token_is_asked_for(engine):
-    asked = question(9)
+    query = question(9)
     with serving(engine, TOKEN) as url:
         for path in ("identity", "head", "files"):
             assert HTTP.get(f"{url}/v1/{path}").status_code == 401
         for given in ("", "Bearer", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x", f"Basic {TOKEN}"):
-            answer = HTTP.post(f"{url}/v1/targets", content=asked.body(), headers={"authorization": given})
+            answer = HTTP.post(f"{url}/v1/targets", content=query.body(), headers={"authorization": given})
             assert answer.status_code == 401 and TOKEN not in answer.text
         assert HTTP.get(f"{url}/health").status_code == 200
-        right = HTTP.post(f"{url}/v1/targets", content=asked.body(), headers={"authorization": f"Bearer {TOKEN}"})
+        right = HTTP.post(f"{url}/v1/targets", content=query.body(), headers={"authorization": f"Bearer {TOKEN}"})
         assert right.status_code == 200
 
 

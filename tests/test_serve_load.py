@@ -9,13 +9,11 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from served import engine_in, expected_hidden, question, serving, write_models
+from served import HTTP, engine_in, expected_hidden, post, question, serving, write_models
 
 from distill.serving.engine import Job, Options
 from distill.serving.worker import Full, Worker
-from distill.teachers.server.wire import Asked, tensors_of
-
-HTTP = httpx2.Client(timeout=60, verify=False)
+from distill.teachers.server.wire import TargetRequest, tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +25,6 @@ def engine(tmp_path_factory):
 def url(engine):
     with serving(engine) as address:
         yield address
-
-
-def post(url, asked, path="/v1/targets", **options):
-    return HTTP.post(url + path, content=asked.body(), params=options)
 
 
 def test_64_clients_and_those_who_misbehave(engine, url):
@@ -57,14 +51,14 @@ def test_64_clients_and_those_who_misbehave(engine, url):
             stop.wait(0.1)
 
     def asks(number):
-        asked = question(number, rows=1 + number % 3, length=16 + number % 9, packed=number % 5 != 0)
+        query = question(number, rows=1 + number % 3, length=16 + number % 9, packed=number % 5 != 0)
         with httpx2.Client(timeout=60, verify=False) as client:
             for turn in range(2):
                 options = {"deterministic": 1} if (number + turn) % 4 == 0 else {}
-                answer = client.post(f"{url}/v1/targets", content=asked.body(), params=options)
+                answer = client.post(f"{url}/v1/targets", content=query.body(), params=options)
                 assert answer.status_code == 200, answer.text
                 hidden = tensors_of(answer.content)["hidden"]
-        return asked, hidden
+        return query, hidden
 
     nuisances = [threading.Thread(target=misbehaves, args=(number,), daemon=True) for number in range(8)]
     for thread in nuisances:
@@ -76,8 +70,8 @@ def test_64_clients_and_those_who_misbehave(engine, url):
         stop.set()
         for thread in nuisances:
             thread.join()
-    for asked, hidden in answers:
-        torch.testing.assert_close(hidden, expected_hidden(engine, asked), rtol=1e-4, atol=1e-5)
+    for query, hidden in answers:
+        torch.testing.assert_close(hidden, expected_hidden(engine, query), rtol=1e-4, atol=1e-5)
     served = HTTP.get(f"{url}/health").json()
     assert served["requests"] >= 128 and served["forwards"] < served["requests"] and served["waiting"] == 0
 
@@ -103,15 +97,17 @@ class Slow:
         self.go, self.forwards = threading.Semaphore(0), []
 
     def __call__(self, jobs):
-        self.forwards.append([job.asked.ids.size for job in jobs])
+        self.forwards.append([job.query.ids.size for job in jobs])
         assert self.go.acquire(timeout=10)
-        if any(job.asked.ids[0, 0] == 13 for job in jobs):
+        if any(job.query.ids[0, 0] == 13 for job in jobs):
             raise RuntimeError("this one is bad")
-        return [{"hidden": torch.full((1,), float(job.asked.ids[0, 0]))} for job in jobs]
+        return [{"hidden": torch.full((1,), float(job.query.ids[0, 0]))} for job in jobs]
 
 
 def job(number, size=10, alone=False):
-    return Job(Asked(np.full((1, size), number, np.int32), None, np.array([0], np.int32)), Options(deterministic=alone))
+    return Job(
+        TargetRequest(np.full((1, size), number, np.int32), None, np.array([0], np.int32)), Options(deterministic=alone)
+    )
 
 
 def test_the_queue_gathers_up_to_a_budget_and_is_bounded():
@@ -153,8 +149,8 @@ def test_a_full_queue_says_when_to_come_again(engine, monkeypatch):
     slow = Slow()
     monkeypatch.setattr(engine, "answer", slow)
     with serving(engine, waiting=60) as url, concurrent.futures.ThreadPoolExecutor(8) as pool:
-        asked = question(1)
-        futures = [pool.submit(post, url, asked) for _ in range(6)]
+        query = question(1)
+        futures = [pool.submit(post, url, query) for _ in range(6)]
         done, _ = concurrent.futures.wait(futures, timeout=20, return_when=concurrent.futures.FIRST_COMPLETED)
         refused = done.pop().result()
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
@@ -168,5 +164,5 @@ def test_no_answer_in_time_and_a_failure(engine, monkeypatch):
     with serving(engine, answer_seconds=0.2) as url:
         assert post(url, question(1)).status_code == 504
         slow.go.release(20)
-        failed = post(url, Asked(np.full((1, 4), 13, np.int32), None, np.array([0], np.int32)))
+        failed = post(url, TargetRequest(np.full((1, 4), 13, np.int32), None, np.array([0], np.int32)))
         assert failed.status_code == 500 and "this one is bad" in failed.json()["error"]

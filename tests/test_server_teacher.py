@@ -331,9 +331,11 @@ def test_answers_are_looked_at(place, url, engine, monkeypatch, spoil, told):
 
 def test_an_answer_that_is_no_answer(place, url):
     teacher, _ = opened(recipe_in(place, *from_server(url)))
-    from distill.teachers.server.wire import Asked
+    from distill.teachers.server.wire import TargetRequest
 
     with pytest.raises(TeacherGone, match="an answer that is none"):
-        teacher.exchange.read(b"nothing of the kind", Asked(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32)))
+        teacher.exchange.read(
+            b"nothing of the kind", TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
+        )
     with pytest.raises(ValueError, match="expected safetensors"):
         tensors_of(b"nothing")

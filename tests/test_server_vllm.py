@@ -34,13 +34,13 @@ def vllm(engine, most=20, shifted=False):
         return JSONResponse({"object": "list", "data": [{"id": "tiny", "root": "tiny", "max_model_len": 512}]})
 
     async def completions(request):
-        asked = await request.json()
-        assert asked["max_tokens"] == 1 and asked["model"] == "tiny"
-        k, choices = asked["prompt_logprobs"], []
+        query = await request.json()
+        assert query["max_tokens"] == 1 and query["model"] == "tiny"
+        k, choices = query["prompt_logprobs"], []
         if k > most:
             text = f"Requested prompt logprobs of {k}, which is greater than max allowed: {most} (max_logprobs)"
             return JSONResponse({"error": {"message": text, "type": "BadRequestError", "code": 400}}, 400)
-        for index, prompt in enumerate(asked["prompt"]):
+        for index, prompt in enumerate(query["prompt"]):
             with torch.no_grad():
                 logp = engine.model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
             entries = [None]

@@ -20,7 +20,7 @@ from distill.teachers.cache.read import PREFIX
 from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.server.proof import own_logits
 from distill.teachers.server.teacher import ServerTeacher, reconnected
-from distill.teachers.server.wire import Asked
+from distill.teachers.server.wire import TargetRequest
 
 Stored = dict[str, torch.Tensor]
 
@@ -61,12 +61,12 @@ def _stored_tokens(teacher: CachedTeacher, rows: Sequence[Row], batch: Batch) ->
 
 
 def _served_logits(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> torch.Tensor:
-    return own_logits(teacher.exchange, Asked.of(batch, batch["valid_rows"])).to(batch["input_ids"].device)
+    return own_logits(teacher.exchange, TargetRequest.of(batch, batch["valid_rows"])).to(batch["input_ids"].device)
 
 
 def _served_tokens(teacher: ServerTeacher, rows: Sequence[Row], batch: Batch) -> Stored:
-    said = teacher.said(Asked.of(batch, batch["valid_rows"]))
-    return {name: value.to(batch["input_ids"].device) for name, value in said.items()}
+    values = teacher.values(TargetRequest.of(batch, batch["valid_rows"]))
+    return {name: value.to(batch["input_ids"].device) for name, value in values.items()}
 
 
 ELSEWHERE: dict[type[Teacher], Elsewhere] = {

@@ -248,7 +248,7 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
         try:
             errors = launcher.communicate(timeout=MINUTES * 60)[1]
         except subprocess.TimeoutExpired:
-            launcher.terminate()  # torchrun ends its processes, which a kill of torchrun alone would leave behind
+            launcher.terminate()  # torchrun ends its processes, which a kill of torchrun alone would leave running
             with contextlib.suppress(subprocess.TimeoutExpired):
                 launcher.communicate(timeout=60)
             launcher.kill()

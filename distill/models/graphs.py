@@ -7,7 +7,7 @@
 
 What is captured is a call of the decoder's own forward, with whatever was put into it: our kernels, compiled layers,
 LoRA, gradient checkpointing, autocast. The loss and the optimizer stay launched: how many rows are learned is a shape,
-and their launches hide behind the replay. Gradients go through autograd, so that hooks of DDP and of parameters fire.
+and their launches are hidden by the replay. Gradients go through autograd, so that hooks of DDP and of parameters fire.
 
 Memory: all graphs share one pool, since a replay begins where the one before has ended. Between a student's forward and
 its backward its activations lie in the pool; a call that comes in between is launched. Hidden states are handed out as

@@ -70,7 +70,7 @@ def meta_model(config: Any, field: str, lora: Lora | None = None, *, trains: boo
 def meta_config(section: ModelSection, field: str) -> Any:
     """The configuration of `model` where that is on this machine or no `config` is named, else of `config`.
 
-    So nothing is downloaded for a recipe that names both; a `config` that some other model left behind is not used.
+    So nothing is downloaded for a recipe that names both; a `config` that is left over from another model is not used.
     """
     if section.config is None or section.init == "random" or follows_model(section, field):
         return load_config(section, field)

@@ -202,7 +202,7 @@ class Teacher(ModelSection):
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("url: expected each server once")
         if self.top_k is not None and self.send == "fp8":
-            raise ValueError("send: fp8 is for hidden states, and came with top_k")
+            raise ValueError("send: fp8 is for hidden states, got it with top_k")
         if self.protocol == "vllm" and (self.model is None or self.top_k is None):
             raise ValueError(
                 "protocol: vllm needs top_k (20 unless the server allows more), and model for its tokenizer"
@@ -212,7 +212,7 @@ class Teacher(ModelSection):
     @model_validator(mode="after")
     def _can_be_had_in_so_few_bits(self) -> Self:
         if self.offload is not None and self.dtype in EIGHT_BITS:
-            raise ValueError(f"offload: cpu works with weights in 16 or 32 bits, and came with dtype: {self.dtype}")
+            raise ValueError(f"offload: cpu works with weights in 16 or 32 bits; got dtype: {self.dtype}")
         if self.dtype == "int8" and self.init == "random":
             raise ValueError("dtype: int8 quantises a model as it is read, and init: random reads none; use fp8")
         if self.dtype == "int8" and self.adapter is not None:

@@ -150,8 +150,8 @@ class Service:
             options = self._options(request, logits)
             body = await self._body(request)
             job = Job(await run_in_threadpool(self._read, body, as_json), options)
-            if logits and len(job.asked.rows) > (most := self.engine.identity.limits["logits"] or 1):
-                raise WireError(f"rows: expected at most {most} for logits, got {len(job.asked.rows)}")
+            if logits and len(job.query.rows) > (most := self.engine.identity.limits["logits"] or 1):
+                raise WireError(f"rows: expected at most {most} for logits, got {len(job.query.rows)}")
             answer = await self._computed(request, job)
         except WireError as error:
             return JSONResponse({"error": str(error)}, error.status)

@@ -35,8 +35,8 @@ from distill.teachers.server.wire import (
     DTYPES,
     FILES,
     PROTOCOL,
-    Asked,
     Identity,
+    TargetRequest,
     WireError,
     documents,
     fp8_rows,
@@ -99,7 +99,7 @@ class Options(NamedTuple):
 class Job(NamedTuple):
     """A request, checked."""
 
-    asked: Asked
+    query: TargetRequest
     options: Options
 
     @property
@@ -197,10 +197,10 @@ class Engine:
         return [self._encoded(job, rows) for job, rows in zip(jobs, hidden, strict=True)]
 
     def _alone(self, job: Job) -> torch.Tensor:
-        batch = {"input_ids": _ids(job.asked.ids, self.device)}
-        if job.asked.positions is not None:
-            batch["position_ids"] = _ids(job.asked.positions, self.device)
-        rows = _ids(job.asked.rows, self.device)
+        batch = {"input_ids": _ids(job.query.ids, self.device)}
+        if job.query.positions is not None:
+            batch["position_ids"] = _ids(job.query.positions, self.device)
+        rows = _ids(job.query.rows, self.device)
         if job.options.logits:
             with torch.no_grad():  # its own way to logits, beside the one that the trainer takes
                 logits = self.model(**batch, use_cache=False).logits
@@ -210,7 +210,7 @@ class Engine:
 
     def _together(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
         """Hidden states [M, H] of each job, from one forward of all documents with something asked for."""
-        pieces = [piece for number, job in enumerate(jobs) for piece in documents(job.asked, number)]
+        pieces = [piece for number, job in enumerate(jobs) for piece in documents(job.query, number)]
         if not pieces:
             empty = self.weights.weight.new_zeros(0, self.weights.weight.shape[1])
             return [empty] * len(jobs)
@@ -226,7 +226,7 @@ class Engine:
             for number in group.tolist():
                 piece, stop = pieces[number], at + len(pieces[number].ids)
                 ids[row, at:stop], positions[row, at:stop] = piece.ids, np.arange(stop - at)
-                flat[number] = row * width + at + piece.asked
+                flat[number] = row * width + at + piece.query
                 at = stop
             positions[row, at:] = np.arange(width - at)
         for number, piece in enumerate(pieces):
@@ -249,14 +249,14 @@ class Engine:
             return {name: tensor.cpu().contiguous() for name, tensor in sent.items()}
         generator = None
         if options.tail == "sampled":  # drawn by what is asked, so that the same question has the same answer
-            digest = hashlib.sha256(job.asked.body()).digest()
+            digest = hashlib.sha256(job.query.body()).digest()
             generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "little"))
-        labels = _ids(job.asked.labels, self.device)
+        labels = _ids(job.query.labels, self.device)
         encoding = Encoding(options.columns, options.top_k, options.tail, options.temperature)
-        said = encode(rows, self.weights, self.transform, labels.clamp_max(options.columns - 1), encoding, generator)
+        values = encode(rows, self.weights, self.transform, labels.clamp_max(options.columns - 1), encoding, generator)
         dtype = torch.float16 if options.dtype == "auto" else getattr(torch, options.dtype)
-        ids, *numbers = (tensor.cpu() for tensor in said.to(dtype))
-        return pack_ids(ids, options.columns) | dict(zip(said._fields[1:], numbers, strict=True))
+        ids, *numbers = (tensor.cpu() for tensor in values.to(dtype))
+        return pack_ids(ids, options.columns) | dict(zip(values._fields[1:], numbers, strict=True))
 
 
 def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:

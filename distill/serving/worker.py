@@ -58,7 +58,7 @@ class Worker:
         Raises:
             Full: there is no room.
         """
-        size = job.asked.ids.size
+        size = job.query.ids.size
         with self._changed:
             if self._closed:
                 raise Full(30.0)
@@ -96,13 +96,13 @@ class Worker:
             size = 0
             while self._jobs:
                 job, future = self._jobs[0]
-                if taken and (job.alone or taken[0][0].alone or size + job.asked.ids.size > self._budget):
+                if taken and (job.alone or taken[0][0].alone or size + job.query.ids.size > self._budget):
                     break
                 self._jobs.popleft()
-                self._tokens -= job.asked.ids.size
+                self._tokens -= job.query.ids.size
                 if future.set_running_or_notify_cancel():  # else its client has left
                     taken.append((job, future))
-                    size += job.asked.ids.size
+                    size += job.query.ids.size
             return taken
 
     def _run(self) -> None:
@@ -126,6 +126,6 @@ class Worker:
         self.served["seconds"] += time.perf_counter() - begun
         self.served["forwards"] += 1
         self.served["requests"] += len(taken)
-        self.served["tokens"] += sum(job.asked.ids.size for job, _ in taken)
+        self.served["tokens"] += sum(job.query.ids.size for job, _ in taken)
         for (_, future), answer in zip(taken, answers, strict=True):
             future.set_result(answer)

@@ -149,17 +149,17 @@ class Servers:
         Raises:
             TeacherGone: none answered in time, one is another teacher now, or refuses what it is asked.
         """
-        silent_since, said = time.monotonic(), ""
+        silent_since, values = time.monotonic(), ""
         while True:
             server = self._least_busy()
             if server is not None:
                 try:
                     return self._ask_one(server, method, path, **more)
                 except _TryAgain as again:
-                    said = str(again)
+                    values = str(again)
                     continue
             if time.monotonic() - silent_since > self.place.wait or self._closed.is_set():
-                faults = "; ".join(f"{server.url}: {server.fault or said}" for server in self._servers)
+                faults = "; ".join(f"{server.url}: {server.fault or values}" for server in self._servers)
                 raise TeacherGone(f"teacher.url: no answer within {self.place.wait:g} s ({faults})")
             self._closed.wait(0.05)
 

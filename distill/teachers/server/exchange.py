@@ -12,12 +12,12 @@ from distill.core.faults import TeacherGone
 from distill.recipe import Recipe, Teacher
 from distill.teachers.cache.settings import default_tail
 from distill.teachers.server.client import Servers
-from distill.teachers.server.wire import Asked, WireError, hidden_of, tensors_of, unpack_ids
+from distill.teachers.server.wire import TargetRequest, WireError, hidden_of, tensors_of, unpack_ids
 
-Said = dict[str, torch.Tensor]
+TargetTensors = dict[str, torch.Tensor]
 
 
-class Wanted(NamedTuple):
+class TargetSpec(NamedTuple):
     """What is to be said of each position.
 
     Attributes:
@@ -41,10 +41,10 @@ class Wanted(NamedTuple):
     deterministic: bool
 
     @staticmethod
-    def by(recipe: Recipe, columns: int, hidden: int, dtype: torch.dtype) -> Wanted:
+    def by(recipe: Recipe, columns: int, hidden: int, dtype: torch.dtype) -> TargetSpec:
         """What a recipe asks for."""
         section: Teacher = recipe.teacher
-        return Wanted(
+        return TargetSpec(
             section.top_k, columns, hidden, dtype, default_tail(recipe.loss), recipe.loss.temperature,
             section.send, section.deterministic,
         )  # fmt: skip
@@ -62,19 +62,19 @@ class Exchange(Protocol):
 
     Attributes:
         servers: that are asked.
-        wanted: of each position.
+        spec: of each position.
         most_logits: positions whose own logits it gives at a time; 0 where it gives none.
     """
 
     servers: Servers
-    wanted: Wanted
+    spec: TargetSpec
     most_logits: int = 0
 
-    def ask(self, asked: Asked) -> Future[bytes]:
+    def ask(self, query: TargetRequest) -> Future[bytes]:
         """Ask in a thread."""
         ...
 
-    def read(self, body: bytes, asked: Asked) -> Said:
+    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
         """`hidden` [M, H]; or `ids` int32 [M, K], `logprobs`, `tail`, `entropy`, `label_logprob`, as a cache's.
 
         Raises:
@@ -86,54 +86,54 @@ class Exchange(Protocol):
 class DistillExchange(Exchange):
     """With `distill serve`."""
 
-    def __init__(self, servers: Servers, wanted: Wanted, most_logits: int) -> None:
-        self.servers, self.wanted, self.most_logits = servers, wanted, most_logits
+    def __init__(self, servers: Servers, spec: TargetSpec, most_logits: int) -> None:
+        self.servers, self.spec, self.most_logits = servers, spec, most_logits
 
-    def ask(self, asked: Asked) -> Future[bytes]:
-        wanted, params = self.wanted, {"deterministic": int(self.wanted.deterministic)}  # type: Wanted, dict[str, Any]
-        if wanted.top_k is None:
-            params["dtype"] = wanted.send
+    def ask(self, query: TargetRequest) -> Future[bytes]:
+        spec, params = self.spec, {"deterministic": int(self.spec.deterministic)}  # type: TargetSpec, dict[str, Any]
+        if spec.top_k is None:
+            params["dtype"] = spec.send
         else:
-            params |= {"top_k": wanted.top_k, "columns": wanted.columns, "tail": wanted.tail,
-                       "temperature": wanted.temperature}  # fmt: skip
-        return self.servers.submit("/v1/targets", asked.body(), params, len(asked.rows))
+            params |= {"top_k": spec.top_k, "columns": spec.columns, "tail": spec.tail,
+                       "temperature": spec.temperature}  # fmt: skip
+        return self.servers.submit("/v1/targets", query.body(), params, len(query.rows))
 
-    def read(self, body: bytes, asked: Asked) -> Said:
-        wanted = self.wanted
+    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
+        spec = self.spec
         try:
             answer = tensors_of(body)
-            if wanted.top_k is None:
-                said = {"hidden": hidden_of(answer, wanted.dtype)}
+            if spec.top_k is None:
+                values = {"hidden": hidden_of(answer, spec.dtype)}
             else:
-                said = {"ids": unpack_ids(answer, wanted.columns)} | {
+                values = {"ids": unpack_ids(answer, spec.columns)} | {
                     name: answer[name] for name in ("logprobs", "tail", "entropy", "label_logprob")
                 }
         except (WireError, KeyError, RuntimeError, ValueError) as error:
             raise TeacherGone(f"teacher.url: an answer that is none: {type(error).__name__}: {error}") from None
-        return require_sound(said, len(asked.rows), wanted)
+        return require_sound(values, len(query.rows), spec)
 
 
-def require_sound(said: Said, positions: int, wanted: Wanted) -> Said:
+def require_sound(values: TargetTensors, positions: int, spec: TargetSpec) -> TargetTensors:
     """An answer that has the shapes that were asked for, and is finite where it must be.
 
     Raises:
         TeacherGone: naming what is not.
     """
-    k = wanted.top_k
+    k = spec.top_k
     shapes: Mapping[str, tuple[int, ...]] = (
-        {"hidden": (positions, wanted.hidden)}
+        {"hidden": (positions, spec.hidden)}
         if k is None
         else {"ids": (positions, k), "logprobs": (positions, k), "tail": (positions,), "entropy": (positions,),
               "label_logprob": (positions,)}
     )  # fmt: skip
     for name, shape in shapes.items():
-        if tuple(said[name].shape) != shape:
-            raise TeacherGone(f"teacher.url: an answer's {name}: expected {shape}, got {tuple(said[name].shape)}")
-        value = said[name]
+        if tuple(values[name].shape) != shape:
+            raise TeacherGone(f"teacher.url: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}")
+        value = values[name]
         # a probability may be 0, and its logarithm -inf
         fine = value.isfinite() | (value == -torch.inf) if k is not None else value.isfinite()
         if value.is_floating_point() and not bool(fine.all()):
             raise TeacherGone(f"teacher.url: an answer's {name} is NaN or infinite at {int((~fine).sum())} places")
-    if k is not None and positions and not 0 <= int(said["ids"].min()) <= int(said["ids"].max()) < wanted.columns:
-        raise TeacherGone(f"teacher.url: an answer's ids: expected 0 to {wanted.columns - 1}")
-    return said
+    if k is not None and positions and not 0 <= int(values["ids"].min()) <= int(values["ids"].max()) < spec.columns:
+        raise TeacherGone(f"teacher.url: an answer's ids: expected 0 to {spec.columns - 1}")
+    return values

@@ -16,7 +16,7 @@ import torch
 
 from distill.models.head import HeadWeights, LogitTransform
 from distill.teachers.server.exchange import DistillExchange, Exchange
-from distill.teachers.server.wire import Asked, tensors_of
+from distill.teachers.server.wire import TargetRequest, tensors_of
 
 TOKENS = 64
 CAPS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
@@ -39,41 +39,41 @@ class LogitReading(NamedTuple):
     transform: LogitTransform
 
 
-def prove(teacher: LogitReading, asked: Asked) -> str:
+def prove(teacher: LogitReading, query: TargetRequest) -> str:
     """Compare up to 64 of the positions that are asked for; a line that says how near they are.
 
     Raises:
         ValueError: they differ, with the fault's name where it can be told.
         TeacherGone: the server does not answer.
     """
-    asked = replace(asked, rows=asked.rows[:TOKENS])
-    if not teacher.exchange.most_logits or not len(asked.rows):
+    query = replace(query, rows=query.rows[:TOKENS])
+    if not teacher.exchange.most_logits or not len(query.rows):
         return "its logits are not compared: " + (
             "nothing is learned here" if teacher.exchange.most_logits else "it sends none"
         )
-    expected = own_logits(teacher.exchange, asked)
-    off, allowed = _sparse(teacher, asked, expected) if teacher.head is None else _dense(teacher, asked, expected)
+    expected = own_logits(teacher.exchange, query)
+    off, allowed = _sparse(teacher, query, expected) if teacher.head is None else _dense(teacher, query, expected)
     if not off <= allowed:
-        why = "" if teacher.head is None else _reason(teacher, asked, expected, allowed)
+        why = "" if teacher.head is None else _reason(teacher, query, expected, allowed)
         raise ValueError(
             f"teacher.url: log-probabilities made here are off by {off:.2g} nats from the server's own, over "
-            f"{len(asked.rows)} tokens ({allowed:.1g} is rounding): {why or 'they are of other positions or columns'}"
+            f"{len(query.rows)} tokens ({allowed:.1g} is rounding): {why or 'they are of other positions or columns'}"
         )
-    return f"log-probabilities of {len(asked.rows)} tokens are those of its own logits, to {off:.1g} nats"
+    return f"log-probabilities of {len(query.rows)} tokens are those of its own logits, to {off:.1g} nats"
 
 
-def own_logits(exchange: Exchange, asked: Asked) -> torch.Tensor:
+def own_logits(exchange: Exchange, query: TargetRequest) -> torch.Tensor:
     """fp32 [M, V] of the rows, as the server's model makes them, in as many requests as it wants."""
     servers, parts = exchange.servers, []
-    for rows in np.array_split(asked.rows, max(-(-len(asked.rows) // exchange.most_logits), 1)):
-        body = servers.ask("POST", "/v1/logits", content=replace(asked, rows=rows).body())
+    for rows in np.array_split(query.rows, max(-(-len(query.rows) // exchange.most_logits), 1)):
+        body = servers.ask("POST", "/v1/logits", content=replace(query, rows=rows).body())
         parts.append(tensors_of(body)["logits"])
     return torch.cat(parts)
 
 
-def _dense(teacher: LogitReading, asked: Asked, expected: torch.Tensor) -> tuple[float, float]:
+def _dense(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
     """Mean distance of all log-probabilities, and what is rounding."""
-    hidden, dtype = _plain_hidden(teacher, asked), teacher.exchange.wanted.dtype
+    hidden, dtype = _plain_hidden(teacher, query), teacher.exchange.spec.dtype
     if hidden.shape[-1] != _head(teacher).weight.shape[1] or expected.shape[-1] != len(_head(teacher).weight):
         return float("inf"), 0.0
     off = _distance(_logits(teacher, hidden, teacher.transform), expected)
@@ -85,11 +85,11 @@ def _head(teacher: LogitReading) -> HeadWeights:
     return teacher.head
 
 
-def _plain_hidden(teacher: LogitReading, asked: Asked) -> torch.Tensor:
+def _plain_hidden(teacher: LogitReading, query: TargetRequest) -> torch.Tensor:
     """Hidden states as they are, also where the run takes them in fp8."""
     exchange = teacher.exchange
-    plain = DistillExchange(exchange.servers, exchange.wanted._replace(send="auto", deterministic=True), 0)
-    return plain.read(plain.ask(asked).result(), asked)["hidden"]
+    plain = DistillExchange(exchange.servers, exchange.spec._replace(send="auto", deterministic=True), 0)
+    return plain.read(plain.ask(query).result(), query)["hidden"]
 
 
 def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:
@@ -103,29 +103,29 @@ def _distance(z: torch.Tensor, expected: torch.Tensor) -> float:
     return (z.log_softmax(-1) - expected.log_softmax(-1)).abs().mean().item()
 
 
-def _sparse(teacher: LogitReading, asked: Asked, expected: torch.Tensor) -> tuple[float, float]:
+def _sparse(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
     """The worst of the labels' log-probabilities, and of the K tokens' where they are the likeliest."""
-    exchange, wanted = teacher.exchange, teacher.exchange.wanted
-    said = exchange.read(exchange.ask(asked).result(), asked)
-    logp = expected[:, : wanted.columns].log_softmax(-1)
-    labels = torch.from_numpy(asked.labels.astype(np.int64)).clamp_max(wanted.columns - 1)
+    exchange, spec = teacher.exchange, teacher.exchange.spec
+    values = exchange.read(exchange.ask(query).result(), query)
+    logp = expected[:, : spec.columns].log_softmax(-1)
+    labels = torch.from_numpy(query.labels.astype(np.int64)).clamp_max(spec.columns - 1)
     scale = logp.gather(1, labels[:, None])[:, 0]
-    worst = (said["label_logprob"].float() - scale).abs() / scale.abs().clamp_min(1)
-    if wanted.tail != "sampled":
-        at = (expected[:, : wanted.columns] / wanted.temperature).log_softmax(-1).gather(1, said["ids"].long())
-        worst = torch.maximum(worst, ((said["logprobs"].float() - at).abs() / at.abs().clamp_min(1)).amax(-1))
+    worst = (values["label_logprob"].float() - scale).abs() / scale.abs().clamp_min(1)
+    if spec.tail != "sampled":
+        at = (expected[:, : spec.columns] / spec.temperature).log_softmax(-1).gather(1, values["ids"].long())
+        worst = torch.maximum(worst, ((values["logprobs"].float() - at).abs() / at.abs().clamp_min(1)).amax(-1))
     return worst.max().item(), SPARSE
 
 
-def _reason(teacher: LogitReading, asked: Asked, expected: torch.Tensor, allowed: float) -> str:
+def _reason(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor, allowed: float) -> str:
     """Which reading of the hidden states explains the server's own logits."""
-    hidden = _plain_hidden(teacher, asked)
+    hidden = _plain_hidden(teacher, query)
     if hidden.shape[-1] != _head(teacher).weight.shape[1]:
         return "the hidden states do not fit the head"
     plain, own = _logits(teacher, hidden, LogitTransform()), teacher.transform
     read = _logits(teacher, hidden, own)
     enough = 10 * allowed
-    if len(asked.rows) > 2 and any(_distance(read.roll(by, 0)[1:-1], expected[1:-1]) < enough for by in (1, -1)):
+    if len(query.rows) > 2 and any(_distance(read.roll(by, 0)[1:-1], expected[1:-1]) < enough for by in (1, -1)):
         return "the hidden states are shifted by one position"
     cap = own.softcap
     before = expected if cap is None else cap * torch.atanh((expected / cap).clamp(-1 + 1e-6, 1 - 1e-6))

@@ -37,10 +37,10 @@ from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.identity import model_name, teacher_identity
 from distill.teachers.measure import KL, Measure, over_stored
 from distill.teachers.server.client import Place, Servers, token_of
-from distill.teachers.server.exchange import DistillExchange, Exchange, Said, Wanted
+from distill.teachers.server.exchange import DistillExchange, Exchange, TargetSpec, TargetTensors
 from distill.teachers.server.proof import LogitReading, prove
 from distill.teachers.server.vllm import VllmExchange
-from distill.teachers.server.wire import FILES, Asked, Identity, head_hash, tensors_of
+from distill.teachers.server.wire import FILES, Identity, TargetRequest, head_hash, tensors_of
 from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
 
 CONFIG = "config.json"
@@ -59,7 +59,7 @@ class ServedRows:
         batch: dict[str, Any] = dict(self.collate(rows))
         if "valid_rows" not in batch:
             batch["valid_rows"] = valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
-        batch[SERVED] = Asked.of(batch, batch["valid_rows"])
+        batch[SERVED] = TargetRequest.of(batch, batch["valid_rows"])
         return batch
 
 
@@ -83,14 +83,14 @@ class ServerTeacher(Teacher):
         self.models = {}
         self.ahead = section.prefetch
         self.head = None if head is None else StoredHead(head)
-        wanted = exchange.wanted
+        spec = exchange.spec
         self.format: TargetFormat = (
-            TopKFormat(wanted.manifest(transform.scale, transform.softcap))
+            TopKFormat(spec.manifest(transform.scale, transform.softcap))
             if self.head is None
             else HiddenFormat(self.head, transform)
         )
         self.transform = transform
-        self._pending: OrderedDict[int, tuple[Asked, Future[bytes]]] = OrderedDict()
+        self._pending: OrderedDict[int, tuple[TargetRequest, Future[bytes]]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
         return self.small(())
@@ -106,9 +106,9 @@ class ServerTeacher(Teacher):
         return {name: value for name, value in batch.items() if name != SERVED}
 
     def submit(self, batch: Batch) -> None:
-        asked = self._asked(batch)
-        if len(asked.rows) and id(asked) not in self._pending:
-            self._pending[id(asked)] = asked, self.exchange.ask(asked)
+        query = self._asked(batch)
+        if len(query.rows) and id(query) not in self._pending:
+            self._pending[id(query)] = query, self.exchange.ask(query)
             while len(self._pending) > MOST_PENDING:
                 self._pending.popitem(last=False)
 
@@ -123,44 +123,42 @@ class ServerTeacher(Teacher):
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
         """Each at its position; 0 where nothing is learned."""
-        said, shape = self.said(self._asked(batch)), batch["input_ids"].shape
+        values, shape = self.values(self._asked(batch)), batch["input_ids"].shape
         device = batch["input_ids"].device
-        said = {name: _moved(value, device) for name, value in said.items()}
+        values = {name: _moved(value, device) for name, value in values.items()}
         rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
         if self.head is not None:
-            return spread(said["hidden"], rows, shape)
-        return top_k_targets(said, rows, shape, self.exchange.wanted.tail)
+            return spread(values["hidden"], rows, shape)
+        return top_k_targets(values, rows, shape, self.exchange.spec.tail)
 
-    def said(self, asked: Asked) -> Said:
+    def values(self, query: TargetRequest) -> TargetTensors:
         """What the servers say of some rows, on the CPU.
 
         Raises:
             TeacherGone: nothing came in time, or nothing sound.
         """
-        if not len(asked.rows):
-            return _nothing(self.exchange.wanted)
-        _, future = self._pending.pop(id(asked), (None, None))
-        return self.exchange.read((future or self.exchange.ask(asked)).result(), asked)
+        if not len(query.rows):
+            return _nothing(self.exchange.spec)
+        _, future = self._pending.pop(id(query), (None, None))
+        return self.exchange.read((future or self.exchange.ask(query)).result(), query)
 
     @staticmethod
-    def _asked(batch: Batch) -> Asked:
+    def _asked(batch: Batch) -> TargetRequest:
         found: Any = batch.get(SERVED)
-        return found if found is not None else Asked.of(batch, _rows(batch))
+        return found if found is not None else TargetRequest.of(batch, _rows(batch))
 
     def head_rows(self) -> list[int]:
-        return [self.exchange.wanted.columns]
+        return [self.exchange.spec.columns]
 
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.head is not None:
             yield "the head of the served teacher", self.head.weights.weight
 
     def parameters_text(self) -> str:
-        said = (
-            "hidden states"
-            if self.head is not None
-            else f"top {self.exchange.wanted.top_k} ({self.exchange.wanted.tail})"
+        values = (
+            "hidden states" if self.head is not None else f"top {self.exchange.spec.top_k} ({self.exchange.spec.tail})"
         )
-        return f"{said} from {', '.join(self.section.urls)}"
+        return f"{values} from {', '.join(self.section.urls)}"
 
     def to(self, device: torch.device) -> None:
         if self.head is not None:
@@ -183,14 +181,14 @@ class ServerTeacher(Teacher):
 
     def fingerprint(self) -> dict[str, object]:
         """Who the servers say they are, and what is asked of them."""
-        wanted = self.exchange.wanted
-        asked = {"top_k": wanted.top_k, "tail": wanted.tail} if self.head is None else {"send": wanted.send}
-        return {**self.identity, **asked}
+        spec = self.exchange.spec
+        query = {"top_k": spec.top_k, "tail": spec.tail} if self.head is None else {"send": spec.send}
+        return {**self.identity, **query}
 
     def place(self) -> dict[str, object]:
         """Plain values from which `reconnected` makes the same teacher in another process."""
-        wanted = self.exchange.wanted._asdict() | {"dtype": str(self.exchange.wanted.dtype).removeprefix("torch.")}
-        return {"section": self.section.model_dump(mode="json"), "wanted": wanted}
+        spec = self.exchange.spec._asdict() | {"dtype": str(self.exchange.spec.dtype).removeprefix("torch.")}
+        return {"section": self.section.model_dump(mode="json"), "wanted": spec}
 
     def close(self) -> None:
         self.exchange.servers.close()
@@ -204,11 +202,11 @@ def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
 
 
-def _nothing(wanted: Wanted) -> Said:
-    if wanted.top_k is None:
-        return {"hidden": torch.zeros(0, wanted.hidden, dtype=wanted.dtype)}
+def _nothing(spec: TargetSpec) -> TargetTensors:
+    if spec.top_k is None:
+        return {"hidden": torch.zeros(0, spec.hidden, dtype=spec.dtype)}
     empty = torch.zeros(0)
-    return {"ids": torch.zeros(0, wanted.top_k, dtype=torch.int32), "logprobs": torch.zeros(0, wanted.top_k),
+    return {"ids": torch.zeros(0, spec.top_k, dtype=torch.int32), "logprobs": torch.zeros(0, spec.top_k),
             "tail": empty, "entropy": empty, "label_logprob": empty}  # fmt: skip
 
 
@@ -334,15 +332,13 @@ class ServerSource(TeacherSource):
         if self.is_vllm:
             shape = self.shapes()[0]
             columns = min(shape.vocabulary, student.vocabulary)
-            vllm = VllmExchange(self.servers, Wanted.by(self.recipe, columns, shape.hidden, torch.float32))
+            vllm = VllmExchange(self.servers, TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32))
             return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, context.precision.teacher)
         identity, dtype = self.identity, getattr(torch, self.identity.dtype)
         extends = self.recipe.student.vocabulary == "extend"
         columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)
-        wanted = Wanted.by(self.recipe, columns, identity.hidden, dtype)
-        return _opened(
-            self.section, self.servers, identity, wanted, OpenedAt(context.device, context.precision.teacher)
-        )
+        spec = TargetSpec.by(self.recipe, columns, identity.hidden, dtype)
+        return _opened(self.section, self.servers, identity, spec, OpenedAt(context.device, context.precision.teacher))
 
 
 def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
@@ -351,8 +347,8 @@ def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
     servers = connect(section)
     identity = servers.identity()
     dtype = getattr(torch, place["wanted"]["dtype"])
-    wanted = Wanted(**{**place["wanted"], "dtype": dtype})
-    return _opened(section, servers, identity, wanted, OpenedAt(torch.device("cpu"), dtype))
+    spec = TargetSpec(**{**place["wanted"], "dtype": dtype})
+    return _opened(section, servers, identity, spec, OpenedAt(torch.device("cpu"), dtype))
 
 
 def connect(section: TeacherSection) -> Servers:
@@ -369,12 +365,12 @@ class OpenedAt(NamedTuple):
 
 
 def _opened(
-    section: TeacherSection, servers: Servers, identity: Identity, wanted: Wanted, at: OpenedAt
+    section: TeacherSection, servers: Servers, identity: Identity, spec: TargetSpec, at: OpenedAt
 ) -> ServerTeacher:
-    head = None if wanted.top_k is not None else _head(servers, identity, at.device)
+    head = None if spec.top_k is not None else _head(servers, identity, at.device)
     named = {"model": identity.model, **identity.fingerprint, "dtype": identity.dtype, "held": identity.held,
              "scale": identity.scale, "softcap": identity.softcap, "server": identity.hash}  # fmt: skip
-    exchange = DistillExchange(servers, wanted, identity.limits["logits"] or 1)
+    exchange = DistillExchange(servers, spec, identity.limits["logits"] or 1)
     return ServerTeacher(exchange, named, LogitTransform(identity.scale, identity.softcap), head, section, at.cut)
 
 

@@ -24,8 +24,8 @@ import torch
 
 from distill.core.faults import TeacherGone
 from distill.teachers.server.client import Servers
-from distill.teachers.server.exchange import Exchange, Said, Wanted, require_sound
-from distill.teachers.server.wire import JSON, Asked, documents
+from distill.teachers.server.exchange import Exchange, TargetSpec, TargetTensors, require_sound
+from distill.teachers.server.wire import JSON, TargetRequest, documents
 
 LEAST = -1e4  # logprobs that stand for minus infinity come as -9999
 
@@ -35,13 +35,13 @@ class VllmExchange(Exchange):
 
     Args:
         servers: of the same model.
-        wanted: of each position; of sampled tokens it knows nothing: the K likeliest are read as a bucket.
+        spec: of each position; of sampled tokens it knows nothing: the K likeliest are read as a bucket.
     """
 
-    def __init__(self, servers: Servers, wanted: Wanted) -> None:
-        assert wanted.top_k is not None
-        tail = "bucket" if wanted.tail == "sampled" else wanted.tail
-        self.servers, self.wanted = servers, wanted._replace(tail=tail, deterministic=False)
+    def __init__(self, servers: Servers, spec: TargetSpec) -> None:
+        assert spec.top_k is not None
+        tail = "bucket" if spec.tail == "sampled" else spec.tail
+        self.servers, self.spec = servers, spec._replace(tail=tail, deterministic=False)
         self.model = ""
 
     def identity(self) -> dict[str, object]:
@@ -64,23 +64,23 @@ class VllmExchange(Exchange):
         self.model = str(identity["id"])
         return {**identity, "protocol": "vllm"}
 
-    def ask(self, asked: Asked) -> Future[bytes]:
+    def ask(self, query: TargetRequest) -> Future[bytes]:
         question = {
-            "model": self.model, "prompt": [piece.ids.tolist() for piece in _prompts(asked)], "max_tokens": 1,
-            "temperature": 0.0, "prompt_logprobs": self.wanted.top_k,
+            "model": self.model, "prompt": [piece.ids.tolist() for piece in _prompts(query)], "max_tokens": 1,
+            "temperature": 0.0, "prompt_logprobs": self.spec.top_k,
         }  # fmt: skip
-        return self.servers.submit("/v1/completions", json.dumps(question).encode(), {}, len(asked.rows), JSON)
+        return self.servers.submit("/v1/completions", json.dumps(question).encode(), {}, len(query.rows), JSON)
 
-    def read(self, body: bytes, asked: Asked) -> Said:
-        pieces, k = _prompts(asked), self.wanted.top_k or 0
+    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
+        pieces, k = _prompts(query), self.spec.top_k or 0
         try:
             choices = sorted(json.loads(body)["choices"], key=lambda choice: int(choice["index"]))
             if len(choices) != len(pieces):
                 raise TeacherGone(f"teacher.url: expected {len(pieces)} choices, got {len(choices)}")
             rows = [
-                _entry(choice["prompt_logprobs"][place + 1], int(piece.ids[place + 1]), k, self.wanted.columns)
+                _entry(choice["prompt_logprobs"][place + 1], int(piece.ids[place + 1]), k, self.spec.columns)
                 for choice, piece in zip(choices, pieces, strict=True)
-                for place in _checked(choice, piece).asked.tolist()
+                for place in _checked(choice, piece).query.tolist()
             ]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise TeacherGone(
@@ -88,12 +88,12 @@ class VllmExchange(Exchange):
             ) from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
         return require_sound(_completed(torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(),
-                                        torch.from_numpy(label).float()), len(asked.rows), self.wanted)  # fmt: skip
+                                        torch.from_numpy(label).float()), len(query.rows), self.spec)  # fmt: skip
 
 
-def _prompts(asked: Asked) -> list[Any]:
+def _prompts(query: TargetRequest) -> list[Any]:
     """Documents as far as the last token that is learned: its log-probability is asked for."""
-    return documents(asked, 0, beyond=1)
+    return documents(query, 0, beyond=1)
 
 
 def _checked(choice: Mapping[str, Any], piece: Any) -> Any:
@@ -120,7 +120,7 @@ def _entry(entry: Mapping[str, Any], label: int, k: int, columns: int) -> tuple[
     return [token for token, _ in likeliest], [value for _, value in likeliest], known[label]
 
 
-def _completed(ids: torch.Tensor, logprobs: torch.Tensor, label: torch.Tensor) -> Said:
+def _completed(ids: torch.Tensor, logprobs: torch.Tensor, label: torch.Tensor) -> TargetTensors:
     """With the tail, and an entropy over the K and the tail, which is the least that it can be."""
     tail = torch.log1p(-logprobs.double().exp().sum(-1).clamp_max(1 - 1e-6)).float()
     outcomes = torch.cat([logprobs, tail[:, None]], -1).double()

@@ -53,7 +53,7 @@ class WireError(ValueError):
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class TargetRequest:
     """Rows of tokens, and which positions are to be answered. No tuple: in a batch those are taken apart.
 
     Attributes:
@@ -66,16 +66,16 @@ class Asked:
     positions: np.ndarray | None
     rows: np.ndarray
 
-    def to(self, *_: object, **__: object) -> Asked:
+    def to(self, *_: object, **__: object) -> TargetRequest:
         """Itself: it travels in a batch whose tensors are moved to a device, and stays where it is."""
         return self
 
     @staticmethod
-    def of(batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> Asked:
+    def of(batch: Mapping[str, torch.Tensor], rows: torch.Tensor) -> TargetRequest:
         """Of a collated batch and the flat positions int64 [M] that are learned."""
         narrow = {name: batch[name].cpu().numpy().astype(np.int32) for name in ("input_ids", "position_ids")
                   if batch.get(name) is not None}  # fmt: skip
-        return Asked(narrow["input_ids"], narrow.get("position_ids"), rows.cpu().numpy().astype(np.int32))
+        return TargetRequest(narrow["input_ids"], narrow.get("position_ids"), rows.cpu().numpy().astype(np.int32))
 
     @property
     def labels(self) -> np.ndarray:
@@ -87,7 +87,7 @@ class Asked:
         arrays = {"input_ids": self.ids, "position_ids": self.positions, "rows": self.rows}
         return save_tensors({name: torch.from_numpy(a) for name, a in arrays.items() if a is not None})
 
-    def checked(self, vocabulary: int, most_tokens: int, longest: int | None) -> Asked:
+    def checked(self, vocabulary: int, most_tokens: int, longest: int | None) -> TargetRequest:
         """Itself, where it can be meant.
 
         Args:
@@ -121,7 +121,7 @@ class Asked:
         return self
 
 
-def read_body(body: bytes, json_body: bool) -> Asked:
+def read_body(body: bytes, json_body: bool) -> TargetRequest:
     """The request in a body.
 
     Raises:
@@ -148,7 +148,7 @@ def read_body(body: bytes, json_body: bool) -> Asked:
         _require(not array.size or -(2**31) <= array.min() <= array.max() < 2**31, f"{name}: expected int32")
         arrays[name] = array.astype(np.int32).reshape(-1) if dimensions == 1 else array.astype(np.int32)
     _require(arrays["input_ids"].ndim == 2, "input_ids: expected 2 dimensions and a token at least")
-    return Asked(arrays["input_ids"], arrays.get("position_ids"), arrays["rows"])
+    return TargetRequest(arrays["input_ids"], arrays.get("position_ids"), arrays["rows"])
 
 
 def tensors_of(body: bytes) -> dict[str, torch.Tensor]:
@@ -178,31 +178,31 @@ class Piece(NamedTuple):
     Attributes:
         job: number of the request.
         ids: int32 [n].
-        asked: int64 [m], places in it.
+        query: int64 [m], places in it.
     """
 
     job: int
     ids: np.ndarray
-    asked: np.ndarray
+    query: np.ndarray
 
 
-def documents(asked: Asked, job: int = 0, beyond: int = 0) -> list[Piece]:
+def documents(query: TargetRequest, job: int = 0, beyond: int = 0) -> list[Piece]:
     """The documents of a request in which something is asked for, in order.
 
     Args:
-        asked: the request.
+        query: the request.
         job: its number.
         beyond: tokens that are kept after the last that is asked for.
     """
-    begins = np.zeros(asked.ids.shape, bool)
+    begins = np.zeros(query.ids.shape, bool)
     begins[:, 0] = True
-    if asked.positions is not None:
-        begins |= asked.positions == 0
+    if query.positions is not None:
+        begins |= query.positions == 0
     starts = np.flatnonzero(begins)
-    owner = np.searchsorted(starts, asked.rows, side="right") - 1
-    flat, pieces = asked.ids.reshape(-1), []
+    owner = np.searchsorted(starts, query.rows, side="right") - 1
+    flat, pieces = query.ids.reshape(-1), []
     for number in np.unique(owner).tolist():
-        mine = asked.rows[owner == number].astype(np.int64) - starts[number]
+        mine = query.rows[owner == number].astype(np.int64) - starts[number]
         pieces.append(Piece(job, flat[starts[number] : starts[number] + mine[-1] + 1 + beyond], mine))
     return pieces
 
