@@ -15,6 +15,7 @@ from distill.data.collator import Collator
 from distill.doctor import invariants
 from distill.run import run
 from distill.serving.engine import Engine
+from distill.serving.worker import Full
 from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.top_k import top_k_targets
 from distill.teachers.server import client
@@ -138,16 +139,21 @@ def _requests(url):
 
 
 class Counted:
-    """Answers of an engine, after some of which something happens."""
+    """Answers of an engine, the last of which is number `at - 1`: then something happens.
+
+    A server takes a while to end, in which it would go on answering: how much, by the machine's load.
+    """
 
     def __init__(self, engine, patch):
-        self.answer, self.count, self.at, self.then = engine.answer, 0, -1, None
+        self.answer, self.count, self.at, self.then = engine.answer, 0, float("inf"), None
         patch.setattr(engine, "answer", self)
 
     def __call__(self, jobs):
         self.count += 1
         if self.count == self.at:
             threading.Thread(target=self.then).start()
+        if self.count >= self.at:
+            raise Full(1.0)
         return self.answer(jobs)
 
 
@@ -167,7 +173,7 @@ def test_all_are_gone_and_the_run_is_resumed_to_the_bit(place, in_process, monke
     counted = Counted(engine, monkeypatch)
     with contextlib.ExitStack() as dies:
         address = dies.enter_context(serving(engine))
-        counted.at, counted.then = 13, dies.close  # held-out rows and the proof come first
+        counted.at, counted.then = 15, dies.close  # one answer after the third step's last
         asks = [*ACCUMULATED, *from_server(address, wait=1.0)]
         with pytest.raises(RunError) as gone:
             trained(place, "gone", *asks)
@@ -177,6 +183,7 @@ def test_all_are_gone_and_the_run_is_resumed_to_the_bit(place, in_process, monke
     assert step % 2 == 1 and (folder / f"checkpoint-{step}" / "manifest.json").is_file(), (
         "a step that no interval saves"
     )
+    counted.at = float("inf")
     with serving(engine) as elsewhere:
         run(recipe_in(place, *ACCUMULATED, *from_server(elsewhere)), name="gone", resume=True)
     weights = load_file(folder / "student" / "model.safetensors")
