@@ -312,8 +312,8 @@ def test_a_running_average(tmp_path):
             for name, p in other.named_parameters():
                 wide[name] = 0.9 * wide[name] + 0.1 * p.detach().to(wide[name].dtype)
         for name, p in model.named_parameters():
-            torch.testing.assert_close(average.kept[name], wide[name], rtol=1e-6, atol=1e-7)
-            assert torch.equal(p, average.kept[name].to(dtype))
+            torch.testing.assert_close(average.weights[name], wide[name], rtol=1e-6, atol=1e-7)
+            assert torch.equal(p, average.weights[name].to(dtype))
         average.save(tmp_path)
         fresh = tiny_model(seed=1, dtype=dtype)
         restored = RunningAverage(fresh, 0.9)

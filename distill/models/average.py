@@ -27,7 +27,7 @@ class RunningAverage:
 
     def __init__(self, model: nn.Module, share: float) -> None:
         self.model, self.share = model, share
-        self.kept: dict[str, torch.Tensor] = {}  # wide weights are the average, narrow ones get a copy of it
+        self.weights: dict[str, torch.Tensor] = {}  # wide weights are the average, narrow ones get a copy of it
 
     @torch.no_grad()
     def follow(self, other: nn.Module) -> None:
@@ -39,28 +39,28 @@ class RunningAverage:
         own, theirs = dict(self.model.named_parameters()), dict(bare(other).named_parameters())
         if own.keys() != theirs.keys():
             raise ValueError(f"teacher.ema: expected the student's weights, got {min(own.keys() ^ theirs.keys())}")
-        self.kept = self.kept or {name: p.detach() if _is_wide(p) else p.float() for name, p in own.items()}
-        new = [theirs[name].to(kept.dtype) for name, kept in self.kept.items()]
-        torch._foreach_lerp_(list(self.kept.values()), new, 1 - self.share)
+        self.weights = self.weights or {name: p.detach() if _is_wide(p) else p.float() for name, p in own.items()}
+        new = [theirs[name].to(weight.dtype) for name, weight in self.weights.items()]
+        torch._foreach_lerp_(list(self.weights.values()), new, 1 - self.share)
         self._write(own)
 
     def save(self, checkpoint: Path) -> None:
         """Write the average into a checkpoint's folder."""
-        save_file(self.kept, checkpoint / FILE)
+        save_file(self.weights, checkpoint / FILE)
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
         state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
-        self.kept = {
+        self.weights = {
             name: p.detach().copy_(state[name]) if _is_wide(p) else state[name].to(p.device) for name, p in own.items()
         }
         self._write(own)
 
     def _write(self, own: Mapping[str, nn.Parameter]) -> None:
-        for name, kept in self.kept.items():
+        for name, weight in self.weights.items():
             if not _is_wide(own[name]):
-                own[name].copy_(kept)
+                own[name].copy_(weight)
 
 
 def _is_wide(parameter: torch.Tensor) -> bool:

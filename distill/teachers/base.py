@@ -11,6 +11,7 @@ A new kind is one file with a source and a teacher, and a line in `registry.SOUR
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from distill.data.load import Splits
-    from distill.models.average import RunningAverage
     from distill.models.shape import Shape
     from distill.recipe import Generate, ModelSection, Recipe, Student
     from distill.recipe import Teacher as TeacherSection
@@ -161,7 +161,6 @@ class Teacher(Protocol):
         models: by the field of the recipe that names each: to patch, compile, blame; empty for a cache.
         judges_new_rows: may it be asked about rows it has not seen (on-policy).
         whole_documents: rows must hold whole documents, as they were when it was asked: doctor may not cut them.
-        average: what has it follow the student after each optimizer step; None of a frozen one.
         ahead: micro-batches that it may be asked of before they are needed.
     """
 
@@ -169,7 +168,6 @@ class Teacher(Protocol):
     models: Mapping[str, nn.Module]
     judges_new_rows: bool = True
     whole_documents: bool = False
-    average: RunningAverage | None = None
     ahead: int = 0
 
     def collate(self, plain: Collate) -> Collate:
@@ -245,6 +243,18 @@ class Teacher(Protocol):
     def fingerprint(self) -> dict[str, object]:
         """Of its weights, for the lock file; collective where they are sharded."""
         ...
+
+    def follow(self, student: nn.Module) -> None:
+        """Called after each optimizer step: a teacher that is not frozen moves."""
+        return
+
+    def save(self, checkpoint: Path) -> None:
+        """Write what training has changed into a checkpoint's folder: on the first process alone."""
+        return
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint: on all processes."""
+        return
 
     def settle(self) -> None:
         """Write down what must last: on all processes, at checkpoints and the ends of epochs and evaluations."""

@@ -332,8 +332,8 @@ class DistillationTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer`'s, which fails for a sharded student whose optimizer has no state; and the teacher's state."""
-        if checkpoint is not None and (average := self.objective.teacher.average) is not None:
-            average.restore(Path(checkpoint))
+        if checkpoint is not None:
+            self.objective.teacher.restore(Path(checkpoint))
         if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -368,8 +368,7 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
-                if (average := self.objective.teacher.average) is not None:
-                    average.save(unfinished / name)
+                self.objective.teacher.save(unfinished / name)
                 write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
                 sync(folder, deep=False)
@@ -405,8 +404,7 @@ class _Watch(TrainerCallback):
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Log, write a checkpoint and stop, where that was requested."""
-        if (average := self.trainer.objective.teacher.average) is not None:
-            average.follow(self.trainer.objective.student)
+        self.trainer.objective.teacher.follow(self.trainer.objective.student)
         self.trainer.meter.phases.enter("data")
         self.trainer.meter.phases.steps += 1
         if self.trainer.health.stopping and state.global_step < state.max_steps:

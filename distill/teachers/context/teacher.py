@@ -10,6 +10,7 @@ hidden states take them as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -52,7 +53,8 @@ class ContextTeacher(LoadedTeacher):
     ) -> None:
         given = teacher if isinstance(teacher, LoadedTeacher) else LoadedTeacher(teacher)
         super().__init__(given.model, field=next(iter(given.models)), tokenizer=given.tokenizer, fp8=given.fp8)
-        self.context, self.average = context, None if ema is None else RunningAverage(self.model, ema)
+        self.context, self.ema = context, ema
+        self.average = None if ema is None else RunningAverage(self.model, ema)
         self.format = ContextFormat(self.hidden.head, self.hidden.transform)
 
     def collate(self, plain: Collate) -> Collate:
@@ -89,7 +91,19 @@ class ContextTeacher(LoadedTeacher):
         return generate(self.model, self.tokenizer, turns, settings.max_new_tokens)
 
     def small(self, layers: Sequence[int]) -> ContextTeacher:
-        return ContextTeacher(shortened(self.model, layers), self.context, self.average.share if self.average else None)
+        return ContextTeacher(shortened(self.model, layers), self.context, self.ema)
+
+    def follow(self, student: nn.Module) -> None:
+        if self.average is not None:
+            self.average.follow(student)
+
+    def save(self, checkpoint: Path) -> None:
+        if self.average is not None:
+            self.average.save(checkpoint)
+
+    def restore(self, checkpoint: Path) -> None:
+        if self.average is not None:
+            self.average.restore(checkpoint)
 
 
 class ContextSource(ModelSource):
