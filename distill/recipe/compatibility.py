@@ -221,6 +221,9 @@ def conflicts(recipe: Sections) -> Iterator[str]:
     routes = [teacher.route for teacher in recipe.teachers]
     if _policy_gradient(recipe) and kind_of(recipe) == "routed" and len(set(routes)) < len(routes):
         yield _SAMPLED
+    for number, teacher in enumerate(recipe.teachers):
+        if teacher.urls and routes.count(teacher.route) > 1:
+            yield f"teachers.{number}.route: expected a route of its own, since a server says what one teacher says"
     own = recipe.data.on_policy
     if _policy_gradient(recipe) and (own is None or own.fraction < 1 or own.temperature != 1):
         yield (

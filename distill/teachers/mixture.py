@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from distill_kernels import TeacherHead
@@ -161,10 +161,12 @@ class MixtureSource(TeacherSource):
     def __init__(self, recipe: Recipe) -> None:
         description = describe_teacher(recipe)
         self.recipe, self.weights, self.sections = recipe, description.weights, description.members
-        self.members = [ModelSource(recipe, section, field) for field, section in self.sections.items()]
+        self.members: list[TeacherSource] = [
+            ModelSource(recipe, section, field) for field, section in self.sections.items()
+        ]
 
     def shapes(self) -> list[Shape]:
-        return [member.meta().shape for member in self.members]
+        return [shape for member in self.members for shape in member.shapes()]
 
     def vocabulary(self) -> Vocabulary:
         return MixtureVocabulary(self)
@@ -184,8 +186,8 @@ class MixtureSource(TeacherSource):
 
     def title(self) -> str:
         return " + ".join(
-            f"{weight:.2f} x {member.title()}" + (f" with {member.section.adapter}" if member.section.adapter else "")
-            for weight, member in zip(self.weights, self.members, strict=True)
+            f"{weight:.2f} x {member.title()}" + (f" with {section.adapter}" if section.adapter else "")
+            for weight, member, section in zip(self.weights, self.members, self.sections.values(), strict=True)
         )
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> MixtureTeacher:
@@ -193,7 +195,8 @@ class MixtureSource(TeacherSource):
         for number, section in enumerate(sections):
             if any(section.model == other.model and section.config == other.config for other in sections[:number]):
                 log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
-        return MixtureTeacher([member.open(context, vocabulary) for member in self.members], self.weights)
+        opened = [cast("LoadedTeacher", member.open(context, vocabulary)) for member in self.members]
+        return MixtureTeacher(opened, self.weights)
 
 
 class MixtureVocabulary(Vocabulary):
@@ -206,17 +209,18 @@ class MixtureVocabulary(Vocabulary):
     def tokenizers(self) -> list[Any] | None:
         if self.tokenizer is None:
             return None
-        others = [load_tokenizer(member.section, member.field) for member in self.source.members[1:]]
-        return [self.tokenizer, *others, self.student_tokenizer]
+        return [self.tokenizer, *(other for _, other in self._others()), self.student_tokenizer]
 
     def prepare(self) -> None:
         """Compare every teacher's tokenizer, and the student's, with the first one's."""
-        for member in self.source.members[1:]:
-            if self.tokenizer is not None:
-                compare(self.tokenizer, load_tokenizer(member.section, member.field)).require(
-                    field=f"{member.field}.model"
-                )
+        if self.tokenizer is not None:
+            for field, other in self._others():
+                compare(self.tokenizer, other).require(field=f"{field}.model")
         super().prepare()
+
+    def _others(self) -> Iterator[tuple[str, Any]]:
+        for number, member in enumerate(self.source.members[1:], 1):
+            yield f"teachers.{number}", load_tokenizer(member.tokenizer_section, f"teachers.{number}")
 
 
 SHARDED = (

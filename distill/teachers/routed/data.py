@@ -2,13 +2,14 @@
 
 A row holds one number a document more, `route`: of the route in the order in which the recipe first names it. A batch
 holds `routes` int64 [B, S], that of each position (-1 in padding), and for each route that occurs, by its number r,
-what its teachers read (`route{r}_input_ids`, `route{r}_position_ids`: the documents of a row one after the other) and
-the flat positions there that predict what is learned, with those of the student (`route{r}_at`, `route{r}_rows`).
+the batch of its teachers (`route{r}_input_ids` and all else that their collator makes: the documents of a row one after
+the other) and the flat positions there that predict what is learned, with those of the student (`route{r}_at`,
+`route{r}_rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,13 +76,15 @@ class RoutedCollator:
     Args:
         plain: makes the student's batch.
         pad_token_id: of the teachers'; any id does.
+        members: of each route, what wraps the collator of its teachers' batches; none for plain ones.
     """
 
-    def __init__(self, plain: Collate, pad_token_id: int) -> None:
+    def __init__(self, plain: Collate, pad_token_id: int, members: Sequence[Callable[[Collate], Collate]] = ()) -> None:
         self.plain = plain
         inner = getattr(plain, "collator", plain)
         self.on_the_left = getattr(inner, "padding_side", "right") == "left"
-        self.teacher = Collator(pad_token_id, getattr(inner, "pad_to_multiple_of", None))
+        self.teacher: Collate = Collator(pad_token_id, getattr(inner, "pad_to_multiple_of", None))
+        self.members = [member(self.teacher) for member in members]
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """See the head of this file.
@@ -108,13 +111,13 @@ class RoutedCollator:
         learned[batch["valid_rows"]] = True
         for route, groups in sorted(read.items()):
             own = [{name: [rows[n][name][p] for p in places] for name in OWN} for n, _, *places in groups]
-            made = self.teacher(own)
+            made = (self.members[route] if self.members else self.teacher)(own)
             longest, at_teacher, at_student = made["input_ids"].shape[1], [], []
             for line, (number, at, *places) in enumerate(groups):
                 flat = number * width + at + torch.tensor(places)
-                kept = learned[flat].nonzero().squeeze(1)
-                at_teacher.append(line * longest + kept)
-                at_student.append(flat[kept])
-            batch |= {f"route{route}_{name}": made[name] for name in ("input_ids", "position_ids")}
+                positions = learned[flat].nonzero().squeeze(1)
+                at_teacher.append(line * longest + positions)
+                at_student.append(flat[positions])
+            batch |= {f"route{route}_{name}": value for name, value in made.items()}
             batch |= {f"route{route}_at": torch.cat(at_teacher), f"route{route}_rows": torch.cat(at_student)}
         return batch | {"routes": routes}

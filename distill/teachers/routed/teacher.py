@@ -1,14 +1,15 @@
-"""Several loaded teachers over one vocabulary, of which each row has its own: `teachers` with routes.
+"""Several teachers over one vocabulary, of which each row has its own: `teachers` with routes.
 
-A route is one teacher or a mixture of some. Each reads its own documents, packed as they are in the student's rows;
-its hidden states are spread to the student's positions, and the losses of the routes, each over its own tokens and
-divided by the tokens of all, are added up.
+A route is one teacher, loaded or served, or a mixture of loaded ones. Each gets a batch of its own documents, packed as
+they are in the student's rows; its hidden states are spread to the student's positions, and the losses of the routes,
+each over its own tokens and divided by the tokens of all, are added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from distill_kernels import LossTerm, TokenStats
@@ -21,7 +22,7 @@ from distill.data.load import Splits, load_rows
 from distill.models.fingerprint import model_identity
 from distill.models.head import LogitTransform
 from distill.models.work import total_work
-from distill.recipe import Data, Generate, Recipe, Student
+from distill.recipe import Data, Generate, ModelSection, Recipe, Student
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import (
     Batch,
@@ -39,9 +40,10 @@ from distill.teachers.cache.top_k import spread
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, pairing_of
 from distill.teachers.losses import PER_ROUTE, LossSpec, TargetLoss
-from distill.teachers.mixture import MixtureFormat, MixtureSource, MixtureTeacher, MixtureVocabulary
+from distill.teachers.mixture import SHARDED, MixtureFormat, MixtureSource, MixtureTeacher, MixtureVocabulary
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.routed.data import RoutedCollator, RoutedEncoder
+from distill.teachers.server.teacher import ServerSource
 
 
 class RouteTargets(NamedTuple):
@@ -113,7 +115,7 @@ class RoutedFormat(TargetFormat):
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
         """The sum over the routes; of the statistics too, followed by those of `PER_ROUTE` for each."""
         assert isinstance(loss, RoutedLoss) and isinstance(call.inputs.targets, dict)
-        found: list[LossResult | None] = []
+        results: list[LossResult | None] = []
         items = call.inputs.num_items
         if items is None:
             items = (call.labels != IGNORE_INDEX).sum().clamp_min(1)
@@ -121,21 +123,21 @@ class RoutedFormat(TargetFormat):
         for number, (member, own) in enumerate(zip(self.members, loss.members, strict=True)):
             targets: RouteTargets | None = call.inputs.targets.get(number)
             if targets is None:
-                found.append(None)
+                results.append(None)
                 continue
             labels = torch.full_like(flat, IGNORE_INDEX)
             labels[targets.rows] = flat[targets.rows]
             inputs = LossInputs(targets.hidden, items, call.inputs.statistics)
             mine = call._replace(inputs=inputs, labels=labels.view_as(call.labels), valid_rows=targets.rows)
-            found.append(member.apply(own, pairing, mine))
-        there = [result for result in found if result is not None]
+            results.append(member.apply(own, pairing, mine))
+        occurring = [result for result in results if result is not None]
         if not call.inputs.statistics:
-            return sum(there[1:], there[0])
-        total = sum(result[0] for result in there[1:]) + there[0][0]
-        statistics = [sum(each[1:], each[0]) for each in zip(*(result[1] for result in there), strict=True)]
+            return sum(occurring[1:], occurring[0])
+        total = sum(result[0] for result in occurring[1:]) + occurring[0][0]
+        statistics = [sum(each[1:], each[0]) for each in zip(*(result[1] for result in occurring), strict=True)]
         if not loss.counts:
             return total, statistics
-        for number, result in enumerate(found):
+        for number, result in enumerate(results):
             ones = torch.zeros_like(statistics[0])
             if result is None:
                 statistics += [ones] * len(PER_ROUTE)
@@ -149,48 +151,81 @@ class RoutedTeacher(AnyTeacher):
     """Several teachers, by route.
 
     Args:
-        members: of each route: a loaded teacher, a causal language model, or a mixture.
+        members: of each route: a teacher that gives hidden states, a causal language model, or a mixture.
         routes: their names.
     """
 
-    def __init__(self, members: Sequence[LoadedTeacher | MixtureTeacher | nn.Module], routes: Sequence[str]) -> None:
+    def __init__(self, members: Sequence[AnyTeacher | nn.Module], routes: Sequence[str]) -> None:
         if len(members) != len(routes) or len(set(routes)) < len(routes) or not routes:
             raise ValueError(f"teachers: expected a route of its own for each of {len(members)}, got {list(routes)}")
-        self.members = [
-            member if isinstance(member, LoadedTeacher | MixtureTeacher)
-            else LoadedTeacher(member, field=f"teachers.{number}")
+        self.members: list[AnyTeacher] = [
+            LoadedTeacher(member, field=f"teachers.{number}") if isinstance(member, nn.Module) else member
             for number, member in enumerate(members)
-        ]  # fmt: skip
+        ]
         self.routes = tuple(routes)
         self.models = {name: model for member in self.members for name, model in member.models.items()}
-        formats = [m.hidden if isinstance(m, LoadedTeacher) else m.format for m in self.members]
-        self.format = RoutedFormat(formats, self.routes)
+        self.ahead = max(member.ahead for member in self.members)
+        self.judges_new_rows = all(member.judges_new_rows for member in self.members)
+        self.whole_documents = any(member.whole_documents for member in self.members)
+        formats = [member.format for member in self.members]
+        fitting = [each for each in formats if isinstance(each, HiddenFormat | MixtureFormat)]
+        if len(fitting) < len(formats):
+            raise ValueError("teachers: expected routed teachers that give hidden states, got one that gives top k")
+        self.format = RoutedFormat(fitting, self.routes)
 
     def collate(self, plain: Collate) -> Collate:
-        return RoutedCollator(plain, 0)
+        return RoutedCollator(plain, 0, [member.collate for member in self.members])
 
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if "routes" not in batch:
             raise ValueError(f"batch: expected routes too, as RoutedCollator gives them; got {sorted(batch)}")
         return {name: value for name, value in batch.items() if not name.startswith("route")}
 
+    def batches(self, batch: Batch) -> Iterator[tuple[int, AnyTeacher, Batch]]:
+        """Of each route that occurs its number, its teacher and that teacher's batch."""
+        for number, member in enumerate(self.members):
+            own = f"route{number}_"
+            if f"{own}rows" in batch:
+                named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
+                yield number, member, named
+
+    def submit(self, batch: Batch) -> None:
+        for _, member, own in self.batches(batch):
+            member.submit(own)
+
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        parts = [(member, own) for batch in batches for _, member, own in self.batches(batch)]
+        return next((fault for member, own in parts if (fault := member.fault_of([own]))), None)
+
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
         """Of each route that occurs, [B, S, hidden] of each teacher; 0 elsewhere."""
-        shape, found = batch["input_ids"].shape, {}
-        for number, member in enumerate(self.members):
-            if f"route{number}_rows" not in batch:
-                continue
-            at, rows = batch[f"route{number}_at"], batch[f"route{number}_rows"]
-            own = member.targets({name: batch[f"route{number}_{name}"] for name in ("input_ids", "position_ids")})
-            placed = [
-                spread(hidden.flatten(0, 1)[at], rows, shape) for hidden in (own if isinstance(own, tuple) else (own,))
-            ]
-            found[number] = RouteTargets(tuple(placed) if isinstance(own, tuple) else placed[0], rows)
-        if not found:  # padding alone: a loss of 0 with a graph
+        shape, targets = batch["input_ids"].shape, {}
+        for number, member, own in self.batches(batch):
+            at, rows, hidden = own["at"], own["rows"], member.targets(own)
+            placed = tuple(
+                spread(each.flatten(0, 1)[at], rows, shape)
+                for each in (hidden if isinstance(hidden, tuple) else (hidden,))
+            )
+            targets[number] = RouteTargets(placed if isinstance(hidden, tuple) else placed[0], rows)
+        if not targets:  # padding alone: a loss of 0 with a graph
             width, rows = self.head_widths(0), batch["valid_rows"]
-            nothing = [torch.zeros(*shape, size, device=rows.device, dtype=dtype) for size, dtype in width]
-            found[0] = RouteTargets(tuple(nothing) if isinstance(self.members[0], MixtureTeacher) else nothing[0], rows)
-        return found
+            nothing = tuple(torch.zeros(*shape, size, device=rows.device, dtype=dtype) for size, dtype in width)
+            targets[0] = RouteTargets(nothing if isinstance(self.members[0], MixtureTeacher) else nothing[0], rows)
+        return targets
+
+    def head_rows(self) -> list[int]:
+        return [rows for member in self.members for rows in member.head_rows()]
+
+    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for member in self.members:
+            yield from member.head_tensors()
+
+    def parameters_text(self) -> str:
+        return ", ".join(f"{name} {member.parameters_text()}" for name, member in self._named())
+
+    def to(self, device: torch.device) -> None:
+        for member in self.members:
+            member.to(device)
 
     def head_widths(self, route: int) -> list[tuple[int, torch.dtype]]:
         """Hidden size and dtype of a route's heads."""
@@ -215,15 +250,42 @@ class RoutedTeacher(AnyTeacher):
         return RoutedTeacher([member.small(layers) for member in self.members], self.routes)
 
     def fingerprint(self) -> dict[str, object]:
-        return {name: model_identity(model) for name, model in self.models.items()}
+        loaded: dict[str, object] = {name: model_identity(model) for name, model in self.models.items()}
+        return loaded | {f"route {name}": m.fingerprint() for name, m in self._named() if not m.models}
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+    def _named(self) -> Iterator[tuple[str, AnyTeacher]]:
+        return zip(self.routes, self.members, strict=True)
 
 
 class RoutedSource(MixtureSource):
-    """The models that the recipe's `teachers` names, with routes."""
+    """The models that the recipe's `teachers` names, with routes; of those that are served, their servers."""
 
     def __init__(self, recipe: Recipe) -> None:
+        description = describe_teacher(recipe)
         super().__init__(recipe)
-        self.routes = describe_teacher(recipe).routes
+        self.routes = description.routes
+        self.members = [
+            ServerSource(recipe.model_copy(update={"teacher": section, "teachers": []})) if section.urls else loaded
+            for section, loaded in zip(description.members.values(), self.members, strict=True)
+        ]
+        self.sections = {field: section for field, section in self.sections.items() if section.is_loaded}
+
+    @property
+    def config_section(self) -> ModelSection:
+        return self.members[0].config_section
+
+    @property
+    def tokenizer_section(self) -> ModelSection:
+        return self.members[0].tokenizer_section
+
+    def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
+        settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
+        texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
+        return [re.sub("^teacher[.]", f"teachers.{n}.", text) for n, text in texts] + [SHARDED] * sharded
 
     def vocabulary(self) -> RoutedVocabulary:
         return RoutedVocabulary(self)
@@ -248,12 +310,12 @@ class RoutedSource(MixtureSource):
         return ", ".join(f"{route}: {member.title()}" for route, member in named)
 
     def open(self, context: OpenContext, vocabulary: MixtureVocabulary) -> RoutedTeacher:  # type: ignore[override]
-        loaded = [member.open(context, vocabulary) for member in self.members]
+        opened = [member.open(context, vocabulary) for member in self.members]
         groups = {route: [n for n, own in enumerate(self.routes) if own == route] for route in self.routes}
         return RoutedTeacher(
             [
-                loaded[own[0]] if len(own) == 1
-                else MixtureTeacher([loaded[n] for n in own], [self.weights[n] for n in own])
+                opened[own[0]] if len(own) == 1
+                else MixtureTeacher([cast("LoadedTeacher", opened[n]) for n in own], [self.weights[n] for n in own])
                 for own in groups.values()
             ],
             list(groups),

@@ -1,0 +1,133 @@
+"""Routed teachers of which some are served: the same bits as with all of them loaded."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from served import serving
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.core.faults import RunError, TeacherGone
+from distill.doctor.examine import examine
+from distill.recipe import RecipeError, dump, parse
+from distill.run import run
+from distill.serving.open import open_engine
+from distill.teachers.registry import source_of
+from distill.teachers.server import client
+from distill.training.lock import read_lock
+
+TEACHERS = ("math", "talk")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("routed")
+    tokenizer = tiny_tokenizer()
+    for seed, name in enumerate(("student", *TEACHERS)):
+        save_tiny(folder / name, tiny_model(tokenizer, seed=seed, hidden=32 + 16 * seed), tokenizer)
+    lines = (
+        f'{{"prompt": "Say {n}?", "completion": "It is {"so " * (n % 5)}{n}.", "domain": "{TEACHERS[n % 3 // 2]}"}}'
+        for n in range(36)
+    )
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def urls(place):
+    one = [open_engine(parse(f"{{teacher: {{model: {place}/{name}}}, student: {{model: {place}/student}}, "
+                             f"data: {{source: {place}/rows.jsonl}}, train: {{steps: 1, device: cpu}}}}"), 4096)
+           for name in TEACHERS]  # fmt: skip
+    with serving(one[0]) as math, serving(one[1]) as talk:
+        yield {"math": math, "talk": talk}
+
+
+def recipe_of(place, served, *overrides):
+    """Both teachers by their routes, some of them at an address."""
+    where = {name: f"type: server, url: '{served[name]}', wait: 5" if name in served else f"model: {place}/{name}"
+             for name in TEACHERS}  # fmt: skip
+    return parse(
+        f"""
+        teachers: [{{{where["math"]}, route: math}}, {{{where["talk"]}, route: talk}}]
+        student: {{model: {place}/student}}
+        data: {{source: {place}/rows.jsonl, max_length: 96, packing: true, cache: false, fields: {{teacher: domain}}}}
+        train: {{steps: 4, batch_size: 2, tokens_per_step: 384, device: cpu, log_every: 1}}
+        loss: {{terms: [{{type: forward_kl}}, {{type: cross_entropy, weight: 0.1}}]}}
+        generate: {{prompts: []}}
+        output_dir: {place}/runs
+        """,
+        overrides,
+        name="routed-served",
+    )
+
+
+def trained(recipe, name):
+    result = run(recipe, name=name)
+    return load_file(result.folder / "student" / "model.safetensors"), result
+
+
+@pytest.fixture(scope="module")
+def loaded(place):
+    return trained(recipe_of(place, {}), "loaded")
+
+
+@pytest.mark.parametrize("served", [("talk",), TEACHERS], ids=" and ".join)
+def test_the_same_bits(place, urls, loaded, served):
+    recipe = recipe_of(place, {name: urls[name] for name in served})
+    assert parse(dump(recipe)) == recipe
+    weights, result = trained(recipe, "-".join(served))
+    assert result.after == loaded[1].after and weights.keys() == loaded[0].keys()
+    assert all(torch.equal(value, loaded[0][name]) for name, value in weights.items())
+    teacher = read_lock(result.folder / "lock.yaml")["teacher"]
+    assert [name for name in teacher if name.startswith("route ")] == [f"route {name}" for name in served]
+    assert all(len(teacher[f"route {name}"]["server"]) == 32 for name in served)
+
+
+def test_the_students_answers_are_asked_of_their_teacher(place, urls):
+    own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]
+    one, other = (trained(recipe_of(place, served, *own), name)[0]
+                  for served, name in (({}, "own"), (urls, "own-served")))  # fmt: skip
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.full
+def test_doctor(place, urls):
+    findings = list(examine(recipe_of(place, {"talk": urls["talk"]}, "train.steps=2")))
+    assert len(findings) > 8 and not [finding for finding in findings if not finding.passed]
+
+
+def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
+    source = source_of(recipe_of(place, urls))
+    assert source.title().count("(served)") == 2 and not source.sections
+    asked, ask = [], client.Servers.ask
+
+    def until(self, method, path, **more):
+        asked.append(path)
+        if len(asked) > 30:
+            raise TeacherGone("teacher.url: no answer within 1 s")
+        return ask(self, method, path, **more)
+
+    monkeypatch.setattr(client.Servers, "ask", until)
+    with pytest.raises(RunError, match="no answer within 1 s"):
+        trained(recipe_of(place, {"talk": urls["talk"]}, "train.steps=40"), "dies")
+    assert list((place / "runs" / "dies").glob("checkpoint-*/manifest.json"))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("teachers.1.route=math", "teachers.1.route: expected a route of its own, since a server says what one"),
+        ("teachers.1.top_k=8", "compared over the whole vocabulary"),
+        ("teachers.1.context={template: Be brief.}", "context works for one teacher only"),
+        ("teachers.1.url=[http://127.0.0.1:9, http://127.0.0.1:9]", "expected each server once"),
+    ],
+)
+def test_what_is_refused(place, override, told):
+    with pytest.raises(RecipeError) as error:
+        recipe_of(place, {"talk": "http://127.0.0.1:9"}, override)
+    assert any(told in fault for fault in error.value.faults), error.value.faults
+
+
+def test_a_recipe_names_the_field_of_the_server(place, urls):
+    source = source_of(recipe_of(place, urls, "teachers.1.model=" + str(place / "math")))
+    (problem,) = source.problems(cuda=False, sharded=False)
+    assert problem.startswith("teachers.1.model: the server's files_sha256 is")
