@@ -1,16 +1,19 @@
-"""Routed teachers of which some are served: the same bits as with all of them loaded."""
+"""Routed teachers of which some are served or cached: the same bits as with all of them loaded."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from served import serving
+from subjects import Silent
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from distill.caching.make import load, make_cache
 from distill.core.faults import RunError, TeacherGone
 from distill.doctor.examine import examine
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.serving.open import open_engine
+from distill.teachers.cache.settings import Settings
 from distill.teachers.registry import source_of
 from distill.teachers.server import client
 from distill.training.lock import read_lock
@@ -28,7 +31,9 @@ def place(tmp_path_factory):
         f'{{"prompt": "Say {n}?", "completion": "It is {"so " * (n % 5)}{n}.", "domain": "{TEACHERS[n % 3 // 2]}"}}'
         for n in range(36)
     )
+    lines = list(lines)
     (folder / "rows.jsonl").write_text("\n".join(lines))
+    (folder / "talk.jsonl").write_text("\n".join(line for line in lines if "talk" in line))
     return folder
 
 
@@ -41,10 +46,11 @@ def urls(place):
         yield {"math": math, "talk": talk}
 
 
-def recipe_of(place, served, *overrides):
-    """Both teachers by their routes, some of them at an address."""
-    where = {name: f"type: server, url: '{served[name]}', wait: 5" if name in served else f"model: {place}/{name}"
-             for name in TEACHERS}  # fmt: skip
+def recipe_of(place, elsewhere, *overrides):
+    """Both teachers by their routes, some of them elsewhere: at an address, or as spelled."""
+    where = {name: f"model: {place}/{name}" for name in TEACHERS} | {
+        name: f"type: server, url: '{at}', wait: 5" if at.startswith("http") else at for name, at in elsewhere.items()
+    }
     return parse(
         f"""
         teachers: [{{{where["math"]}, route: math}}, {{{where["talk"]}, route: talk}}]
@@ -82,6 +88,41 @@ def test_the_same_bits(place, urls, loaded, served):
     assert all(len(teacher[f"route {name}"]["server"]) == 32 for name in served)
 
 
+@pytest.fixture(scope="module")
+def cache(place):
+    """What the second teacher says of its own rows."""
+    recipe = parse(
+        f"{{teacher: {{model: {place}/talk}}, student: {{model: {place}/student}}, train: {{steps: 1, device: cpu}}, "
+        f"data: {{source: {place}/talk.jsonl, max_length: 96, cache: false}}, generate: {{prompts: []}}}}"
+    )
+    settings = Settings(hidden=True, dtype="float32").checked()
+    make_cache(load(recipe), place / "cache", settings, say=lambda line: None, progress=Silent)
+    return place / "cache"
+
+
+def cached(place, cache, *overrides):
+    return recipe_of(place, {"talk": f"type: cache, path: {cache}"}, *overrides)
+
+
+def test_a_cached_route_is_the_loaded_one(place, cache, loaded):
+    """Up to rounding: the cache was made of other batches."""
+    weights, result = trained(cached(place, cache), "cached")
+    assert result.after.forward_kl == pytest.approx(loaded[1].after.forward_kl, rel=1e-6)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, loaded[0][name], rtol=1e-6, atol=1e-6)
+
+
+def test_documents_that_a_cached_route_lacks_are_named(place, cache):
+    recipe = cached(place, cache)
+    rows = (place / "rows.jsonl").read_text().replace("It is so", "It was so")
+    (place / "other.jsonl").write_text(rows)
+    with pytest.raises(ValueError, match=r"teachers\.1\.path: .* lacks \d+ of the \d+ documents"):
+        trained(parse(dump(recipe), [f"data.source={place}/other.jsonl"], name="lacks"), "lacks")
+    with pytest.raises(RecipeError, match=r"teachers\.1 is a cache, which has not read"):
+        cached(place, cache, "data.on_policy={max_new_tokens: 4}", "loss.terms=[{type: reverse_kl}]",
+               "data.packing=false")  # fmt: skip
+
+
 def test_the_students_answers_are_asked_of_their_teacher(place, urls):
     own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]
     one, other = (trained(recipe_of(place, served, *own), name)[0]
@@ -90,8 +131,10 @@ def test_the_students_answers_are_asked_of_their_teacher(place, urls):
 
 
 @pytest.mark.full
-def test_doctor(place, urls):
-    findings = list(examine(recipe_of(place, {"talk": urls["talk"]}, "train.steps=2")))
+@pytest.mark.parametrize("kind", ["server", "cache"])
+def test_doctor(place, urls, cache, kind):
+    talk = urls["talk"] if kind == "server" else f"type: cache, path: {cache}"
+    findings = list(examine(recipe_of(place, {"talk": talk}, "train.steps=2")))
     assert len(findings) > 8 and not [finding for finding in findings if not finding.passed]
 
 
@@ -115,7 +158,7 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("teachers.1.route=math", "teachers.1.route: expected a route of its own, since a server says what one"),
+        ("teachers.1.route=math", "teachers.1.route: expected one of its own, since a server is no part"),
         ("teachers.1.top_k=8", "compared over the whole vocabulary"),
         ("teachers.1.context={template: Be brief.}", "context works for one teacher only"),
         ("teachers.1.url=[http://127.0.0.1:9, http://127.0.0.1:9]", "expected each server once"),

@@ -42,11 +42,13 @@ class RoutedReference(Reference):
                 if len(at) == 0:
                     continue
 
-                def logits(model: Any, route: int, ids: torch.Tensor = ids, at: torch.Tensor = at) -> torch.Tensor:
+                def logits(
+                    model: Any, route: int, ids: torch.Tensor = ids, at: torch.Tensor = at, document: Row = document
+                ) -> torch.Tensor:
                     if model is not None:
                         return model(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
                     member, alone = self.teacher.members[route], {"input_ids": ids[None], "valid_rows": at}
-                    return ELSEWHERE[type(member)].logits(member, [], alone)[:, :columns]
+                    return ELSEWHERE[type(member)].logits(member, [document], alone)[:, :columns]
 
                 route = document["route"][0]
                 with torch.no_grad():

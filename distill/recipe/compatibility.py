@@ -222,8 +222,10 @@ def conflicts(recipe: Sections) -> Iterator[str]:
     if _policy_gradient(recipe) and kind_of(recipe) == "routed" and len(set(routes)) < len(routes):
         yield _SAMPLED
     for number, teacher in enumerate(recipe.teachers):
-        if teacher.urls and routes.count(teacher.route) > 1:
-            yield f"teachers.{number}.route: expected a route of its own, since a server says what one teacher says"
+        if not teacher.is_loaded and routes.count(teacher.route) > 1:
+            yield f"teachers.{number}.route: expected one of its own, since a {teacher.type} is no part of a mixture"
+        if teacher.is_cached and recipe.data.on_policy is not None:
+            yield f"data.on_policy: teachers.{number} is a cache, which has not read what the student will say"
     own = recipe.data.on_policy
     if _policy_gradient(recipe) and (own is None or own.fraction < 1 or own.temperature != 1):
         yield (

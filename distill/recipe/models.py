@@ -236,15 +236,15 @@ class WeightedTeacher(Teacher):
 
     @model_validator(mode="after")
     def _is_loaded_as_it_is(self) -> Self:
-        served = self.type == "server" and self.route is not None
-        if served and (self.top_k is not None or self.protocol != "distill"):
+        elsewhere = self.type in ("server", "cache") and self.route is not None
+        if elsewhere and (self.top_k is not None or self.protocol != "distill"):
             raise ValueError("top_k: routed teachers are compared over the whole vocabulary; leave it out")
         alone = self.context or self.keep or self.dtype in EIGHT_BITS or self.offload
-        if alone or (self.type != "model" and not served):
+        if alone or (self.type != "model" and not elsewhere):
             what = "offload: cpu" if self.offload else f"dtype: {self.dtype}"
             what = "context" if self.context else "keep" if self.keep else what
-            what = what if served or self.type == "model" else f"type: {self.type}"
-            where = ", or with a route of its own" if what == "type: server" else ""
+            what = what if elsewhere or self.type == "model" else f"type: {self.type}"
+            where = ", or with a route of its own" if what in ("type: server", "type: cache") else ""
             raise ValueError(f"{what} works for one teacher only, under teacher:{where}")
         return self
 

@@ -10,7 +10,7 @@ the other) and the flat positions there that predict what is learned, with those
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,6 +68,22 @@ class RoutedEncoder(Encoder):
         for route, rows in enumerate(groups):
             for document in super().documents(rows, tally):
                 yield OfRoute(document, route)
+
+
+class RouteRows(Sequence[Mapping[str, np.ndarray]]):
+    """Of some rows the documents of one route; a row without any has no tokens."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Sequence[int]]], route: int) -> None:
+        self.rows, self.route = rows, route
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        row = self.rows[number]
+        own = zip(document_bounds(row["position_ids"]), row["route"], strict=True)
+        places = [place for bounds, route in own if route == self.route for place in range(*bounds)]
+        return {name: np.asarray(row[name])[places] for name in OWN}
 
 
 class RoutedCollator:

@@ -8,7 +8,7 @@ each over its own tokens and divided by the tokens of all, are added up.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,15 +34,17 @@ from distill.teachers.base import (
     OpenContext,
     Pairing,
     TargetFormat,
+    TeacherSource,
 )
 from distill.teachers.base import Teacher as AnyTeacher
+from distill.teachers.cache.teacher import CacheSource
 from distill.teachers.cache.top_k import spread
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, pairing_of
 from distill.teachers.losses import PER_ROUTE, LossSpec, TargetLoss
 from distill.teachers.mixture import SHARDED, MixtureFormat, MixtureSource, MixtureTeacher, MixtureVocabulary
 from distill.teachers.model import LoadedTeacher
-from distill.teachers.routed.data import RoutedCollator, RoutedEncoder
+from distill.teachers.routed.data import RoutedCollator, RoutedEncoder, RouteRows
 from distill.teachers.server.teacher import ServerSource
 
 
@@ -261,15 +263,24 @@ class RoutedTeacher(AnyTeacher):
         return zip(self.routes, self.members, strict=True)
 
 
+ELSEWHERE: dict[str, Callable[[Recipe], TeacherSource]] = {"server": ServerSource, "cache": CacheSource}
+
+
+def _of_member(number: int, text: str) -> str:
+    return re.sub("^teacher[.]", f"teachers.{number}.", text)
+
+
 class RoutedSource(MixtureSource):
-    """The models that the recipe's `teachers` names, with routes; of those that are served, their servers."""
+    """What the recipe's `teachers` names, with routes: models, servers, caches."""
 
     def __init__(self, recipe: Recipe) -> None:
         description = describe_teacher(recipe)
         super().__init__(recipe)
         self.routes = description.routes
         self.members = [
-            ServerSource(recipe.model_copy(update={"teacher": section, "teachers": []})) if section.urls else loaded
+            loaded
+            if section.is_loaded
+            else ELSEWHERE[section.type](recipe.model_copy(update={"teacher": section, "teachers": []}))
             for section, loaded in zip(description.members.values(), self.members, strict=True)
         ]
         self.sections = {field: section for field, section in self.sections.items() if section.is_loaded}
@@ -284,8 +295,19 @@ class RoutedSource(MixtureSource):
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         settings: Any = {"cuda": cuda, "sharded": sharded, "family": family}
+        caches = {n: member for n, member in enumerate(self.members) if isinstance(member, CacheSource)}
         texts = [(n, text) for n, member in enumerate(self.members) for text in member.problems(**settings)]
-        return [re.sub("^teacher[.]", f"teachers.{n}.", text) for n, text in texts] + [SHARDED] * sharded
+        texts += [(n, f"teacher.path: expected a cache of hidden states, got {made['kind']}; distill cache --hidden")
+                  for n, cache in caches.items() if (made := cache.manifest) and made["kind"] != "hidden"]  # fmt: skip
+        return [*(_of_member(*each) for each in texts), *[SHARDED] * sharded]
+
+    def data_problems(self, splits: Splits) -> list[str]:
+        problems, order = [], list(dict.fromkeys(self.routes))
+        for number, member in enumerate(self.members):
+            own = [RouteRows(rows, order.index(self.routes[number])) for rows in splits[:2]]
+            texts = member.data_problems(Splits(own[0], own[1], splits.report))
+            problems += [_of_member(number, text) for text in texts]
+        return problems
 
     def vocabulary(self) -> RoutedVocabulary:
         return RoutedVocabulary(self)
