@@ -118,7 +118,38 @@ def _mend_interpreter() -> None:
         parts = [np.expand_dims(part[0], self.axis) if self.keep_dims else part[0] for part in parts]
         return list(map(self.to_tensor, parts, dtypes))
 
+    # a type of a shape and a tensor work out anew what the shape alone decides, at each operation
+    block_type_init, tensor_init, shapes, names = tl.block_type.__init__, tl.tensor.__init__, {}, {}
+
+    def init_block_type(self, element_ty, shape):
+        key = tuple(shape)
+        if key not in shapes:
+            block_type_init(self, element_ty, shape)
+            shapes[key] = self.shape, self.numel
+        self.element_ty, (self.shape, self.numel) = element_ty, shapes[key]
+        element = str(element_ty)
+        if (key, element) not in names:
+            names[key, element] = f"<{self.shape}, {element}>"
+        self.name = names[key, element]
+
+    def init_tensor(self, handle, type):
+        key = tuple(type.shape) if type.is_block() else None
+        if (key, tensor_init) not in shapes:
+            tensor_init(self, handle, type)
+            shapes[key, tensor_init] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key, tensor_init]
+
+    semantic = interpreter.interpreter_semantic
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_to_other(one, other):
+        alike = one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape
+        return (one, other) if alike else broadcast(one, other)
+
     if hasattr(interpreter, "_LangPatchScope"):
+        tl.block_type.__init__, tl.tensor.__init__ = init_block_type, init_tensor
+        semantic.broadcast_impl_value = broadcast_to_other
         interpreter._patch_lang = patch_once
         interpreter.ReduceOps.generic_reduce = reduce_by_halves
 
