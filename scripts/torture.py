@@ -1,7 +1,7 @@
 """Kills, faults and flipped bits, over and over: does a run end with the bits of an undisturbed one?
 
     python -m scripts.torture --minutes 10 [--processes 2] [--seed 0]
-    python -m scripts.torture --steps 5000 --disturbances 20 --minutes 0.1 --processes 2     # one long round
+    python -m scripts.torture --steps 5000 --disturbances 24 --minutes 0.1 --processes 2     # one long round
 
 Each round starts a tiny run and disturbs it at random moments until it ends: kill -9 of one process or of all, SIGTERM,
 a rank stopped (SIGSTOP) and continued, a full disk (a limit on the size of files), a bit flipped in the newest
@@ -90,9 +90,22 @@ def end_orphans(members: list[psutil.Process]) -> None:
         raise RuntimeError(f"process {process.pid} outlives its launcher")
 
 
-def disturb(how: str, runs: Runs, name: str, draw: random.Random) -> None:
-    """Start the run, or go on with it, and disturb it once."""
-    newest = sorted((runs.folder / "runs" / name).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))[-1:]
+def pause(process: subprocess.Popen[bytes], run: Path, steps: int) -> None:
+    """Wait until the run has a checkpoint of `steps` steps more, or has ended."""
+    goal = steps_saved(run) + steps
+    while process.poll() is None and steps_saved(run) < goal:
+        time.sleep(0.2)
+
+
+def steps_saved(run: Path) -> int:
+    """Of the newest complete checkpoint; 0 without one."""
+    return max((int(path.name[11:]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit()), default=0)
+
+
+def disturb(how: str, runs: Runs, name: str, draw: random.Random, steps: int) -> None:
+    """Start the run, or go on with it, and disturb it once: after some seconds, or at most `steps` steps if not 0."""
+    run = runs.folder / "runs" / name
+    newest = [run / f"checkpoint-{steps_saved(run)}"] if steps_saved(run) else []
     if how in ("flipped bit", "deleted file") and newest:
         victim = draw.choice(sorted(path for path in newest[0].iterdir() if path.stat().st_size))
         if how == "deleted file":
@@ -106,7 +119,10 @@ def disturb(how: str, runs: Runs, name: str, draw: random.Random) -> None:
         wait(process, 300)
         return
     second = runs.start(name) if how == "two at once" else None
-    wait(process, 4 + 10 * draw.random())
+    if steps:
+        pause(process, run, draw.randint(1, steps))
+    else:
+        wait(process, 4 + 10 * draw.random())
     members = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     if how == "kill one" and process.poll() is None:
         draw.choice([psutil.Process(process.pid), *members]).kill()
@@ -123,10 +139,21 @@ def disturb(how: str, runs: Runs, name: str, draw: random.Random) -> None:
         victim.resume()
         wait(process, 2)
         process.terminate()
-    if second is not None:
+    if second is not None:  # whichever of them was not refused
+        process.terminate()
+        second.terminate()
         wait(second, 300)
     wait(process, 300)
     end_orphans(members)
+
+
+def kinds(number: int | None, draw: random.Random) -> list[str]:
+    """The disturbances of a round: 1 to 5 by chance, or as many as asked for, each kind about equally often."""
+    if number is None:
+        return [draw.choice(DISTURBANCES) for _ in range(draw.randint(1, 5))]
+    chosen = [DISTURBANCES[index % len(DISTURBANCES)] for index in range(number)]
+    draw.shuffle(chosen)
+    return chosen
 
 
 def main() -> int:
@@ -136,25 +163,29 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--disturbances", type=int, help="of each round; 1 to 5 by chance without it")
+    meaning = "of each round, over all of its steps; without it 1 to 5 by chance, seconds after a start"
+    parser.add_argument("--disturbances", type=int, help=meaning)
     arguments = parser.parse_args()
     draw, until = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
     counts: collections.Counter[str] = collections.Counter()
     survived, lost = 0, []
-    with tempfile.TemporaryDirectory(prefix="torture-") as place:
-        runs = Runs(Path(place), arguments.processes, arguments.steps)
+    apart = 2 * arguments.steps // (arguments.disturbances + 1) if arguments.disturbances else 0
+    with tempfile.TemporaryDirectory(prefix="torture-") as folder:
+        place = Path(folder)
+        runs = Runs(place, arguments.processes, arguments.steps)
         if runs.start("whole").wait() != 0:
-            print((Path(place) / "whole.txt").read_text())
+            print((place / "whole.txt").read_text())
             return 1
         expected, number = runs.outcome("whole"), 0
         while time.monotonic() < until:
             number += 1
             name, done = f"round-{number}", []
             try:
-                for _ in range(arguments.disturbances or draw.randint(1, 5)):
-                    how = draw.choice(DISTURBANCES)
+                for how in kinds(arguments.disturbances, draw):
                     done.append(how)
-                    disturb(how, runs, name, draw)
+                    disturb(how, runs, name, draw, apart)
+                    saved = steps_saved(place / "runs" / name)
+                    print(f"{time.strftime('%H:%M:%S')} {name}: {how}, {saved} steps", flush=True)
                 code = wait(runs.start(name), 300 + arguments.steps / 5)
                 same = code == 0 and runs.outcome(name) == expected
             except (OSError, RuntimeError, ValueError, KeyError) as error:
@@ -163,9 +194,9 @@ def main() -> int:
             survived += same
             if not same:
                 lost.append(f"{name} ({', '.join(done)}), exit code {code}:")
-                lost.append("    " + "\n    ".join((Path(place) / f"{name}.txt").read_text().splitlines()[-8:]))
+                lost.append("    " + "\n    ".join((place / f"{name}.txt").read_text().splitlines()[-8:]))
             print(f"{name}: {', '.join(done)}: {'survived' if same else 'LOST'}", flush=True)
-            shutil.rmtree(Path(place) / "runs" / name, ignore_errors=True)
+            shutil.rmtree(place / "runs" / name, ignore_errors=True)
     for how in DISTURBANCES:
         print(f"{how:<14}{counts[how]}")
     print(f"{number} rounds: {survived} survived, {number - survived} lost")
