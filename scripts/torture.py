@@ -33,7 +33,7 @@ RECIPE = """
 teacher: {init: random, config: tiny.json}
 student: {init: random, config: tiny.json}
 data: {source: synthetic, max_length: 32, max_rows: 64, cache: false, validation: {fraction: 0.1}}
-train: {steps: STEPS, batch_size: 2, learning_rate: 3e-3, warmup: 0, log_every: 1, save_every: 5, device: cpu}
+train: {steps: STEPS, batch_size: 2, learning_rate: 3e-3, warmup: 0, log_every: 1, save_every: SAVE, device: cpu}
 generate: {prompts: []}
 """
 MODEL = {
@@ -50,7 +50,7 @@ class Runs:
     def __init__(self, folder: Path, processes: int, steps: int) -> None:
         self.folder, self.processes = folder, processes
         (folder / "tiny.json").write_text(json.dumps(MODEL))
-        (folder / "r.yaml").write_text(RECIPE.replace("STEPS", str(steps)))
+        (folder / "r.yaml").write_text(RECIPE.replace("STEPS", str(steps)).replace("SAVE", str(max(5, steps // 200))))
 
     def start(self, name: str, *, full: bool = False) -> subprocess.Popen[bytes]:
         """`distill run --resume-if-any`, in a group of its own."""
