@@ -166,7 +166,7 @@ def main() -> int:
     meaning = "of each round, over all of its steps; without it 1 to 5 by chance, seconds after a start"
     parser.add_argument("--disturbances", type=int, help=meaning)
     arguments = parser.parse_args()
-    draw, until = random.Random(arguments.seed), time.monotonic() + 60 * arguments.minutes
+    draw = random.Random(arguments.seed)
     counts: collections.Counter[str] = collections.Counter()
     survived, lost = 0, []
     apart = 2 * arguments.steps // (arguments.disturbances + 1) if arguments.disturbances else 0
@@ -176,7 +176,7 @@ def main() -> int:
         if runs.start("whole").wait() != 0:
             print((place / "whole.txt").read_text())
             return 1
-        expected, number = runs.outcome("whole"), 0
+        expected, number, until = runs.outcome("whole"), 0, time.monotonic() + 60 * arguments.minutes
         while time.monotonic() < until:
             number += 1
             name, done = f"round-{number}", []
