@@ -380,7 +380,7 @@ def _save(
         student = whole_student(trainer.accelerator, student)
     if not is_first():
         return
-    save_student(student, pair.tokenizer, folder / "student")
+    save_student(student, pair.tokenizer, folder / "student", recipe.student.lora)
     measure = trainer.objective.measure
     write_model_card(
         folder / "student",

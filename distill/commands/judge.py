@@ -67,7 +67,6 @@ def evaluate(
     from distill.models.load import load_tokenizer
     from distill.models.packed import keeps_apart
     from distill.models.vocabulary import compare as compare_vocabularies
-    from distill.recipe import Student
     from distill.teachers.measure import shown as figure_shown
 
     found = targets.find_target(target)
@@ -102,7 +101,7 @@ def evaluate(
         after = look(student, large, rows, advance=advance)
         closed = None
         if before is not None:
-            earlier, _ = targets.load_target(targets.Target(Student(model=before)))
+            earlier, _ = targets.load_target(targets.find_target(before))
             closed = after.gap_closed(look(earlier, large, rows, advance=advance))
     if not first:
         return
@@ -143,7 +142,6 @@ def _run_tasks(
     """The student, the student before and the teacher, where they are known, on the harness's tasks."""
     from distill.evaluation import targets
     from distill.evaluation.tasks import check_tasks, run_tasks
-    from distill.recipe import Student
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = targets.find_target(target)
@@ -158,7 +156,7 @@ def _run_tasks(
         student, tokenizer = targets.load_target(found)
         models = {"student": student}
         if before is not None:
-            models["before"], _ = targets.load_target(targets.Target(Student(model=before)))
+            models["before"], _ = targets.load_target(targets.find_target(before))
         if asked:
             models["teacher"] = targets.load_its_teacher(found, teacher)
     scores = run_tasks(models, tokenizer, found_tasks, limit=limit, batch_size=batch_size, chat=chat)

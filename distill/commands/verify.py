@@ -100,9 +100,13 @@ def _checkpoint(path: Path) -> str:
 
 def _student(folder: Path) -> str:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
 
     from distill.core.manifest import fault_of_files
+    from distill.models.adapters import base_of
+    from distill.models.load import load_config
+    from distill.recipe import Student
     from distill.training.soundness import not_finite, shapes_of
 
     result = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8")) if (folder / RESULT_FILE).is_file() else {}
@@ -113,9 +117,14 @@ def _student(folder: Path) -> str:
         if name := not_finite(path):
             raise ValueError(f"{path.name}: {name} is not finite")
         there |= shapes_of(path)
+    base = base_of(folder / "student")
+    config = load_config(Student.model_validate(base or {"model": str(folder / "student")}), "student")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "student"))
-    shapes = {name: list(tensor.shape) for name, tensor in model.named_parameters()}
+        model: Any = AutoModelForCausalLM.from_config(config)
+        if base:
+            model = get_peft_model(model, PeftConfig.from_pretrained(str(folder / "student")))
+    tensors = get_peft_model_state_dict(model) if base else dict(model.named_parameters())
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     for name in sorted(shapes):
         if there.get(name) != shapes[name]:
             raise ValueError(f"{name}: expected the shape {shapes[name]} of its configuration, got {there.get(name)}")

@@ -11,12 +11,15 @@ import torch
 from distill.core.folders import RECIPE_FILE, RUNS
 from distill.data.load import columns_of, load_data
 from distill.data.sources import open_source
+from distill.models.adapters import base_of, load_and_merge
 from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.recipe import Data, ModelSection, Recipe, Student, Teacher, Validation, load
 from distill.recipe.compatibility import require_command
 from distill.teachers.cache.teacher import section_to_load
 from distill.teachers.measure import KL, Measure
 from distill.teachers.registry import measure_of, source_of
+
+CONFIGS = ("config.json", "adapter_config.json")  # of a student, of an adapter alone
 
 
 class Target(NamedTuple):
@@ -25,11 +28,13 @@ class Target(NamedTuple):
     Attributes:
         recipe: of the run it came from; None for a model.
         folder: the run's; None for a model.
+        adapter: the folder of a LoRA adapter alone, to be merged into `student`, its base model.
     """
 
     student: Student
     recipe: Recipe | None = None
     folder: Path | None = None
+    adapter: Path | None = None
 
 
 def find_target(argument: str) -> Target:
@@ -40,10 +45,17 @@ def find_target(argument: str) -> Target:
     """
     for folder in (Path(argument), RUNS / argument):
         if (folder / RECIPE_FILE).is_file():
-            if not (folder / "student" / "config.json").is_file():
+            if not any((folder / "student" / name).is_file() for name in CONFIGS):
                 raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
-            return Target(Student(model=str(folder / "student")), load(folder / RECIPE_FILE, of_run=True), folder)
-    return Target(Student(model=argument))
+            recipe = load(folder / RECIPE_FILE, of_run=True)
+            return in_folder(str(folder / "student"))._replace(recipe=recipe, folder=folder)
+    return in_folder(argument)
+
+
+def in_folder(model: str) -> Target:
+    """A model, or the adapter of one."""
+    base = base_of(Path(model))
+    return Target(Student.model_validate(base), adapter=Path(model)) if base else Target(Student(model=model))
 
 
 def device_here() -> torch.device:
@@ -55,8 +67,15 @@ def load_target(target: Target) -> tuple[Any, Any]:
     """The student in eval mode, and its tokenizer."""
     device = device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    student = load_student(target.student, device=device, dtype=dtype).eval()
-    return student, load_tokenizer(target.student, "student")
+    return load_merged(target, device, dtype).eval(), load_tokenizer(
+        Student(model=str(target.adapter)) if target.adapter else target.student, "student"
+    )
+
+
+def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype | None) -> Any:
+    """The student in train mode, an adapter merged into its base model; without `dtype` in that of its files."""
+    student = load_student(target.student, device=device, dtype=dtype)
+    return student if target.adapter is None else load_and_merge(student, str(target.adapter), "student")
 
 
 def its_teacher(target: Target, teacher: str | None) -> Teacher:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from distill.models.guard import read_json
 from distill.models.head import find_head
 from distill.recipe import Lora
 
@@ -128,12 +129,41 @@ def merge_in_place(model: Any) -> PreTrainedModel:
     return plain
 
 
-def load_and_merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter of a `PeftModel`; a base model on this machine by its whole path, one of the hub by its commit.
+
+    `AutoPeftModelForCausalLM.from_pretrained(folder)` then finds the base from anywhere.
+    """
+    config, base = model.peft_config[model.active_adapter], model.get_base_model()
+    place = Path(config.base_model_name_or_path or "")
+    if config.base_model_name_or_path and place.exists():
+        config.base_model_name_or_path = str(place.resolve())
+    config.revision = config.revision or getattr(base.config, "_commit_hash", None)
+    model.save_pretrained(folder)
+
+
+def base_of(folder: Path) -> dict[str, str | None]:
+    """`model` and `revision` of the base that the adapter in `folder` names; empty where it holds no adapter alone.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
+        return {}
+    values = read_json(folder / "adapter_config.json", "student")
+    name, revision = values.get("base_model_name_or_path"), values.get("revision")
+    if not isinstance(name, str) or not name or not isinstance(revision, str | None):
+        raise ValueError(f"student: the adapter in {folder} names no base model (base_model_name_or_path)")
+    return {"model": name, "revision": revision}
+
+
+def load_and_merge(model: PreTrainedModel, adapter: str, field: str = "teacher.adapter") -> PreTrainedModel:
     """Merge a saved LoRA into `model`.
 
     Args:
         model: What the adapter was trained on; consumed.
         adapter: A folder with adapter_config.json and adapter_model.safetensors, or a hub id. Pickles are not read.
+        field: What errors name.
 
     Raises:
         ValueError: no adapter there, one of another kind, or one made for another model.
@@ -141,28 +171,28 @@ def load_and_merge(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from safetensors import safe_open
 
-    folder = _adapter_folder(adapter)
+    folder = _adapter_folder(adapter, field)
     config = PeftConfig.from_pretrained(str(folder))
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
-        raise ValueError(f"teacher.adapter: expected a LoRA adapter, got {config.peft_type}")
+        raise ValueError(f"{field}: expected a LoRA adapter, got {config.peft_type}")
     try:
         with_adapter = PeftModel.from_pretrained(model, str(folder))
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"teacher.adapter: {adapter} does not fit this teacher: {reason}") from error
+        raise ValueError(f"{field}: {adapter} does not fit its base model: {reason}") from error
     with safe_open(str(folder / "adapter_model.safetensors"), framework="pt") as file:
         saved = set(file.keys())
     wrong = saved ^ set(get_peft_model_state_dict(with_adapter))
     if wrong:
         raise ValueError(
-            f"teacher.adapter: {adapter} does not fit this teacher: {len(wrong)} weights have no counterpart, "
+            f"{field}: {adapter} does not fit its base model: {len(wrong)} weights have no counterpart, "
             f"such as {sorted(wrong)[0]}"
         )
-    log.info("teacher.adapter: merged %s (rank %s)", adapter, getattr(config, "r", "?"))
+    log.info("%s: merged %s (rank %s)", field, adapter, getattr(config, "r", "?"))
     return merge_in_place(with_adapter)
 
 
-def _adapter_folder(adapter: str) -> Path:
+def _adapter_folder(adapter: str, field: str) -> Path:
     needed = ("adapter_config.json", "adapter_model.safetensors")
     folder = Path(adapter).expanduser()
     if not folder.is_dir():
@@ -173,9 +203,9 @@ def _adapter_folder(adapter: str) -> Path:
             folder = Path(snapshot_download(adapter, allow_patterns=list(needed)))
         except (OSError, HfHubHTTPError, HFValidationError) as error:
             raise ValueError(
-                f"teacher.adapter: {adapter} is neither a folder nor a hub id that can be reached; give a local folder"
+                f"{field}: {adapter} is neither a folder nor a hub id that can be reached; give a local folder"
             ) from error
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"teacher.adapter: {adapter} has no {' and no '.join(missing)}")
+        raise ValueError(f"{field}: {adapter} has no {' and no '.join(missing)}")
     return folder

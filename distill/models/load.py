@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from distill.core.files import replacing_folder
-from distill.models.adapters import add_lora, load_and_merge, merged
+from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.attention import keep_soft_cap
 from distill.models.guard import check_config, check_index, read_json
 from distill.models.offload import offload_layers
@@ -41,7 +41,7 @@ from distill.models.quantised import (
     quantised_by_transformers,
 )
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source, resolve_tokenizer_source
-from distill.recipe import ModelSection, Student, Teacher
+from distill.recipe import Lora, ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
 from distill.recipe.shipped import find_architecture
 
@@ -229,7 +229,7 @@ def _random(
     return _place(model, device)
 
 
-def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> Path:
+def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path, lora: Lora | None = None) -> Path:
     """Save a student so that `AutoModelForCausalLM.from_pretrained(folder)` and `generate` take it as it is.
 
     Weights keep their dtype, tied ones stay tied. Of a LoRA student the merged model goes to `folder`, and the
@@ -237,9 +237,16 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
 
     Args:
         model: The student, unwrapped from DDP or FSDP; not changed.
+        lora: By its `save: adapter` the adapter goes to `folder`, for PEFT to put on the base model that it names.
     """
     folder = Path(folder)
     is_lora = hasattr(model, "peft_config")
+    if is_lora and lora is not None and lora.save == "adapter":
+        with replacing_folder(folder, over=True) as unfinished:
+            save_adapter(model, unfinished)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(unfinished)
+        return folder
     plain = merged(model) if is_lora else model
     with replacing_folder(folder, over=True) as unfinished:
         used, plain.config.use_cache = plain.config.use_cache, True
@@ -251,5 +258,5 @@ def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: 
             tokenizer.save_pretrained(unfinished)
     if is_lora:
         with replacing_folder(folder.parent / "adapter", over=True) as unfinished:
-            model.save_pretrained(unfinished)
+            save_adapter(model, unfinished)
     return folder

@@ -282,6 +282,8 @@ class Lora(Section):
         dropout: share of the adapters' input that is dropped in training.
         targets: module names, or `all-linear` (every linear layer but the head).
         head: adapt the language-model head as well.
+        save: `both`: `student/` of the run is the model with the adapter merged, `adapter/` the adapter alone;
+            `adapter`: `student/` is the adapter alone, which names its base model.
     """
 
     r: Count = 16
@@ -289,6 +291,7 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[str | list[str], BeforeValidator(text_or_list)] = "all-linear"
     head: bool = False
+    save: Literal["both", "adapter"] = "both"
 
 
 class Student(ModelSection):
@@ -332,4 +335,10 @@ class Student(ModelSection):
             raise ValueError(f"give exactly one of model, from_teacher, and init: random with config; got {came}")
         if self.vocabulary == "cross" and self.model is None:
             raise ValueError("vocabulary: cross needs a student.model, whose tokenizer is its own")
+        nameless = not self.has_tokenizer or (self.model or "").endswith(".gguf") or self.vocabulary == "extend"
+        if self.lora is not None and self.lora.save == "adapter" and nameless:
+            raise ValueError(
+                "lora.save: adapter names the model it belongs to: expected student.model, a hub id or a folder, and "
+                "vocabulary: keep or cross; set lora.save: both"
+            )
         return self

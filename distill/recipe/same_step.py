@@ -14,6 +14,7 @@ from distill.recipe.schema import Recipe
 STEP = ("train.batch_size", "train.tokens_per_step")  # these two where the step keeps its rows
 FREE = (
     "output_dir",
+    "student.lora.save",
     "train.gradient_checkpointing",
     "train.cuda_graph",
     "train.save_every",

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.faults import RecipeError
-from distill.core.files import replacing_folder
-from distill.models.guard import check_config, read_json
-from distill.models.source import ModelSource, loading, resolve_model_source
+from distill.core.files import replacing_folder, write_text
+from distill.evaluation.targets import CONFIGS, in_folder, load_merged
 from distill.reports.gguf_file import write_gguf
+from distill.reports.model_card import card_of_merged
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,9 +26,9 @@ def export(
 ) -> dict[str, Any]:
     """Write the student of the run in `folder` to `destination`.
 
-    A LoRA student was merged when the run saved it. Weights are safetensors in shards; the tokenizer, the generation
-    configuration, the model card and the recipe go with them. The result is loaded again and must hold the same
-    weights, rounded to `dtype`.
+    A LoRA student was merged when the run saved it; an adapter alone is merged here, in the dtype of its base model's
+    files. Weights are safetensors in shards; the tokenizer, the generation configuration, the model card and the recipe
+    go with them. The result is loaded again and must hold the same weights, rounded to `dtype`.
 
     Args:
         destination: A folder that does not exist or is empty.
@@ -43,7 +43,7 @@ def export(
         RecipeError: no student, a destination in use, or values that this dtype cannot hold.
     """
     source = folder / "student"
-    if not (source / "config.json").is_file():
+    if not any((source / name).is_file() for name in CONFIGS):
         raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it"])
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
@@ -53,10 +53,8 @@ def export(
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise in_use
     try:
-        resolve_model_source(str(source), "student")
-        check_config(read_json(source / "config.json", "student"), "student", str(source))
-        with loading(str(source), ModelSource(str(source)), "student"):
-            model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True)
+        model: Any = load_merged(in_folder(str(source)), "cpu", None).eval()
+        model.config.use_cache = True
     except ValueError as error:
         raise RecipeError([str(error)]) from error
     if dtype is not None:
@@ -70,9 +68,10 @@ def export(
             model.save_pretrained(unfinished, max_shard_size=shard_size)
             if (source / "tokenizer_config.json").is_file():
                 AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
-            for path in (source / "README.md", folder / "recipe.yaml"):
-                if path.is_file():
-                    shutil.copy(path, unfinished / path.name)
+            if (source / "README.md").is_file():
+                write_text(unfinished / "README.md", card_of_merged((source / "README.md").read_text(encoding="utf-8")))
+            if (folder / "recipe.yaml").is_file():
+                shutil.copy(folder / "recipe.yaml", unfinished / "recipe.yaml")
             _check(model, unfinished)
             if gguf is not None:
                 name = f"{destination.name}-{gguf}.gguf"

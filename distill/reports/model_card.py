@@ -17,6 +17,12 @@ from distill.core.files import write_text
 from distill.evaluation.evaluate import HeldOut, gap_closed
 from distill.teachers.measure import KL, SPANS, Measure, shown
 
+# what the card says of a whole model, and of an adapter alone
+MODEL = 'library_name: "transformers"', "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+ADAPTER = (
+    'library_name: "peft"',
+    "from peft import AutoPeftModelForCausalLM as AutoModelForCausalLM\nfrom transformers import AutoTokenizer\n",
+)
 MARKS = re.compile(r"([\\`*_{}\[\]()#+!|~<>&$])")
 
 
@@ -36,7 +42,7 @@ def write_model_card(
     licence: str | None = None,
     measure: Measure = KL,
 ) -> Path:
-    """Write `README.md` into `folder`.
+    """Write `README.md` into `folder`, which holds a model or an adapter alone.
 
     Args:
         teacher: What the teacher is, as the recipe says it.
@@ -88,9 +94,19 @@ def write_model_card(
         parts.append(
             "Trained with " + ", ".join(f"{escape(key)} {escape(value)}" for key, value in versions.items()) + "."
         )
-    path = folder / "README.md"
-    write_text(path, "\n\n".join(parts) + "\n")
+    path, text = folder / "README.md", "\n\n".join(parts) + "\n"
+    if (folder / "adapter_config.json").is_file():
+        for plain, adapted in zip(MODEL, ADAPTER, strict=True):
+            text = text.replace(plain, adapted, 1)
+    write_text(path, text)
     return path
+
+
+def card_of_merged(text: str) -> str:
+    """The card of an adapter as that of the model with the adapter merged; any other card as it is."""
+    for plain, adapted in zip(MODEL, ADAPTER, strict=True):
+        text = text.replace(adapted, plain, 1)
+    return text
 
 
 def licence_of(model: str) -> str | None:
