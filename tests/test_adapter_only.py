@@ -111,6 +111,6 @@ def test_a_run_goes_on_with_either_and_what_it_was_saved_as_may_change(workplace
     "{model: a.gguf, lora: {save: adapter}}", "{init: random, config: llama-3.2-1b, lora: {save: adapter}}",
 ])  # fmt: skip
 def test_an_adapter_without_a_base_to_name_is_refused(student):
-    with pytest.raises(ValueError, match="lora.save: adapter names the model it belongs to") as error:
+    with pytest.raises(ValueError, match=r"lora\.save: adapter names the model it belongs to") as error:
         parse(f"teacher: {{model: t}}\nstudent: {student}\ndata: {{source: a.txt}}\ntrain: {{steps: 1}}")
     assert "\n" not in str(error.value)

@@ -169,6 +169,7 @@ def test_charts_draw_lines_where_there_are_numbers():
 def test_numbers_are_round_and_short():
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0]) and ticks(3, 3) == [3]
     assert ticks(1, 2, least=1) == [1, 2], "there is no step 1.5"
+    assert min(len(ticks(1, last, 3, least=1)) for last in range(2, 2000)) == 2, "a lone number tells no distance"
     assert [short(x) for x in (0, 2e-5, 0.5, 12_345, 3.2e6, 8e9)] == ["0", "2e-5", "0.5", "12.3k", "3.2M", "8B"]
 
 

@@ -40,13 +40,15 @@ IN_PAGE = Size()
 
 
 def ticks(low: float, high: float, count: int = 5, least: float = 0.0) -> list[float]:
-    """About `count` round numbers between `low` and `high`: 1, 2 or 5 times a power of ten, or `least`, apart."""
+    """About `count` round numbers from `low` to `high`, 2 or more: 1, 2 or 5 times a power of ten or `least` apart."""
     if not high > low:
         return [low]
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = max(least, next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    if last <= first and step > least:
+        return ticks(low, high, 2 * count, least)
     return [number * step for number in range(first, last + 1)]
 
 
