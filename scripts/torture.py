@@ -143,6 +143,8 @@ def disturb(how: str, runs: Runs, name: str, draw: random.Random, steps: int) ->
         process.terminate()
         second.terminate()
         wait(second, 300)
+    if steps and how in ("flipped bit", "deleted file"):  # in a long round the next one comes before the end
+        process.terminate()
     wait(process, 300)
     end_orphans(members)
 
