@@ -128,6 +128,22 @@ def test_a_full_folder_is_a_cache_that_needs_no_weights(here, asked, unloaded, c
     assert "100% of them stored already: it is not loaded" in capsys.readouterr().out
 
 
+def test_check_counts_no_weights_where_all_is_stored(here, capsys):
+    def memory(*more):
+        assert run_command(["check", "tiny.yaml", "--json", *more]) == 0
+        report = json.loads(capsys.readouterr().out)
+        return report["memory"], report["advice"]
+
+    loaded, _ = memory()
+    run(recipe("train.epochs=1"), name="fills")
+    capsys.readouterr()
+    stored, advice = memory()
+    assert (stored, advice) == memory("teacher={type: cache, path: kept}")
+    assert stored["parts"]["teacher"] < loaded["parts"]["teacher"]
+    other, _ = memory("data.max_length=16")
+    assert other["parts"]["teacher"] == loaded["parts"]["teacher"], "other documents, of which nothing is stored"
+
+
 def test_check_says_the_bytes_first(here, capsys):
     assert run_command(["check", "tiny.yaml"]) == 0
     said = re.search(r"keep: kept, (\d+) bytes a learned token, (\S+) GiB for the ([\d,]+) of", capsys.readouterr().out)

@@ -69,8 +69,8 @@ class Preflight:
     strategy: str
     teacher: Shape
     student: Shape
-    memory: Memory
-    fits: bool
+    memory: Memory = field(init=False)  # known once the data are read: of a teacher that is kept all may be stored
+    fits: bool = field(init=False)
     accumulation: int
     tokens_per_step: int
     steps: int | None = None
@@ -126,27 +126,29 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     situation = situation_of(recipe, device, gpus)
     source, student = situation.source, situation.student
     sharing = _sharing(situation, device)
-    memory = _memory(situation, device)
     report = Preflight(
-        device, gpus, sharing.short, _together(source.shapes()), student.shape, memory, _fits(memory, situation),
-        situation.accumulation, recipe.train.batch_size * recipe.data.max_length * situation.accumulation * gpus,
+        device, gpus, sharing.short, _together(source.shapes()), student.shape, situation.accumulation,
+        recipe.train.batch_size * recipe.data.max_length * situation.accumulation * gpus,
         recipe.train.steps,
     )  # fmt: skip
-    if not report.fits:
-        report.problems.append(
-            f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
-            f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
-        )
     report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded, family=device.family)
-    footprint = situation.footprint(sharing.teacher_sharded)
-    report.host = footprint.host * gpus
-    report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
-    report.advice = advise(situation, device)
     _check_lengths(situation, report)
     models = {"teacher": source.config_section, "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
     vocabulary = _check_vocabulary(source, report)
     pairs = _check_data(source, vocabulary, report) if look_at_data else None
+    report.memory = memory = _memory(situation, device)
+    report.fits = _fits(memory, situation)
+    if not report.fits:
+        report.problems.insert(
+            0,
+            f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
+            f"{device.memory_bytes / GIB:.1f} GiB of {device.name}",
+        )
+    footprint = situation.footprint(sharing.teacher_sharded)
+    report.host = footprint.host * gpus
+    report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
+    report.advice = advise(situation, device)
     report.teacher_text = source.size_text()
     if device.cuda and source.is_to_be_made:
         report.teacher_text += f"; {what_caching_takes(situation)}"
@@ -228,6 +230,7 @@ def advise(situation: Situation, device: Device) -> list[tuple[str, float, bool]
     advice = []
     for label, recipe in _changes(situation, device):
         changed = situation_of(recipe, device, situation.world)
+        changed.source.follow(situation.source)
         memory = _memory(changed, device)
         if (saved := (now - memory.peak) / GIB) >= 0.05:
             advice.append((label, saved, _fits(memory, changed)))

@@ -261,7 +261,7 @@ class Teacher(Protocol):
         return
 
     def close(self) -> None:
-        """Release what it holds open."""
+        """Release what it holds open: threads, connections. It cannot be asked after that."""
         return
 
 
@@ -340,6 +340,10 @@ class TeacherSource(Protocol):
     def data_problems(self, splits: Splits) -> list[str]:
         """Why it cannot teach these rows: documents that are missing."""
         return []
+
+    def follow(self, other: TeacherSource) -> None:
+        """Take over what another recipe's source knows of the data, where this one's are the same."""
+        return
 
     def problems(self, *, cuda: bool, sharded: bool, family: str | None = None) -> list[str]:
         """Why it cannot be loaded so, by its configuration; `family` is the GPU's, None where it is not known."""

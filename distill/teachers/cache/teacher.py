@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,16 @@ def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
     return expected
 
 
+def stored_footprint(stored: Mapping[str, Any], shape: Shape) -> Footprint:
+    """Of what a plan says is stored, by a model of this shape: its head, and what is said of each token."""
+    number = DTYPES[stored["dtype"]].itemsize
+    if stored.get("kind") == "hidden":
+        read = max(number, 2)
+        return Footprint(weights=float(shape.head * read), token_bytes=(number + read) * shape.hidden)
+    # ids in int32; at their positions in fp32
+    return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
+
+
 class CacheSource(TeacherSource):
     """The cache that the recipe's `teacher.path` names, complete or still to be made by the model beside it."""
 
@@ -205,13 +215,7 @@ class CacheSource(TeacherSource):
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """What is stored there of a token, or will be by default."""
-        stored = self.manifest or Settings().checked()._asdict()
-        number = DTYPES[stored["dtype"]].itemsize
-        if stored.get("kind") == "hidden":
-            shape, read = self.shapes()[0], max(number, 2)
-            return Footprint(weights=float(shape.head * read), token_bytes=(number + read) * shape.hidden)
-        # ids in int32; at their positions in fp32
-        return Footprint(token_bytes=stored["k"] * ((4 + number) + (4 + 4)), logits=False)
+        return stored_footprint(self.manifest or Settings().checked()._asdict(), self.shapes()[0])
 
     def title(self) -> str:
         """What the model that made it is called; the cache's folder where that cannot be read any more."""

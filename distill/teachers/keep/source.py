@@ -22,7 +22,7 @@ from distill.models.meta import meta_config, meta_student
 from distill.models.precision import resolve_device, resolve_precision
 from distill.models.pruning import layer_indices, layers_of
 from distill.recipe import Data, Recipe
-from distill.teachers.base import Footprint, FootprintContext, OpenContext
+from distill.teachers.base import Footprint, FootprintContext, OpenContext, TeacherSource
 from distill.teachers.cache.format import (
     MANIFEST,
     PLAN,
@@ -37,6 +37,7 @@ from distill.teachers.cache.identity import require_same_teacher
 from distill.teachers.cache.plan import EncodableTeacher, Origin, encodable, plan_of, write_companions
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings, default_tail
+from distill.teachers.cache.teacher import stored_footprint
 from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher, StoredTeacher
 from distill.teachers.measure import KL, Measure, over_stored
@@ -78,6 +79,10 @@ class KeepSource(ModelSource):
             return over_stored(plan)
         return KL if self.settings().hidden else Measure("KL over what is stored")
 
+    def follow(self, other: TeacherSource) -> None:
+        if isinstance(other, KeepSource) and self.recipe.data == other.recipe.data:
+            self.required = other.required
+
     def missing(self) -> list[bytes]:
         """Documents of the data that are not stored."""
         plan = self.plan
@@ -98,7 +103,10 @@ class KeepSource(ModelSource):
         ]
 
     def footprint(self, context: FootprintContext) -> Footprint:
-        """As of the loaded teacher, and what is read; the head of a sharded one stays whole beside the shards."""
+        """As of the loaded teacher, and what is read; the head of a sharded one stays whole beside the shards. Of one
+        whose words on these data are all stored, as of a cache: it is not loaded."""
+        if self.required and not self.missing() and (plan := self.plan) is not None:
+            return stored_footprint(plan, self.meta().shape)
         loaded, self._dtype = super().footprint(context), context.precision.teacher
         head = self.meta().shape.head * context.precision.teacher.itemsize if context.sharded else 0.0
         return loaded._replace(weights=loaded.weights + head, token_bytes=2 * loaded.token_bytes)
