@@ -17,6 +17,7 @@ Everything that a person may have got wrong is found before the run's folder exi
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
@@ -27,7 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import transformers
 from accelerate import PartialState
 from distill_kernels import tuning
@@ -60,9 +60,9 @@ from distill.recipe.yaml_text import to_yaml
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import licence_of, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
-from distill.teachers.base import OpenContext
+from distill.teachers.base import OpenContext, TeacherSource
 from distill.teachers.identity import model_name
-from distill.teachers.opening import Pair, compile_models, open_pair, patch_models, use_plugin
+from distill.teachers.opening import Pair, compile_models, opened_pair, patch_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
@@ -123,16 +123,16 @@ def run(
     process = PartialState(cpu=device.type == "cpu", **store_of_attempt())
     runs = runs_folder(recipe.output_dir)
     folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume, runs=runs))
-    with explained(recipe, folder), RunLock(folder) as held:
-        return _run(recipe, held, device, process, resume, lock, own_terms)
+    with explained(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
+        return _run(recipe, held, opened, process, resume, lock, own_terms)
 
 
 def _run(
-    recipe: Recipe, held: RunLock, device: torch.device, process: PartialState, resume: bool, lock: Path | None,
-    own_terms: Any,
+    recipe: Recipe, held: RunLock, opened: contextlib.ExitStack, process: PartialState, resume: bool,
+    lock: Path | None, own_terms: Any,
 ) -> RunResult:  # fmt: skip
     # --- what was asked for
-    folder, last, resumed = held.folder, None, None
+    folder, device, last, resumed = held.folder, resolve_device(recipe.train), None, None
     if resume:
         if is_first():
             held.take()
@@ -163,7 +163,8 @@ def _run(
         splits = vocabulary.read(recipe.data, recipe.train.seed)
     require_prompts(recipe, vocabulary.tokenizer, splits.report.format)
     with console.working("loading teacher and student"):
-        pair = open_pair(source, vocabulary, OpenContext(device, precision, sharing, attention))
+        context = OpenContext(device, precision, sharing, attention)
+        pair = opened.enter_context(opened_pair(source, vocabulary, context))
     if problems := source.data_problems(splits):
         raise ValueError(problems[0])
     if own_terms is not None:
@@ -217,11 +218,9 @@ def _run(
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
         trainer.add_callback(GraphedSteps(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean))
     plan = Plan(
-        arguments.max_steps,
-        recipe.train.batch_size * recipe.data.max_length * accumulation * world_size(),
-        accumulation,
-        world_size(),
-    )
+        arguments.max_steps, recipe.train.batch_size * recipe.data.max_length * accumulation * world_size(),
+        accumulation, world_size(),
+    )  # fmt: skip
 
     # --- from here on the run exists
     if locked is not None:
@@ -259,7 +258,7 @@ def _run(
     _begin("measuring", "the trained student")
     after = _held_out(recipe, pair, trainer, splits, precision)
     result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
-    _save(recipe, pair, trainer, splits, result, answers)
+    _save(source, pair, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
 
@@ -363,7 +362,7 @@ def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
 
 
 def _save(
-    recipe: Recipe,
+    source: TeacherSource,
     pair: Pair,
     trainer: DistillationTrainer,
     splits: Splits,
@@ -371,7 +370,7 @@ def _save(
     answers: dict[str, list[str]],
 ) -> None:
     """The student with its card, samples, curves and the result; prints the table."""
-    folder, sharded, source = result.folder, trainer.is_fsdp_enabled, source_of(recipe)
+    recipe, folder, sharded = source.recipe, result.folder, trainer.is_fsdp_enabled
     student: Any = trainer.accelerator.unwrap_model(trainer.model)
     if pair.tokenizer is not None and recipe.generate.prompts and (is_first() or sharded):
         _begin("answering", "the prompts of the samples again")

@@ -3,8 +3,10 @@
 import contextlib
 import json
 import threading
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,13 +14,14 @@ from served import engine_in, from_server, opened, recipe_in, serving, write_mod
 
 from distill.core.faults import RunError, TeacherGone
 from distill.data.collator import Collator
-from distill.doctor import invariants
+from distill.doctor import examine, invariants, invariants_runs
 from distill.run import run
 from distill.serving.engine import Engine
 from distill.serving.worker import Full
 from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.top_k import top_k_targets
 from distill.teachers.server import client
+from distill.teachers.server.client import Servers
 from distill.teachers.server.wire import tensors_of
 from distill.training.lock import read_lock
 
@@ -346,3 +349,36 @@ def test_an_answer_that_is_no_answer(place, url):
         )
     with pytest.raises(ValueError, match="expected safetensors"):
         tensors_of(b"nothing")
+
+
+# ------------------------------------------------------------------ what is left of it
+
+
+def _left(url):
+    """Threads and connections of clients, once those under way had time to end."""
+    port, until = int(url.rpartition(":")[2]), time.monotonic() + 10
+    while True:
+        threads = [thread for thread in threading.enumerate() if thread.name == "asking"]
+        ends = [end for end in psutil.Process().net_connections("tcp") if end.raddr and end.raddr.port == port]
+        open_ends = [end for end in ends if end.status == psutil.CONN_ESTABLISHED]
+        if not (threads or open_ends) or time.monotonic() > until:
+            return threads, open_ends
+        time.sleep(0.05)
+
+
+def test_nothing_is_left_of_a_run_or_a_doctor(place, engine, monkeypatch):
+    held, close = [], Servers.close
+    monkeypatch.setattr(Servers, "close", lambda servers: (held.append(len(servers._threads)), close(servers)))
+    with serving(engine) as address:
+        trained(place, "closes", *from_server(address, prefetch=3))
+        assert held == [3] and _left(address) == ([], []), "the run's"
+        with monkeypatch.context() as patch:
+            shifted_by_one(engine, patch)
+            with pytest.raises(ValueError, match="shifted"):
+                trained(place, "fails", *from_server(address))
+        assert len(held) == 2 and _left(address) == ([], []), "of one that failed"
+        monkeypatch.setattr(examine, "CHECKS", (invariants.fused_equals_reference,))
+        monkeypatch.setattr(examine, "RUN_CHECKS", (invariants_runs.ranks_change_nothing,))
+        findings = list(examine.examine(recipe_in(place, *from_server(address))))
+        assert [finding.passed for finding in findings] == [True, True], findings
+        assert len(held) == 4 and _left(address) == ([], []), "the doctor's"

@@ -178,7 +178,7 @@ def inspect(
 
     from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
     from distill.teachers.base import open_context
-    from distill.teachers.opening import open_pair
+    from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
 
     without_bars()
@@ -190,10 +190,10 @@ def inspect(
         chosen = [split[number] for number in range(min(rows, len(split)))]
         shades = None
         if shade is not None:
-            pair = open_pair(source, vocabulary, open_context(resolved))
-            pair.student.eval()
-            (teacher,) = pair.teacher.models.values()
-            shades = shade_rows(chosen, shade, teacher, pair.student)
+            with opened_pair(source, vocabulary, open_context(resolved)) as pair:
+                pair.student.eval()
+                (teacher,) = pair.teacher.models.values()
+                shades = shade_rows(chosen, shade, teacher, pair.student)
     made = [
         tokens_of(row, vocabulary.tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)
     ]

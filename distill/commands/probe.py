@@ -34,7 +34,7 @@ def probe(recipe: Recipe) -> Measured:
     Raises:
         ValueError: no GPU here, or models that cannot be loaded.
     """
-    from distill.teachers.opening import open_pair, patch_models
+    from distill.teachers.opening import opened_pair, patch_models
     from distill.training.trainer import DistillationTrainer
 
     device = resolve_device(recipe.train)
@@ -47,15 +47,17 @@ def probe(recipe: Recipe) -> Measured:
     recipe = recipe.model_copy(
         update={"train": recipe.train.model_copy(update=quick | {"report_to": []}), "data": data}
     )
-    with working("loading both models"):
-        context = open_context(recipe)
-        source = source_of(recipe)
-        vocabulary = source.vocabulary()
-        pair = open_pair(source, vocabulary, context)
-        splits = vocabulary.read(data, 0)
-    # what loading and patching say belongs beside the result, not into it
-    aside = contextlib.redirect_stdout(sys.stderr)
-    with tempfile.TemporaryDirectory() as folder, working("two steps"), aside:
+    with contextlib.ExitStack() as opened:
+        with working("loading both models"):
+            context = open_context(recipe)
+            source = source_of(recipe)
+            vocabulary = source.vocabulary()
+            pair = opened.enter_context(opened_pair(source, vocabulary, context))
+            splits = vocabulary.read(data, 0)
+        folder = opened.enter_context(tempfile.TemporaryDirectory())
+        opened.enter_context(working("two steps"))
+        # what loading and patching say belongs beside the result, not into it
+        opened.enter_context(contextlib.redirect_stdout(sys.stderr))
         arguments = training_arguments(
             recipe, Path(folder), rows=len(splits.train), device=device, precision=context.precision
         )

@@ -40,7 +40,7 @@ from distill.recipe import Recipe
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import OpenContext, Teacher
 from distill.teachers.model import shortened
-from distill.teachers.opening import Pair, open_pair
+from distill.teachers.opening import Pair, opened_pair
 from distill.teachers.registry import source_of
 
 ROWS, TOKENS = 6, 64
@@ -142,28 +142,30 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
     Raises:
         ValueError: the recipe cannot be used, as `distill run` would say.
     """
-    with _hushed():
-        subject = prepare(recipe, small=small)
-    for check in (*CHECKS, *RUN_CHECKS):
+    with contextlib.ExitStack() as opened:
         with _hushed():
-            begun = time.perf_counter()
-            try:
-                finding = check(subject)
-            except Exception as error:  # a check that cannot run is a finding, and the others still run
-                first = (str(error).splitlines() or [""])[0]
-                finding = Finding(check.__name__.split("_")[0], False, f"{type(error).__name__}: {first}")
-        yield finding._replace(seconds=time.perf_counter() - begun)
+            subject = prepare(recipe, opened, small=small)
+        for check in (*CHECKS, *RUN_CHECKS):
+            with _hushed():
+                begun = time.perf_counter()
+                try:
+                    finding = check(subject)
+                except Exception as error:  # a check that cannot run is a finding, and the others still run
+                    first = (str(error).splitlines() or [""])[0]
+                    finding = Finding(check.__name__.split("_")[0], False, f"{type(error).__name__}: {first}")
+            yield finding._replace(seconds=time.perf_counter() - begun)
 
 
-def prepare(recipe: Recipe, *, small: bool | None = None) -> Subject:
-    """Load what `examine` looks at."""
+def prepare(recipe: Recipe, opened: contextlib.ExitStack, *, small: bool | None = None) -> Subject:
+    """Load what `examine` looks at; the teacher is closed with `opened`."""
     torch.manual_seed(recipe.train.seed)
     plain = _in_float32(recipe)
     source = source_of(plain)
     vocabulary = source.vocabulary()
     splits = vocabulary.read(plain.data, plain.train.seed)
     alone = vocabulary.read(plain.data.model_copy(update={"packing": False}), plain.train.seed)
-    pair = open_pair(source, vocabulary, OpenContext(resolve_device(plain.train), WIDE, ALONE, AttentionChoices(plain)))
+    context = OpenContext(resolve_device(plain.train), WIDE, ALONE, AttentionChoices(plain))
+    pair = opened.enter_context(opened_pair(source, vocabulary, context))
     student, teacher = pair.student, pair.teacher
     for field, model in teacher.models.items():
         if quantised_by_transformers(model):

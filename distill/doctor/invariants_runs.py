@@ -266,7 +266,7 @@ def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
         subject, folder / "run", max_steps=1, batch_size=len(subject.rows) // processes, optim="sgd",
         learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=0.0, save_strategy="no", use_cpu=cpu,
     )  # fmt: skip
-    with without_training_mode(subject.student):
+    with contextlib.closing(subject.teacher), without_training_mode(subject.student):
         trainer.train()
     model = trainer.accelerator.unwrap_model(trainer.model)
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +50,16 @@ class Pair(NamedTuple):
     def models(self) -> list[tuple[str, nn.Module]]:
         """Every model that is loaded, by the recipe's field, the student last."""
         return [*self.teacher.models.items(), ("student", self.student)]
+
+
+@contextlib.contextmanager
+def opened_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContext) -> Iterator[Pair]:
+    """`open_pair`'s, whose teacher is closed at the end, also where that is a failure."""
+    pair = open_pair(source, vocabulary, context)
+    try:
+        yield pair
+    finally:
+        pair.teacher.close()
 
 
 def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContext) -> Pair:

@@ -97,16 +97,16 @@ class Servers:
         )  # fmt: skip
         self._servers = [_Server(url) for url in place.urls]
         self._lock = threading.Lock()
-        # daemons: a run that ends does not wait for questions that nobody needs an answer to any more
-        self._work: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]]] = queue.SimpleQueue()
-        for _ in range(place.at_once * len(place.urls)):
-            threading.Thread(target=self._answer_all, daemon=True, name="teacher").start()
+        self._work: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []  # from the first `submit` on
         self._closed = threading.Event()
         self.received = self.positions = 0
 
     def close(self) -> None:
-        """Ask no more; what is under way is not waited for."""
+        """Ask no more; what is under way is not waited for: its threads end with the answer."""
         self._closed.set()
+        for _ in self._threads:
+            self._work.put(None)
         self._client.close()
 
     # --------------------------------------------------------------- one request
@@ -124,13 +124,18 @@ class Servers:
             kind: of the body.
         """
         future: Future[bytes] = Future()
+        if not self._threads:  # daemons: a run that ends does not wait for what nobody needs any more
+            names = range(self.place.at_once * len(self.place.urls))
+            self._threads = [threading.Thread(target=self._answer_all, daemon=True, name="asking") for _ in names]
+            for thread in self._threads:
+                thread.start()
         more = {"content": body, "params": dict(params), "headers": {"content-type": kind}}
         self._work.put((future, functools.partial(self._counted, positions, "POST", path, **more)))
         return future
 
     def _answer_all(self) -> None:
-        while True:
-            future, ask = self._work.get()
+        while (asked := self._work.get()) is not None:
+            future, ask = asked
             try:
                 future.set_result(ask())
             except BaseException as error:  # whoever waits for the answer raises it
@@ -151,7 +156,7 @@ class Servers:
         """
         silent_since, values = time.monotonic(), ""
         while True:
-            server = self._least_busy()
+            server = None if self._closed.is_set() else self._least_busy()
             if server is not None:
                 try:
                     return self._ask_one(server, method, path, **more)

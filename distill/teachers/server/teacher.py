@@ -309,8 +309,9 @@ class ServerSource(TeacherSource):
         return Footprint(weights=float(shape.head * number), token_bytes=2 * number * shape.hidden)
 
     def title(self) -> str:
-        name = model_name(self.section) if self.is_vllm else self.identity.model
-        return f"{name} (served)"
+        known: Identity | None = self.__dict__.get("identity")  # a report is written where no server runs any more
+        own = model_name(self.section) if self.section.model else ", ".join(self.section.urls)
+        return f"{known.model if known else own} (served)"
 
     def size_text(self) -> str:
         """What travels of it, in place of its weights."""
