@@ -172,6 +172,15 @@ def a_norm_that_is_off(patch):
     patch.setattr(patching, "patch", wrong)
 
 
+def kl_without_a_gradient(patch):
+    """The figure is right, and nothing is learned from it."""
+    loss_of = objective.DistillationObjective.loss_of
+    patch.setattr(
+        objective.DistillationObjective, "loss_of",
+        lambda self, hidden, *more: loss_of(self, hidden, *more).detach() + 0 * hidden.sum(),
+    )  # fmt: skip
+
+
 def last_chunk_lost(patch):
     forward = FusedDistillationLoss.forward
 
@@ -195,6 +204,7 @@ def teacher_reads_ids_shifted(patch):
     [
         (invariants.fused_equals_reference, head_without_lora, "lora on the head"),
         (invariants.fused_equals_reference, shift_by_two, "forward kl"),
+        (invariants.fused_equals_reference, kl_without_a_gradient, "forward kl"),
         (invariants.fused_equals_reference, cap_forgotten, "gemma2"),
         (invariants.fused_equals_reference, temperature_for_its_square, "forward kl"),
         (invariants.divergence_is_one, cross_entropy_for_kl, "forward kl"),
@@ -267,7 +277,20 @@ def forget_random_state(patch):
     patch.setattr(DistillationTrainer, "_load_rng_state", lambda *_: None)
 
 
-@pytest.mark.parametrize("fault", [forget_optimizer, forget_random_state], ids=lambda fault: fault.__name__)
+def teacher_is_another_one(patch):
+    load = DistillationTrainer._load_optimizer_and_scheduler
+
+    def changed(self, checkpoint):
+        load(self, checkpoint)
+        if checkpoint is not None:
+            self.objective.teacher.models["teacher"].lm_head.weight.data.mul_(1.5)
+
+    patch.setattr(DistillationTrainer, "_load_optimizer_and_scheduler", changed)
+
+
+@pytest.mark.parametrize(
+    "fault", [forget_optimizer, forget_random_state, teacher_is_another_one], ids=lambda fault: fault.__name__
+)
 def test_resume_fails_where_something_is_forgotten(fault, monkeypatch):
     fault(monkeypatch)
     finding = invariants_runs.resume_is_exact(dropping())

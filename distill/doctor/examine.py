@@ -191,6 +191,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack, *, small: bool | None 
     )  # fmt: skip
     form, whole = subject.form, teacher.whole_documents
     subject.packing_fault = packing_fault(splits.train, alone.train, form)
+    subject.data_fault = next(iter(source.data_problems(splits)), None)
     subject.rows = some_rows(splits.train, form, whole=whole, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)
 

@@ -199,6 +199,8 @@ def workspace_changes_nothing(subject: Subject) -> Finding:
 def both_read_the_same(subject: Subject) -> Finding:
     """Every model gets the ids and positions that it should, and they mean the same to all; of a student that answers,
     the prompts are the data's, and its answers alone are learned."""
+    if subject.data_fault is not None:
+        return Finding("same tokens", False, subject.data_fault)
     objective, batch, reference = subject.objective(), subject.batch(), subject.reference
     if not subject.teacher.format.needs_targets(objective.loss):  # hard labels alone: what it would read is looked at
         objective.loss = reference.single(objective, subject.divergences[0])

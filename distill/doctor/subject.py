@@ -55,6 +55,7 @@ class Subject:
         prompts: what it answered then, in the order of the rows' documents.
         packs: whether the recipe puts several documents into a row (`data.packing`).
         packing_fault: what is wrong with the data's packed rows, in words.
+        data_fault: why the teacher cannot teach these data, in words: made with another template, documents missing.
     """
 
     student: nn.Module
@@ -69,6 +70,7 @@ class Subject:
     prompts: list[list[int]] | None = None
     packs: bool = True
     packing_fault: str | None = None
+    data_fault: str | None = None
 
     def __post_init__(self) -> None:
         self.teacher = as_teacher(self.teacher)
