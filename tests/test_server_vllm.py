@@ -27,7 +27,7 @@ def engine(place):
     return engine_in(place)
 
 
-def vllm(engine, most=20, shifted=False):
+def vllm(engine, most=20, shifted=False, asked=None):
     """A server that answers as vLLM's documentation has it; it never ran beside the real one."""
 
     async def models(request):
@@ -37,6 +37,8 @@ def vllm(engine, most=20, shifted=False):
         query = await request.json()
         assert query["max_tokens"] == 1 and query["model"] == "tiny"
         k, choices = query["prompt_logprobs"], []
+        if asked is not None:
+            asked.append(query["prompt"])
         if k > most:
             text = f"Requested prompt logprobs of {k}, which is greater than max allowed: {most} (max_logprobs)"
             return JSONResponse({"error": {"message": text, "type": "BadRequestError", "code": 400}}, 400)
@@ -80,6 +82,16 @@ def test_vllm_is_read_as_its_documentation_has_it(place, engine):
             run(recipe_in(place, *from_server(address, protocol="vllm", top_k=8), "loss.temperature=2"), name="vllm-T")
     with running(vllm(engine, shifted=True)) as address, pytest.raises(RunError, match="shifted by one"):
         run(recipe_in(place, *from_server(address, protocol="vllm", top_k=8)), name="vllm-shifted")
+
+
+def test_how_many_logprobs_each_vllm_gives_is_asked_before_anything_else(place, engine):
+    enough, too_few = [], []
+    with running(vllm(engine, 64, asked=enough)) as first, running(vllm(engine, 20, asked=too_few)) as second:
+        recipe = recipe_in(place, *from_server(first, second, protocol="vllm", top_k=30))
+        with pytest.raises(RunError) as refused:
+            opened(recipe)
+    assert f"teacher.top_k: {second} gives fewer" in str(refused.value) and "--max-logprobs" in str(refused.value)
+    assert "\n" not in str(refused.value) and enough == too_few == [[[0, 0]]], "two tokens of each server, once"
 
 
 def test_what_a_recipe_may_say_of_servers(place):

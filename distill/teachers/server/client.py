@@ -219,7 +219,7 @@ class Servers:
 
     # ------------------------------------------------------------- who they are
 
-    def of_each(self, path: str) -> dict[str, bytes]:
+    def of_each(self, path: str, method: str = "GET", **more: Any) -> dict[str, bytes]:
         """The answer of every server, by its address; of those that answer, where others do not.
 
         Raises:
@@ -230,10 +230,10 @@ class Servers:
             with self._lock:
                 server.busy += 1
             with contextlib.suppress(_TryAgain):
-                answers[server.url] = self._ask_one(server, "GET", path)
+                answers[server.url] = self._ask_one(server, method, path, **more)
         if not answers:
-            self.ask("GET", path)  # waits for one
-            return self.of_each(path)
+            self.ask(method, path, **more)  # waits for one
+            return self.of_each(path, method, **more)
         return answers
 
     def identity(self) -> Identity:

@@ -5,7 +5,8 @@
 Of each prompt comes a list with an entry a token: null for the first, which nothing predicts, then a mapping of token
 ids (as text) to `{"logprob": ..., "rank": ...}`: the K likeliest, and the prompt's own token where it is none of them.
 So entry i is what the token at i - 1 predicts. They are of the whole distribution at temperature 1; what the K leave of
-it is the tail. More than `--max-logprobs` (20 unless it is raised) is refused with a 400.
+it is the tail. No endpoint says how many it gives: more than `--max-logprobs` (20 unless it is
+raised) is refused with a 400, so one token's are asked of each server before a run begins.
 
 Its forwards hold whatever else it computes just then, so that two answers to the same question may differ in their last
 bits: a run is resumed, but not to the bit. Its hidden states (a KV connector that writes them into a folder) are not
@@ -49,6 +50,7 @@ class VllmExchange(Exchange):
 
         Raises:
             ValueError: it is none, or they differ.
+            TeacherGone: one gives fewer log-probabilities than are wanted.
         """
         found: dict[str, dict[str, object]] = {}
         for url, body in self.servers.of_each("/v1/models").items():
@@ -62,14 +64,23 @@ class VllmExchange(Exchange):
             if other != identity:
                 raise ValueError(f"teacher.url: {url} serves {other['id']!r}, {first} {identity['id']!r}")
         self.model = str(identity["id"])
+        least = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
+        headers = {"content-type": JSON}
+        for body in self.servers.of_each(
+            "/v1/completions", "POST", content=self._question(least), headers=headers
+        ).values():
+            self.read(body, least)
         return {**identity, "protocol": "vllm"}
 
-    def ask(self, query: TargetRequest) -> Future[bytes]:
+    def _question(self, query: TargetRequest) -> bytes:
         question = {
             "model": self.model, "prompt": [piece.ids.tolist() for piece in _prompts(query)], "max_tokens": 1,
             "temperature": 0.0, "prompt_logprobs": self.spec.top_k,
         }  # fmt: skip
-        return self.servers.submit("/v1/completions", json.dumps(question).encode(), {}, len(query.rows), JSON)
+        return json.dumps(question).encode()
+
+    def ask(self, query: TargetRequest) -> Future[bytes]:
+        return self.servers.submit("/v1/completions", self._question(query), {}, len(query.rows), JSON)
 
     def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
         pieces, k = _prompts(query), self.spec.top_k or 0
