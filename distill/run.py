@@ -194,7 +194,7 @@ def _run(
         arguments,
         loss=recipe.loss,
         vocab_size=pair.vocab_size,
-        train_dataset=splits.train,
+        train_dataset=splits.epochs,
         eval_dataset=splits.validation,
         processing_class=pair.tokenizer,
         callbacks=[MetricsFile(folder / "metrics.jsonl", held.check), progress],
@@ -392,7 +392,7 @@ def _save(
         after=result.after,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         hub_models=_on_the_hub(*(s.model for s in (recipe.student, recipe.teacher, *source.sections.values()))),
-        datasets=_on_the_hub(recipe.data.source, recipe.data.validation.source),
+        datasets=_on_the_hub(*(part.data.source for part in recipe.data.parts), recipe.data.validation.source),
         licence=licence_of(recipe.student.model or recipe.teacher.model or ""),
         measure=measure,
     )

@@ -13,7 +13,7 @@ from distill.caching.make import fewer_rows
 from distill.caching.make import load as load_for_cache
 from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.data.load import DataReport
+from distill.data.report import DataReport
 from distill.models.load import load_teacher
 from distill.recipe import dump, parse
 from distill.run import run

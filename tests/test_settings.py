@@ -54,7 +54,7 @@ def test_types_and_defaults_are_those_of_the_schema():
     assert BY_NAME["loss.terms[].type"].type.split(" | ").count("tvd") == 1
     assert BY_NAME["loss.terms[].beta"][1:3] == ("number >= 0, <= 1", "0.5")
     assert BY_NAME["student.lora.targets"].type == "text | list of text"
-    assert BY_NAME["data.source"].default == "required" and BY_NAME["train.arguments"].default == "{}"
+    assert BY_NAME["data.sources[].source"].default == "required" and BY_NAME["train.arguments"].default == "{}"
     assert BY_NAME["train.batch_size"].elsewhere["axolotl"] == "micro_batch_size"
 
 

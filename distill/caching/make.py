@@ -21,7 +21,8 @@ from distill.caching.write import (
 from distill.core.files import write_json
 from distill.core.ranks import is_first, of_the_first, world_size
 from distill.core.units import counted
-from distill.data.load import DataReport, Splits
+from distill.data.load import Splits
+from distill.data.report import DataReport
 from distill.models.attention_choice import AttentionChoices
 from distill.models.head import LogitTransform, probe_logits
 from distill.models.precision import Precision, resolve_device, resolve_precision

@@ -63,7 +63,7 @@ def probe(recipe: Recipe) -> Measured:
         )
         trainer = DistillationTrainer(
             pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
-            train_dataset=splits.train, optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
+            train_dataset=splits.epochs, optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         patch_models(pair, context.attention)

@@ -104,6 +104,8 @@ def json_schema() -> Node:
     # what validators let a recipe leave out, or write in another way
     schema["required"] = [name for name in schema["required"] if name not in ("name", "teacher")]
     schema["anyOf"] = [{"required": ["teacher"]}, {"required": ["teachers"]}]
+    del (data := schema["$defs"]["Data"])["required"]
+    data["anyOf"] = [{"required": ["source"]}, {"required": ["sources"]}]
     reports = schema["$defs"]["Train"]["properties"]["report_to"]
     reports["anyOf"] = [{"type": reports.pop("type"), "items": reports.pop("items")}, {"type": "string"}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "a recipe of distill", **schema}

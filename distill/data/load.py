@@ -5,14 +5,14 @@
     print(splits.report)
 
 Steps, in order: open the source, see what its columns mean, tokenise (or find it in the cache), hold out documents for
-validation, pack the rest. Everything follows from the recipe and the seed; a second call gives the same rows.
+validation, pack the rest; of several sources each for itself. Everything follows from the recipe and the seed; a second
+call gives the same rows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,9 @@ from distill.core.units import counted
 from distill.data.chat import ChatTemplate, load_template
 from distill.data.documents import tokenised
 from distill.data.formats import Format, detect
+from distill.data.mixing import Mix, MixedRows, mix_of
 from distill.data.packing import Documents, Ragged, rows_of
+from distill.data.report import DataReport
 from distill.data.sources import Source, open_source
 from distill.data.token_cache import keep, key_of
 from distill.data.tokenise import Encoder, RowEncoder, Tally
@@ -32,7 +34,7 @@ from distill.data.tokenise import Encoder, RowEncoder, Tally
 if TYPE_CHECKING:
     import datasets
 
-    from distill.recipe import Data, Validation
+    from distill.recipe import Data, Part, Validation
 
 
 logger = logging.getLogger(__name__)
@@ -40,92 +42,24 @@ logger = logging.getLogger(__name__)
 SYNTHETIC_ROWS = 1024
 
 
-@dataclass
-class DataReport(Tally):
-    """What was read, what was dropped and why, what is left.
-
-    Attributes:
-        source: what was read.
-        digest: hash of its content.
-        format: what the rows were taken for.
-        max_length: tokens in a row at most.
-        documents: pieces of text, chats and pairs to train on; none is split further.
-        tokens: in them.
-        trained_tokens: of these the ones that are learned.
-        rows: rows they are packed into.
-        validation_documents: documents held out, and likewise the tokens and rows of them.
-        frozen_date: the day a chat template stamps instead of today, if it stamps one.
-        from_cache: nothing was tokenised anew.
-    """
-
-    source: str = ""
-    digest: str = ""
-    format: str = ""
-    max_length: int = 0
-    documents: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    rows: int = 0
-    validation_documents: int = 0
-    validation_tokens: int = 0
-    validation_rows: int = 0
-    frozen_date: str | None = None
-    from_cache: bool = False
-
-    @property
-    def trained_share(self) -> float:
-        """Share of the tokens that are learned."""
-        return self.trained_tokens / max(1, self.tokens)
-
-    @property
-    def packing_efficiency(self) -> float:
-        """Share of the rows' room that holds tokens."""
-        return self.tokens / max(1, self.rows * self.max_length)
-
-    def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
-        """Count what is trained and what is held out, by the documents' numbers."""
-        self.documents, self.validation_documents = len(chosen), len(held_out)
-        self.tokens, self.validation_tokens = documents.tokens(chosen), held_out_of.tokens(held_out)
-        self.trained_tokens = documents.trained_tokens(chosen)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the fields and the two shares."""
-        return vars(self) | {"trained_share": self.trained_share, "packing_efficiency": self.packing_efficiency}
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.source}: {self.format}, {counted(self.rows_read, 'row')} read"
-            + (" (cached)" if self.from_cache else ""),
-            f"train: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
-            f"({self.trained_share:.0%} learned) in {counted(self.rows, 'row')} of {self.max_length:,} "
-            f"({self.packing_efficiency:.1%} full)",
-            f"held out: {counted(self.validation_documents, 'document')}, {counted(self.validation_tokens, 'token')}",
-        ]
-        for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
-            lines.append(f"dropped {count:,}: {reason} ({self.examples.get(reason, '')})")
-        if self.truncated:
-            lines.append(f"cut off at {self.max_length:,} tokens: {self.truncated:,}")
-        if self.merged:
-            lines.append(f"one token across the end of the prompt, not learned: {self.merged:,}")
-        if self.roles:
-            roles = ", ".join(f"{role!r:.40} in {counted(count, 'row')}" for role, count in self.roles.items())
-            lines.append(f"roles that templates do not usually know, given to this one as they are: {roles}")
-        if self.frozen_date:
-            lines.append(f"the chat template's date is frozen at {self.frozen_date}")
-        return "\n".join(lines)
-
-
 class Splits(NamedTuple):
     """What `load_data` gives.
 
     Attributes:
-        train: rows to learn, shuffled.
+        train: rows to learn, shuffled; of several sources all rows of each.
         validation: rows held out, from documents that no row of `train` holds.
+        mix: how many of several sources' rows an epoch holds.
     """
 
     train: datasets.Dataset
     validation: datasets.Dataset
     report: DataReport
+    mix: Mix | None = None
+
+    @property
+    def epochs(self) -> datasets.Dataset | MixedRows:
+        """The rows as a trainer reads them: as many as `train` has, of several sources by their shares."""
+        return self.train if self.mix is None else MixedRows(self.train, self.mix)
 
 
 def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None = None) -> Splits:
@@ -151,15 +85,15 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
         raise ValueError(f"data.source: {data.source!r} holds text and needs a tokenizer; only synthetic needs none")
     template = load_template(data.chat_template, tokenizer)
 
-    def encoder(format: Format) -> Encoder:
-        return Encoder(tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
+    def encoder(format: Format, part: Part) -> Encoder:
+        return Encoder(tokenizer, format, template, max_length=data.max_length, train_on=part.data.train_on)
 
     return load_rows(data, encoder, [template], seed=seed)
 
 
 def load_rows(
     data: Data,
-    encoder_for: Callable[[Format], RowEncoder],
+    encoder_for: Callable[[Format, Part], RowEncoder],
     templates: Sequence[ChatTemplate | None],
     *,
     seed: int,
@@ -168,42 +102,74 @@ def load_rows(
     """`load_data` by any encoder: the rows hold its columns, and positions for each column of ids.
 
     Args:
-        encoder_for: the encoder for rows of a format.
+        encoder_for: the encoder for rows of a format, of one of the data's sources.
         templates: the chat templates that it uses.
     """
 
-    def read(place: str, field: str, split: str, max_rows: int | None) -> tuple[Documents, str]:
-        source = open_source(place, field=field, subset=data.subset, split=split)
+    def read(part: Part) -> tuple[Documents, DataReport, str]:
+        data = part.data
+        source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
         format = detect(
             columns_of(source), data.fields, data.format, source=source.name, has_template=None not in templates
         )
         documents, tally, key, cached = tokenised(
-            source, encoder_for(format), max_rows=max_rows, workers=data.workers, cache=data.cache
+            source, encoder_for(format, part), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
-        _check(documents, tally, source, field)
-        if field == "data.source":
-            report.source, report.digest, report.format = source.name, source.digest, str(format)
-            report.from_cache = cached
-            report.add(tally)
-        return documents, key
+        _check(documents, tally, source, part.field)
+        report = report_type(source=source.name, digest=source.digest, format=str(format), max_length=data.max_length)
+        report.from_cache, report.frozen_date = cached, max(days).isoformat() if days else None
+        report.add(tally)
+        return documents, report, key
 
-    report = report_type(source=data.source, max_length=data.max_length)
     days = [template.frozen_date for template in templates if template and template.frozen_date]
-    report.frozen_date = max(days).isoformat() if days else None
-    documents, key = read(data.source, "data.source", data.split, data.max_rows)
-    if data.validation.source is None:
-        held_out, rest = _hold_out(documents.origin, data.validation)
-        return _pack(data, (documents, rest), (documents, held_out), report, seed, key)
-    other, other_key = read(*_validation_source(data), None)
-    pieces, texts = _texts(other.origin)
-    chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
-    held_out = np.flatnonzero(np.isin(pieces, chosen))
-    rest = np.flatnonzero(~np.isin(documents.origin, other.origin[held_out]))
-    if len(rest) < len(documents.origin):
-        logger.warning(
-            "%d documents of the training data are also held out: not trained", len(documents.origin) - len(rest)
-        )
-    return _pack(data, (documents, rest), (other, held_out), report, seed, f"{key}-{other_key}")
+    sources = [read(part) for part in data.parts]
+    keys = [key for _, _, key in sources]
+    sections, held_out, rests = [data.validation] * len(sources), [], []
+    if own := data.validation.source is None:
+        sections = [_share_of(data.validation, part) for part in data.parts]
+        for (documents, _, _), section in zip(sources, sections, strict=True):
+            chosen, rest = _hold_out(documents.origin, section)
+            held_out.append((documents, chosen))
+            rests.append(rest)
+    else:
+        other, _, other_key = read(_validation_part(data))
+        keys.append(other_key)
+        pieces, texts = _texts(other.origin)
+        chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
+        held_out = [(other, np.flatnonzero(np.isin(pieces, chosen)))] * len(sources)
+        rests = [np.arange(len(documents.origin)) for documents, _, _ in sources]
+    made, twice = [], 0
+    for number, (documents, report, key) in enumerate(sources):
+        others = [o.origin[c] for n, (o, c) in enumerate(held_out) if not (own and n == number)]
+        rest = rests[number]
+        if others:  # what one source holds out, no other trains
+            rest = rest[~np.isin(documents.origin[rest], np.concatenate(others))]
+            twice += len(rests[number]) - len(rest)
+        settings = ("-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
+        made.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
+    if twice:
+        logger.warning("%d documents of the training data are also held out: not trained", twice)
+    return made[0] if len(made) == 1 else _mixed_splits(made, data, own)
+
+
+def _share_of(section: Validation, part: Part) -> Validation:
+    """What one source holds out: of `max_rows` its share."""
+    most = section.max_rows and max(1, round(section.max_rows * part.share))
+    return section.model_copy(update={"max_rows": most})
+
+
+def _mixed_splits(made: list[Splits], data: Data, own: bool) -> Splits:
+    """Several sources as one; each has held out `own` documents, or all the same."""
+    import datasets
+
+    reports = [splits.report for splits in made]
+    if not own:
+        for report in reports[1:]:
+            report.validation_documents = report.validation_tokens = report.validation_rows = 0
+    mix = mix_of([len(splits.train) for splits in made], [part.share for part in data.parts])
+    train = datasets.concatenate_datasets([splits.train for splits in made])
+    held_out = datasets.concatenate_datasets([splits.validation for splits in made]) if own else made[0].validation
+    return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
 
 
 def columns_of(source: Source) -> tuple[str, ...]:
@@ -279,30 +245,34 @@ def _chosen(texts: np.ndarray, count: int, seed: int) -> np.ndarray:
     return texts[np.argsort(_mixed(texts, seed), kind="stable")[:count]]
 
 
-def _validation_source(data: Data) -> tuple[str, str, str]:
-    """Place, field and split of `data.validation.source`: a path, a hub id, or either with `:split` at the end."""
+def _validation_part(data: Data) -> Part:
+    """`data.validation.source` as a source: a path, a hub id, or either with `:split` at the end."""
     name = data.validation.source or ""
     place, colon, split = name.rpartition(":")
     if not colon or Path(name).expanduser().exists():
         place, split = name, data.split
-    if (place, split) == (data.source, data.split):
+    if any((place, split) == (part.data.source, part.data.split) for part in data.parts):
         raise ValueError(
             f"data.validation.source: {name!r} is the training data itself; "
             "name another split, as in ID:test, or leave it out to hold out a share"
         )
-    return place, "data.validation.source", split
+    update: dict[str, object] = {"source": place, "sources": [], "split": split, "max_rows": None}
+    return data.parts[0]._replace(field="data.validation.source", data=data.model_copy(update=update), teacher=None)
 
 
 Chosen = tuple[Documents, np.ndarray]  # documents, and the numbers of some
 
 
-def _pack(data: Data, trained: Chosen, held_out: Chosen, report: DataReport, seed: int, key: str) -> Splits:
+def _pack(
+    data: Data, trained: Chosen, held_out: Chosen, report: DataReport, seed: int, settings: tuple[str, Validation]
+) -> Splits:
     """Lay the chosen documents out as rows and count them."""
     if len(trained[1]) == 0:
         raise ValueError("data.validation: every document is held out and none is left to train on")
-    settings = (key, data.packing, data.max_length, data.validation.model_dump())
-    train = _dataset(key_of("train", seed, *settings), trained, data, seed)
-    validation = _dataset(key_of("validation", *settings), held_out, data, data.validation.seed)
+    key, section = settings
+    decided = (key, data.packing, data.max_length, section.model_dump())
+    train = _dataset(key_of("train", seed, *decided), trained, data, seed)
+    validation = _dataset(key_of("validation", *decided), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)
     report.rows, report.validation_rows = len(train), len(validation)
     return Splits(train, validation, report)
@@ -360,4 +330,5 @@ def _synthetic(data: Data, vocab_size: int, seed: int) -> Splits:
         source=data.source, digest=digest, format="random tokens", max_length=data.max_length, rows_read=rows
     )
     held_out, rest = _hold_out(documents.origin, data.validation)
-    return _pack(data, (documents, rest), (documents, held_out), report, seed, key_of(digest, rows, data.max_length))
+    key = key_of(digest, rows, data.max_length)
+    return _pack(data, (documents, rest), (documents, held_out), report, seed, (key, data.validation))

@@ -295,10 +295,11 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     """Read data that are on this machine; returns (query, key) pairs a token."""
     data, train = source.recipe.data, source.recipe.train
     synthetic = is_synthetic(data)
-    local = synthetic or data.source == STDLIB or local_path(data.source).exists()
+    names = {part.data.source: part.field for part in data.parts}
+    away = [name for name in names if name != STDLIB and not local_path(name).exists()]
+    local = synthetic or not away
     if not local or (vocabulary is None and not synthetic):
-        if fault := missing_source(data.source, "data.source") if not local else None:
-            report.problems.append(fault)
+        report.problems += [fault for name in away if not synthetic and (fault := missing_source(name, names[name]))]
         report.data = f"{data.source}: not read ({'not on this machine' if not local else 'no tokenizer at hand'})"
         return None
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from distill.core.units import counted
-from distill.data.load import DataReport
+from distill.data.report import DataReport
 from distill.recipe import Data, Recipe, Train
 
 FUSED = "fused_adamw"

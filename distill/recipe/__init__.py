@@ -5,7 +5,7 @@ together, reads and writes. No module of this package imports torch.
 """
 
 from distill.core.faults import RecipeError
-from distill.recipe.data import Data, OnPolicy, Validation
+from distill.recipe.data import Data, OnPolicy, Part, Validation
 from distill.recipe.loss import Loss
 from distill.recipe.models import FromTeacher, Lora, ModelSection, Student, Teacher, WeightedTeacher
 from distill.recipe.schema import Generate, Recipe, dump, load, parse
@@ -21,6 +21,7 @@ __all__ = [
     "ModelSection",
     "OnPolicy",
     "Parallel",
+    "Part",
     "Recipe",
     "RecipeError",
     "Student",

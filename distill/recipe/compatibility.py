@@ -31,7 +31,7 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "label smoothing": lambda recipe: recipe.loss.label_smoothing > 0,
     "z-loss": lambda recipe: recipe.loss.z_loss > 0,
     "plugin": lambda recipe: recipe.loss.plugin is not None,
-    "running text": lambda recipe: recipe.data.format == "text",
+    "running text": lambda recipe: any(part.data.format == "text" for part in recipe.data.parts),
     "random tokens": lambda recipe: recipe.data.source.partition(":")[0] == "synthetic",
     "fp8 teacher": lambda recipe: recipe.teacher.dtype == "fp8",
     "int8 teacher": lambda recipe: recipe.teacher.dtype == "int8",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from distill.core.faults import Section
 from distill.recipe.fields import Count, NotNegative, Text
+
+FormatName = Literal["auto", "text", "prompt_completion", "chat"]
 
 
 class Fields(Section):
@@ -67,12 +69,55 @@ class OnPolicy(Section):
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
 
 
+class MixedSource(Section):
+    """One of several sources, with its share. What is left out is as `data` has it.
+
+    Attributes:
+        source: as `data.source`.
+        weight: its share of the rows of an epoch, of the sum of all weights.
+        subset: configuration of a hub data set.
+        split: split of a hub data set, or of a folder whose files are named by split.
+        format: `auto` decides by the columns.
+        fields: which column holds what.
+        train_on: which assistant turns of a chat are learned.
+        max_rows: read no more rows of the source than this, its first ones.
+        teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
+    """
+
+    source: Text
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    subset: Text | None = None
+    split: Text | None = None
+    format: FormatName | None = None
+    fields: Fields | None = None
+    train_on: Literal["all", "last"] | None = None
+    max_rows: Count | None = None
+    teacher: Text | None = None
+
+
+class Part(NamedTuple):
+    """One source of the data.
+
+    Attributes:
+        field: of the recipe that names it.
+        data: the section as if it were the only one.
+        share: of the rows of an epoch; 1 of the only one.
+        teacher: the route of all its rows; None where a column names it, or there are no routes.
+    """
+
+    field: str
+    data: Data
+    share: float = 1.0
+    teacher: str | None = None
+
+
 class Data(Section):
     """What is learned from.
 
     Attributes:
         source: `python-stdlib` (the installed Python's own library), `synthetic` or `synthetic:zipf` (random tokens),
             a hub id, or a local json, jsonl, parquet, csv or txt file, or a folder of them.
+        sources: several of them in place of `source`, each with its share.
         subset: configuration of a hub data set.
         split: split of a hub data set, or of a folder whose files are named by split.
         format: `auto` decides by the columns.
@@ -83,15 +128,16 @@ class Data(Section):
         train_on: which assistant turns of a chat are learned.
         validation: what is held out.
         on_policy: answers that the student makes up itself while it learns; null for those of the data alone.
-        max_rows: read no more rows of the source than this, its first ones.
+        max_rows: read no more rows of the source, or of each, than this, its first ones.
         workers: processes that tokenise and load.
         cache: keep the tokenised data for the next run.
     """
 
     source: Text
+    sources: list[MixedSource] = Field(default_factory=list)
     subset: Text | None = None
     split: Text = "train"
-    format: Literal["auto", "text", "prompt_completion", "chat"] = "auto"
+    format: FormatName = "auto"
     fields: Fields = Fields()
     chat_template: Text = "tokenizer"
     max_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
@@ -102,3 +148,33 @@ class Data(Section):
     max_rows: Count | None = None
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     cache: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_or_sources(cls, tree: object) -> object:
+        """Of several sources `source` names all."""
+        if not isinstance(tree, dict) or not isinstance(given := tree.get("sources"), list) or not given:
+            return tree
+        names = " + ".join(str(part.get("source") if isinstance(part, dict) else part.source) for part in given)
+        if tree.get("source") not in (None, names):
+            raise ValueError("sources: expected source or sources, got both (source= takes the one back)")
+        return {**tree, "source": names}
+
+    @model_validator(mode="after")
+    def _sources_hold_text(self) -> Self:
+        if any(part.source.partition(":")[0] == "synthetic" for part in self.sources):
+            raise ValueError("sources: expected data with text, got synthetic, which goes alone")
+        return self
+
+    @property
+    def parts(self) -> list[Part]:
+        """Every source with how it is read."""
+        if not self.sources:
+            return [Part("data.source", self)]
+        total, found = sum(source.weight for source in self.sources), []
+        for number, source in enumerate(self.sources):
+            own = {name: value for name, value in source if value is not None and name not in ("weight", "teacher")}
+            most = [rows for rows in (source.max_rows, self.max_rows) if rows is not None]
+            data = self.model_copy(update={"sources": [], **own, "max_rows": min(most, default=None)})
+            found.append(Part(f"data.sources.{number}.source", data, source.weight / total, source.teacher))
+        return found

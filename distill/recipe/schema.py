@@ -24,7 +24,7 @@ from pydantic import Field, ValidationError, model_validator
 from distill.core.faults import RecipeError, Section, explain
 from distill.recipe.aliases import NAMES
 from distill.recipe.compatibility import conflicts
-from distill.recipe.data import Data
+from distill.recipe.data import Data, Part
 from distill.recipe.fields import Text
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
@@ -98,8 +98,16 @@ class Recipe(Section):
         routes = [teacher.route for teacher in self.teachers]
         if any(routes) and not all(routes):
             raise ValueError("teachers: expected a route for each teacher, or for none; got some without")
-        if any(routes) != (self.data.fields.teacher is not None):
-            raise ValueError("data.fields.teacher: names the column of a row's teacher where teachers have routes")
+        whole = [Part("", self.data)] if self.data.validation.source is not None else []
+        for part in [*self.data.parts, *whole]:
+            if [part.data.fields.teacher, part.teacher].count(None) != (1 if any(routes) else 2):
+                raise ValueError(
+                    "data.fields.teacher: names the column of a row's teacher where teachers have routes, and where "
+                    "the row's source (data.sources) does not name it by teacher"
+                )
+            if part.teacher not in (None, *routes):
+                known = ", ".join(dict.fromkeys(map(str, routes)))
+                raise ValueError(f"{part.field[:-6]}teacher: expected a route of {known}, got {part.teacher!r}")
         for route, own in groupby(self.teachers if any(routes) else [], lambda teacher: teacher.route):
             if routes.count(route) != len(weights := [teacher.weight for teacher in own]) or not any(weights):
                 raise ValueError(f"teachers: expected those of route {route} together, and a weight above 0")
@@ -179,4 +187,5 @@ def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every field written out; `parse(dump(recipe)) == recipe`."""
     tree = recipe.model_dump(mode="json")
     del tree["teacher" if recipe.teachers else "teachers"]  # the one follows from the other
+    del tree["data"]["source" if recipe.data.sources else "sources"]
     return to_yaml(tree)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from distill.core import console
 from distill.core.units import GIB, counted
-from distill.data.load import DataReport
+from distill.data.report import DataReport
 from distill.evaluation.evaluate import HeldOut, gap_closed
 from distill.evaluation.samples import TITLES
 from distill.models.offload import offloading_of

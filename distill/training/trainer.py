@@ -35,6 +35,7 @@ from distill.core.files import sync
 from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
 from distill.data.collator import Collator, PlainRows, padding_token
+from distill.data.mixing import MixedRows
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
@@ -270,6 +271,8 @@ class DistillationTrainer(Trainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """As `Trainer._run_epoch`, which would make one more step of a run that is resumed after its last one."""
+        if isinstance(self.train_dataset, MixedRows):
+            self.train_dataset.set_epoch(kwargs["epoch"])
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None

@@ -17,8 +17,8 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.formats import Sample
-from distill.data.load import DataReport
 from distill.data.packing import Documents
+from distill.data.report import DataReport
 from distill.data.sources import Row, RowFault
 from distill.data.tokenise import Batch, Document, Encoder, Tally, clean, hash_of
 from distill.recipe.models import Context

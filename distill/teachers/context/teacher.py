@@ -22,7 +22,7 @@ from distill.data.load import Splits, load_rows
 from distill.generation.answers import generate
 from distill.models.average import RunningAverage
 from distill.models.head import last_hidden
-from distill.recipe import Data, Generate, Recipe
+from distill.recipe import Data, Generate, Part, Recipe
 from distill.recipe.models import Context
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import Batch, Collate, OpenContext, Pairing
@@ -137,8 +137,9 @@ class ContextVocabulary(Vocabulary):
         template, context = load_template(data.chat_template, self.tokenizer), self.recipe.teacher.context
         assert context is not None
 
-        def encoder(format: Format) -> ContextEncoder:
-            made = ContextEncoder(self.tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
+        def encoder(format: Format, part: Part) -> ContextEncoder:
+            own = part.data
+            made = ContextEncoder(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
             return made.after(context)
 
         return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)

@@ -16,9 +16,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from distill.data.formats import Format
-from distill.data.load import DataReport, Splits, load_rows
+from distill.data.load import Splits, load_rows
 from distill.data.packing import Documents
-from distill.recipe import Data
+from distill.data.report import DataReport
+from distill.recipe import Data, Part
 from distill.teachers.cross.encode import PairEncoder
 from distill.teachers.cross.vocabularies import readers_of
 from distill.teachers.reading import SecondReading
@@ -82,8 +83,8 @@ def load_cross_data(
         )
     student, teacher = readers_of(student_tokenizer, teacher_tokenizer, data.chat_template)
 
-    def encoder(format: Format) -> PairEncoder:
-        return PairEncoder(student, teacher, format, max_length=data.max_length, train_on=data.train_on)
+    def encoder(format: Format, part: Part) -> PairEncoder:
+        return PairEncoder(student, teacher, format, max_length=data.max_length, train_on=part.data.train_on)
 
     return load_rows(data, encoder, [student.template, teacher.template], seed=seed, report_type=CrossReport)
 

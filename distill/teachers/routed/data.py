@@ -41,25 +41,28 @@ class OfRoute(NamedTuple):
 
 
 class RoutedEncoder(Encoder):
-    """The rows as one tokenizer reads them, each with its route; `by` says where that stands."""
+    """The rows as one tokenizer reads them, each with its route; `by` says which."""
 
     columns: Mapping[str, tuple[str, ...]] = {"input_ids": (), "labels": (), "route": ()}
-    column: str
+    column: str | None
+    route: str | None
     routes: Sequence[str]
 
-    def by(self, column: str, routes: Sequence[str]) -> RoutedEncoder:
-        """This encoder, with the column that names a row's route, and all routes."""
-        self.column, self.routes = column, routes
+    def by(self, column: str | None, routes: Sequence[str], route: str | None = None) -> RoutedEncoder:
+        """This encoder, with the column that names a row's route or the route of all, and all routes."""
+        self.column, self.routes, self.route = column, routes, route
         return self
 
     def settings(self) -> list[object]:
-        return [*super().settings(), self.column, list(self.routes)]
+        return [*super().settings(), self.column, list(self.routes), *filter(None, [self.route])]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
         groups: list[Batch] = [[] for _ in self.routes]
         for number, row in batch:
             with tally.row(number):
-                name = row.get(self.column) if isinstance(row, dict) else self.routes[0]  # a fault is counted below
+                name: object = self.route or self.routes[0]  # of a row that is a fault any: it is counted below
+                if self.column is not None and isinstance(row, dict):
+                    name = row.get(self.column)
                 if name not in self.routes:
                     tally.rows_read += 1
                     known = ", ".join(self.routes)

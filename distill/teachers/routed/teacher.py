@@ -22,7 +22,7 @@ from distill.data.load import Splits, load_rows
 from distill.models.fingerprint import model_identity
 from distill.models.head import LogitTransform
 from distill.models.work import total_work
-from distill.recipe import Data, Generate, ModelSection, Recipe, Student
+from distill.recipe import Data, Generate, ModelSection, Part, Recipe, Student
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import (
     Batch,
@@ -348,12 +348,13 @@ class RoutedVocabulary(MixtureVocabulary):
     """One tokenizer for all; rows know their route."""
 
     def read(self, data: Data, seed: int) -> Splits:
-        template, column = load_template(data.chat_template, self.tokenizer), data.fields.teacher
-        assert column is not None and isinstance(self.source, RoutedSource)
+        template = load_template(data.chat_template, self.tokenizer)
+        assert isinstance(self.source, RoutedSource)
         routes = list(dict.fromkeys(self.source.routes))
 
-        def encoder(format: Format) -> RoutedEncoder:
-            made = RoutedEncoder(self.tokenizer, format, template, max_length=data.max_length, train_on=data.train_on)
-            return made.by(column, routes)
+        def encoder(format: Format, part: Part) -> RoutedEncoder:
+            own = part.data
+            made = RoutedEncoder(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
+            return made.by(own.fields.teacher, routes, part.teacher)
 
         return load_rows(data, encoder, [template], seed=seed)

@@ -1,0 +1,124 @@
+"""What became of the data: counts by which a person sees what is learned, what was dropped and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+import numpy as np
+
+from distill.core.units import counted
+from distill.data.packing import Documents
+from distill.data.token_cache import key_of
+from distill.data.tokenise import Tally
+
+
+@dataclass
+class DataReport(Tally):
+    """What was read, what was dropped and why, what is left.
+
+    Attributes:
+        source: what was read.
+        digest: hash of its content.
+        format: what the rows were taken for.
+        max_length: tokens in a row at most.
+        documents: pieces of text, chats and pairs to train on; none is split further.
+        tokens: in them.
+        trained_tokens: of these the ones that are learned.
+        rows: rows they are packed into.
+        validation_documents: documents held out, and likewise the tokens and rows of them.
+        frozen_date: the day a chat template stamps instead of today, if it stamps one.
+        from_cache: nothing was tokenised anew.
+        parts: of several sources the report of each, of which the counts above are the sums.
+        drawn: of one of several sources, rows of it that an epoch holds.
+    """
+
+    source: str = ""
+    digest: str = ""
+    format: str = ""
+    max_length: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    rows: int = 0
+    validation_documents: int = 0
+    validation_tokens: int = 0
+    validation_rows: int = 0
+    frozen_date: str | None = None
+    from_cache: bool = False
+    parts: list[DataReport] = field(default_factory=list)
+    drawn: int = 0
+
+    @classmethod
+    def of(cls, parts: list[Self], drawn: Sequence[int]) -> Self:
+        """The sums over several sources, of which an epoch holds `drawn` rows each."""
+        total = cls(source=" + ".join(part.source for part in parts), max_length=parts[0].max_length)
+        total.digest = key_of([part.digest for part in parts])
+        total.format = ", ".join(sorted({part.format for part in parts}, key=lambda name: not name.startswith("text")))
+        total.frozen_date = max((part.frozen_date for part in parts if part.frozen_date), default=None)
+        total.from_cache = all(part.from_cache for part in parts)
+        tallied = {one.name for one in fields(Tally)}
+        for part, count in zip(parts, drawn, strict=True):
+            total.add(part)
+            part.drawn = count
+            for one in fields(cls):
+                if one.type == "int" and one.name not in {"max_length", *tallied}:
+                    setattr(total, one.name, getattr(total, one.name) + getattr(part, one.name))
+        total.parts = list(parts)
+        return total
+
+    @property
+    def trained_share(self) -> float:
+        """Share of the tokens that are learned."""
+        return self.trained_tokens / max(1, self.tokens)
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Share of the rows' room that holds tokens."""
+        return self.tokens / max(1, self.rows * self.max_length)
+
+    def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
+        """Count what is trained and what is held out, by the documents' numbers."""
+        self.documents, self.validation_documents = len(chosen), len(held_out)
+        self.tokens, self.validation_tokens = documents.tokens(chosen), held_out_of.tokens(held_out)
+        self.trained_tokens = documents.trained_tokens(chosen)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields and the two shares."""
+        parts = {"parts": [part.as_dict() for part in self.parts]}
+        return vars(self) | parts | {name: getattr(self, name) for name in ("trained_share", "packing_efficiency")}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source}: {self.format}, {counted(self.rows_read, 'row')} read"
+            + (" (cached)" if self.from_cache else ""),
+            f"train: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
+            f"({self.trained_share:.0%} learned) in {counted(self.rows, 'row')} of {self.max_length:,} "
+            f"({self.packing_efficiency:.1%} full)",
+            f"held out: {counted(self.validation_documents, 'document')}, {counted(self.validation_tokens, 'token')}",
+            *self._shares(),
+        ]
+        for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
+            lines.append(f"dropped {count:,}: {reason} ({self.examples.get(reason, '')})")
+        if self.truncated:
+            lines.append(f"cut off at {self.max_length:,} tokens: {self.truncated:,}")
+        if self.merged:
+            lines.append(f"one token across the end of the prompt, not learned: {self.merged:,}")
+        if self.roles:
+            roles = ", ".join(f"{role!r:.40} in {counted(count, 'row')}" for role, count in self.roles.items())
+            lines.append(f"roles that templates do not usually know, given to this one as they are: {roles}")
+        if self.frozen_date:
+            lines.append(f"the chat template's date is frozen at {self.frozen_date}")
+        return "\n".join(lines)
+
+    def _shares(self) -> Iterator[str]:
+        """Of several sources a line each: what an epoch holds of it."""
+        learned = [part.trained_tokens * part.drawn / max(part.rows, 1) for part in self.parts]
+        for part, tokens in zip(self.parts, learned, strict=True):
+            times = part.drawn / max(part.rows, 1)
+            yield (
+                f"{part.source}: {part.drawn:,} of an epoch's {self.rows:,} rows ({part.drawn / self.rows:.1%}), "
+                f"{times:.2f} times its {counted(part.rows, 'row')} ({counted(part.documents, 'document')}); "
+                f"{tokens / max(sum(learned), 1):.1%} of the learned tokens"
+            )
