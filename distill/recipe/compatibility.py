@@ -42,6 +42,7 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "teacher's context": lambda recipe: recipe.teacher.context is not None,
     "student as teacher": lambda recipe: recipe.teacher.type == "student",
     "running average": lambda recipe: recipe.teacher.ema is not None,
+    "teacher for some steps": lambda recipe: recipe.loss.leaves_the_teacher_out,
     "LoRA": lambda recipe: recipe.student.lora is not None,
 }
 
@@ -145,6 +146,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "routed", "plugin",
         "loss.plugin: its functions take one teacher's logits; they do not work with several teachers",
+    ),
+    Conflict(
+        "server", "teacher for some steps",
+        "loss.schedule: with type: server, which is asked ahead, expected a divergence of weight above 0 in every step",
     ),
     Conflict(
         "context", "running text",

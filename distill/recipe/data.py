@@ -157,13 +157,13 @@ class Data(Section):
             return tree
         names = " + ".join(str(part.get("source") if isinstance(part, dict) else part.source) for part in given)
         if tree.get("source") not in (None, names):
-            raise ValueError("sources: expected source or sources, got both (source= takes the one back)")
+            raise ValueError("expected source or sources, got both")
         return {**tree, "source": names}
 
     @model_validator(mode="after")
     def _sources_hold_text(self) -> Self:
         if any(part.source.partition(":")[0] == "synthetic" for part in self.sources):
-            raise ValueError("sources: expected data with text, got synthetic, which goes alone")
+            raise ValueError("expected sources of text, got synthetic, which goes alone")
         return self
 
     @property

@@ -14,9 +14,10 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from distill.core.faults import Section
 from distill.recipe.fields import NotNegative, Text
@@ -104,6 +105,37 @@ class PluginFile(Section):
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+class Schedule(Section):
+    """A setting of the loss as a function of the optimizer step: straight lines between points.
+
+    Attributes:
+        setting: which: `terms.0.weight` (of another term another number; or its `beta`, `alpha`), or `temperature`.
+        steps: of the points, rising; 0 is the run's first.
+        values: at the points. Before the first and after the last one it stays as there.
+    """
+
+    setting: Text
+    steps: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    values: list[NotNegative]
+
+    @model_validator(mode="after")
+    def _points(self) -> Self:
+        if len(self.steps) != len(self.values):
+            raise ValueError(f"expected as many values as steps, got {len(self.values)} and {len(self.steps)}")
+        if sorted(set(self.steps)) != self.steps:
+            raise ValueError(f"steps: expected rising numbers, got {self.steps}")
+        return self
+
+    def at(self, step: int) -> float:
+        """The value in a step."""
+        later = next((number for number, at in enumerate(self.steps) if at > step), len(self.steps))
+        if later in (0, len(self.steps)):
+            return self.values[later and later - 1]
+        begin, end = self.steps[later - 1 : later + 1]
+        share = (step - begin) / (end - begin)
+        return (1 - share) * self.values[later - 1] + share * self.values[later]
+
+
 Term = Annotated[PlainTerm | JSDTerm | SkewTerm | PolicyGradientTerm | PluginTerm, Field(discriminator="type")]
 BUILT_IN = {
     name
@@ -125,6 +157,7 @@ class Loss(Section):
         label_smoothing: share of the label that the cross-entropy term spreads over all tokens.
         z_loss: weight of the squared log-partition that is added to the cross-entropy term.
         terms: divergences and cross-entropy with their weights.
+        schedule: settings that change from step to step; a scheduled weight is written into `terms` at its largest.
         plugin: the file that terms of other types come from; `--plugin` sets it, and without that nothing of it runs.
     """
 
@@ -133,7 +166,25 @@ class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     z_loss: NotNegative = 0.0
     terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
+    schedule: list[Schedule] = Field(default_factory=list)
     plugin: PluginFile | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scheduled_weights_at_their_largest(cls, loss: object) -> object:
+        """So that whoever asks for the terms that take part finds all that ever do."""
+        if not isinstance(loss, dict) or not isinstance(loss.get("schedule"), list) or not loss["schedule"]:
+            return loss
+        terms = loss.get("terms", [term.model_dump() for term in _forward_kl_alone()])
+        for line in loss["schedule"] if isinstance(terms, list) else ():
+            given = line if isinstance(line, dict) else dict(line)
+            _, number, name = (*str(given.get("setting")).split("."), "", "")[:3]
+            values = given.get("values")
+            if name == "weight" and number.isdigit() and int(number) < len(terms) and values:  # else a fault
+                with contextlib.suppress(TypeError, ValueError):  # as their own fields tell
+                    at, largest = int(number), max(0.0, *map(float, values))
+                    terms = [*terms[:at], {**dict(terms[at]), "weight": largest}, *terms[at + 1 :]]
+        return {**loss, "terms": terms}
 
     @model_validator(mode="before")
     @classmethod
@@ -166,3 +217,48 @@ class Loss(Section):
             if getattr(self, name) and "cross_entropy" not in weighted:
                 raise ValueError(f"{name} belongs to the cross_entropy term, and none has a weight above 0")
         return self
+
+    @model_validator(mode="after")
+    def _schedule_is_of_its_settings(self) -> Self:
+        settings = [line.setting for line in self.schedule]
+        for number, line in enumerate(self.schedule):
+            part, at, name = (*line.setting.split("."), "", "")[:3]
+            term = self.terms[int(at)] if part == "terms" and at.isdigit() and int(at) < len(self.terms) else None
+            fits = term is not None and name in ("weight", "beta", "alpha") and name in type(term).model_fields
+            if line.setting not in ("temperature", f"terms.{at}.{name}" if fits else ""):
+                raise ValueError(
+                    f"schedule.{number}.setting: expected temperature, or weight, beta or alpha of a term that has it, "
+                    f"as in terms.0.weight; got {line.setting!r}"
+                )
+            if settings.count(line.setting) > 1:
+                raise ValueError(f"schedule: {line.setting} is there twice")
+            owner, field = (self, "temperature") if term is None else (term, name)
+            try:
+                for value in line.values:
+                    type(owner).model_validate({**owner.model_dump(exclude={"schedule"}), field: value})
+            except ValidationError:
+                raise ValueError(f"schedule.{number}.values: {value:g} is no {field} of {line.setting}") from None
+        for step in sorted({step for line in self.schedule for step in line.steps}):
+            if not any(term.weight > 0 for term in self.at(step).terms):
+                raise ValueError(f"schedule: every term has weight 0 in step {step}")
+        return self
+
+    def at(self, step: int) -> Loss:
+        """The loss of the optimizer step after `step` others, without a schedule."""
+        terms, more = list(self.terms), dict[str, object]()
+        for line in self.schedule:
+            if line.setting == "temperature":
+                more["temperature"] = line.at(step)
+                continue
+            _, number, name = line.setting.split(".")
+            terms[int(number)] = terms[int(number)].model_copy(update={name: line.at(step)})
+        if not any(term.type == "cross_entropy" and term.weight > 0 for term in terms):
+            more |= {"label_smoothing": 0.0, "z_loss": 0.0}  # which are parts of it
+        return self.model_copy(update={"terms": terms, "schedule": [], **more}) if self.schedule else self
+
+    @property
+    def leaves_the_teacher_out(self) -> bool:
+        """Whether a schedule has steps in which no term compares with the teacher, though others have."""
+        steps = [step for line in self.schedule for step in line.steps]
+        asks = {any(t.weight > 0 and t.type != "cross_entropy" for t in self.at(step).terms) for step in steps}
+        return asks == {False, True}

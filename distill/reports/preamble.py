@@ -14,6 +14,7 @@ from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
 from distill.models.work import count_text, parameters_of
 from distill.planning.steps import small_data_notes
+from distill.recipe.loss import Schedule
 from distill.teachers.base import TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.measure import KL, Measure
@@ -58,7 +59,7 @@ def preamble(
     lines = {
         "teacher": f"{source.title()}, {pair.teacher.parameters_text()}",
         "student": f"{name}, {count_text(total)} parameters, {count_text(trained)} trained ({trained / total:.0%})",
-        "loss": f"{terms}, temperature {recipe.loss.temperature:g}",
+        "loss": f"{terms}, temperature {recipe.loss.temperature:g}" + "".join(map(_line_of, recipe.loss.schedule)),
         "vocabulary": pair.verdict,
         "data": str(data).replace("\n", "\n" + " " * 12),
         "steps": f"{plan.steps:,} of {step}, "
@@ -79,6 +80,12 @@ def preamble(
     if caveat := pair.teacher.format.caveat:
         lines["divergences"] = caveat
     return [f"{key:<12}{value}" for key, value in lines.items()]
+
+
+def _line_of(schedule: Schedule) -> str:
+    """A scheduled setting: `; terms.0.weight 1 at step 0, 0.5 at step 100`."""
+    points = zip(schedule.values, schedule.steps, strict=True)
+    return f"; {schedule.setting} " + ", ".join(f"{value:g} at step {step}" for value, step in points)
 
 
 def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:

@@ -66,7 +66,7 @@ class Meter:
         """Forget the interval and start its clock."""
         precision = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(number_of_sums(self.routes), dtype=precision, device=self.device)
-        self._counts = torch.zeros(2, dtype=precision, device=self.device)  # trained tokens, pairs
+        self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
         self._tokens = 0
         self._start, self._pause = time.perf_counter(), 0.0
         self.phases.restart()
@@ -81,15 +81,29 @@ class Meter:
         finally:
             self._pause += time.perf_counter() - start
 
-    def add(self, inputs: Mapping[str, torch.Tensor], statistics: torch.Tensor) -> None:
-        """Count one micro-batch; `statistics` are the objective's sums. Launches a few small kernels, never waits."""
+    def add(
+        self, inputs: Mapping[str, torch.Tensor], statistics: torch.Tensor, weight: float | None = None
+    ) -> None:  # fmt: skip
+        """Count one micro-batch. Launches a few small kernels, never waits.
+
+        Args:
+            inputs: the batch.
+            statistics: the objective's sums.
+            weight: of the divergences in them where it changes from step to step: 0 where the teacher takes no part.
+        """
+        if weight:  # as if it were the one that the figures are divided by
+            begin, size = len(STATISTICS), len(PER_ROUTE)
+            divergences = [0, *range(begin + PER_ROUTE.index("divergence"), len(statistics), size)]
+            statistics = statistics.detach().clone()
+            statistics[divergences] *= self.divergence[1] / weight
         self._sums += statistics.detach()
         rows = inputs.get("valid_rows")
         trained = count_learned(inputs) if rows is None else rows.numel()
         positions = inputs.get("position_ids")
         batch, length = inputs["input_ids"].shape
         self._counts[0] += trained
-        self._counts[1] += batch * length * (length + 1) // 2 if positions is None else (positions + 1).sum()
+        self._counts[1] += 0 if weight == 0 else trained
+        self._counts[2] += batch * length * (length + 1) // 2 if positions is None else (positions + 1).sum()
         self._tokens += batch * length
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
@@ -107,10 +121,11 @@ class Meter:
         here = [self._sums, self._counts, self._counts.new_tensor([self._tokens, 1.0, *phases.values()])]
         values = reduce(torch.cat(here)).tolist()
         count = len(self._sums)
-        sums, (trained, pairs, tokens, ranks, *times) = values[:count], values[count:]
+        sums, (trained, compared, pairs, tokens, ranks, *times) = values[:count], values[count:]
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
-        figures = named_means(sums, trained, self.divergence, self.routes) | {
+        divergence = self.divergence if compared or not trained else (None, 1.0)
+        figures = named_means(sums, trained, divergence, self.routes, compared) | {
             "tokens_per_second": tokens / seconds,
             "trained_tokens_per_second": trained / seconds,
             "trained_tokens": trained,
@@ -121,7 +136,7 @@ class Meter:
         }
         if self.peak and self.teacher and self.student:
             available = self.peak * seconds * ranks
-            work = self.teacher.of(tokens, trained, pairs) if self.divergence[0] else 0.0
+            work = self.teacher.of(tokens, trained, pairs) if divergence[0] else 0.0
             figures["mfu_teacher"] = work / available
             figures["mfu_student"] = self.student.of(tokens, trained, pairs) / available
             figures["mfu"] = figures["mfu_teacher"] + figures["mfu_student"]
@@ -135,13 +150,16 @@ def number_of_sums(routes: Sequence[str]) -> int:
 
 
 def named_means(
-    sums: list[float], trained: float, divergence: tuple[str | None, float], routes: Sequence[str] = ()
-) -> dict[str, float]:
-    """Means over `trained` tokens of the objective's statistics, the teacher's left out where it takes no part; of each
-    route over its own tokens, and their number."""
+    sums: list[float], trained: float, divergence: tuple[str | None, float], routes: Sequence[str] = (),
+    compared: float | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Means over `trained` tokens of the objective's statistics, the teacher's left out where it takes no part and over
+    the `compared` ones where it took part in some steps; of each route over its own tokens, and their number."""
     mean = {name: value / max(trained, 1.0) for name, value in zip(STATISTICS, sums, strict=False)}
     name, weight = divergence
     figures = {key: mean[key] for key in ("cross_entropy", "student_entropy")}
+    if compared is not None and compared != trained:
+        mean = {key: value * trained / max(compared, 1.0) for key, value in mean.items()}
     if name is not None:
         figures |= {name: mean["divergence"] / weight, "agreement": mean["agreement"]}
         figures |= {"teacher_entropy": mean["teacher_entropy"], "teacher_cross_entropy": -mean["teacher_label_logprob"]}

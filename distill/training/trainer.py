@@ -50,6 +50,7 @@ from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals
 from distill.training.metrics import Meter, named_means, number_of_sums
+from distill.training.scheduling import LossSchedule
 from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class DistillationTrainer(Trainer):
         self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
         work = self.objective.teacher.work(), work_of(model, trains=True)
         self.meter = Meter(args.device, *work, self.objective.divergence, self.objective.routes)
+        self.schedule = LossSchedule(self.objective, loss)
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]
         self.on_policy: OnPolicy | None = None  # set it to let the student's own words take part
         self._checkpoints_go_to: str | None = None
@@ -175,7 +177,7 @@ class DistillationTrainer(Trainer):
             compared = self.objective.compare(inputs, num_items_in_batch)
         output = model(**compared)
         if model.training:
-            self.meter.add(inputs, output["statistics"])
+            self.meter.add(inputs, output["statistics"], self.schedule.weight)
         loss = output["loss"]
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
@@ -202,6 +204,7 @@ class DistillationTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """As `Trainer.get_batch_samples`; with `on_policy` some answers become the student's own."""
+        self.schedule.begin(self.state.global_step)
         if self.on_policy is None:
             epoch_iterator = self.asking.ahead(epoch_iterator, num_batches)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -239,6 +242,7 @@ class DistillationTrainer(Trainer):
         """Add the interval's figures to a training step's log; runs on every rank."""
         if "loss" in logs and self.is_in_train:
             logs = {**logs, **self.meter.read(lambda values: self.accelerator.reduce(values, "sum"))}
+            logs |= self.schedule.figures()
             if self.on_policy is not None:
                 logs |= self.on_policy.read(lambda values: self.accelerator.reduce(values, "sum"), self.args.device)
             if self.health.skipped:

@@ -1,0 +1,169 @@
+"""loss.schedule: settings of the loss that follow the optimizer step, the same after a stop."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import TrainingArguments
+
+from distill.recipe import Loss, RecipeError, dump, load, parse
+from distill.run import run
+from distill.teachers.objective import DistillationObjective
+from distill.training.progress import read_metrics
+from distill.training.trainer import DistillationTrainer
+
+BASE = (
+    "teacher: {model: teacher}\nstudent: {model: student}\ngenerate: {prompts: []}\n"
+    "data: {source: rows.jsonl, max_length: 64, cache: false, chat_template: none}\n"
+    "train: {steps: 8, log_every: 1, save_every: 4, learning_rate: 1e-2}\n"
+)
+TERMS = "terms: [{type: forward_kl}, {type: jsd, beta: 0.5, weight: 0.5}, {type: cross_entropy, weight: 0}]"
+RAMPS = (
+    "{setting: terms.0.weight, steps: [2, 6], values: [1.0, 0.0]}, "
+    "{setting: terms.1.beta, steps: [0, 4], values: [0.0, 1.0]}, "
+    "{setting: terms.2.weight, steps: [1, 3], values: [0.0, 0.4]}, "
+    "{setting: temperature, steps: [3, 5], values: [1, 2]}"
+)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    for seed, name in enumerate(("student", "teacher")):
+        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed), tokenizer)
+    rows = [{"prompt": f"Say {n}?", "completion": f"It is {'so ' * (n % 5)}{n}."} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def recipe_of(schedule=RAMPS, terms=TERMS):
+    return parse(BASE + f"loss: {{{terms}, schedule: [{schedule}]}}\n", name="r")
+
+
+@pytest.mark.parametrize(
+    "step, expected", [(0, (1, 0, 0, 1)), (2, (1, 0.5, 0.2, 1)), (3, (0.75, 0.75, 0.4, 1)), (4, (0.5, 1, 0.4, 1.5)),
+                       (6, (0, 1, 0.4, 2)), (900, (0, 1, 0.4, 2))],
+)  # fmt: skip
+def test_straight_lines_between_points(step, expected):
+    loss = recipe_of().loss.at(step)
+    first, second, third = loss.terms
+    assert (first.weight, second.beta, third.weight, loss.temperature) == pytest.approx(expected)
+    assert loss.schedule == [] and second.weight == 0.5
+
+
+def test_the_recipe_shows_what_ever_takes_part():
+    """A term that begins at 0 counts as taking part: on-policy data refuse its labels, doctor looks at it."""
+    recipe = recipe_of()
+    assert [term.weight for term in recipe.loss.terms] == [1.0, 0.5, 0.4]
+    assert parse(dump(recipe), name="r") == recipe
+    with pytest.raises(RecipeError, match="cross_entropy term"):
+        parse(dump(recipe), ["data.on_policy={fraction: 1.0}"], name="r")
+    plain = parse(BASE + "loss: {schedule: [{setting: terms.1.weight, steps: [0, 9], values: [0, 1]}]}\n", name="r")
+    assert [(term.type, term.weight) for term in plain.loss.terms] == [("forward_kl", 1.0), ("cross_entropy", 1.0)]
+
+
+def test_each_step_has_the_loss_of_its_number(here):
+    """Gradients of each step are those of an unscheduled loss with that step's numbers, to the bit."""
+    rows = [{"input_ids": list(range(5 + n, 30 + n)), "labels": list(range(5 + n, 30 + n))} for n in range(8)]
+    section = recipe_of().loss
+    student, teacher = tiny_model(seed=0), tiny_model(seed=1)
+    seen = []
+    args = TrainingArguments(
+        str(here / "out"), max_steps=8, per_device_train_batch_size=2, learning_rate=0.0, use_cpu=True, report_to=[],
+        disable_tqdm=True, max_grad_norm=0.0, save_strategy="no",
+    )  # fmt: skip
+    trainer = DistillationTrainer(student, teacher, args, loss=section, train_dataset=rows)
+    inner = trainer.compute_loss
+
+    def spied(model, inputs, *more, **named):
+        seen.append({name: value.clone() for name, value in inputs.items()})
+        loss = inner(model, inputs, *more, **named)
+        seen[-1]["loss"] = loss.detach().clone()
+        return loss
+
+    trainer.compute_loss = spied
+    trainer.train()
+    assert len(seen) == 8
+    other = tiny_model(seed=0)
+    for step, batch in enumerate(seen):
+        objective = DistillationObjective(teacher, other, section.at(step))
+        loss = other(**objective.compare({name: value for name, value in batch.items() if name != "loss"}))["loss"]
+        objective.detach()
+        assert torch.equal(loss.detach(), batch["loss"]), step
+    assert len({batch["loss"].item() for batch in seen}) == 8
+
+
+def test_it_is_logged_and_goes_on_to_the_bit(here):
+    (here / "r.yaml").write_text(BASE + f"loss: {{{TERMS}, schedule: [{RAMPS}]}}\n")
+    whole, half = run(load("r.yaml"), name="whole"), run(load("r.yaml"), name="half")
+    rows = read_metrics(whole.folder / "metrics.jsonl")
+    assert [row["terms.0.weight"] for row in rows] == [1, 1, 1, 0.75, 0.5, 0.25, 0, 0]
+    assert [row["temperature"] for row in rows] == [1, 1, 1, 1, 1.5, 2, 2, 2]
+    for path in (half.folder / "student", half.folder / "checkpoint-8"):
+        shutil.rmtree(path)
+    (half.folder / "result.json").unlink()
+    run(load("r.yaml"), name="half", resume=True)
+    again = read_metrics(half.folder / "metrics.jsonl")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in again] and len(rows) == 8
+    weights = [(result.folder / "student/model.safetensors").read_bytes() for result in (whole, half)]
+    assert weights[0] == weights[1]
+    with pytest.raises(ValueError, match=r"loss\.schedule\.2\.steps\.1 is 3, now 4"):
+        changed = [f"loss.schedule=[{RAMPS.replace('[1, 3]', '[1, 4]')}]"]
+        run(load("r.yaml", changed), name="half", resume=True)
+
+
+def test_figures_do_not_follow_the_weight(here):
+    """A divergence in the log is its mean, whatever its weight is then; and only over steps that had one."""
+    text = BASE.replace("learning_rate: 1e-2", "learning_rate: 1e-12").replace("log_every: 1", "log_every: 4")
+    text = text.replace("steps: 8", "steps: 8, batch_size: 40").replace("save_every: 4, ", "")
+    fading = "schedule: [{setting: terms.0.weight, steps: [0, 6], values: [1.0, 0.0]}]"
+    terms = "terms: [{type: forward_kl}, {type: cross_entropy, weight: 0.5}]"
+    plain = run(parse(text + f"loss: {{{terms}}}\n", name="plain"))
+    faded = run(parse(text + f"loss: {{{terms}, {fading}}}\n", name="faded"))
+    expected, rows = (read_metrics(result.folder / "metrics.jsonl") for result in (plain, faded))
+    for row, other in zip(rows, expected, strict=True):
+        for name in ("kl", "agreement", "teacher_entropy", "cross_entropy", "student_entropy"):
+            assert math.isclose(row[name], other[name], rel_tol=1e-4), (row["step"], name)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{setting: terms.0.weight, steps: [0, 5], values: [1]}", "expected as many values as steps, got 1 and 2"),
+        ("{setting: terms.0.weight, steps: [5, 0], values: [1, 0]}", "steps: expected rising numbers"),
+        ("{setting: terms.0.beta, steps: [0], values: [1]}", "of a term that has it"),
+        ("{setting: terms.9.weight, steps: [0], values: [1]}", "of a term that has it"),
+        ("{setting: z_loss, steps: [0], values: [1]}", "expected temperature, or weight"),
+        ("{setting: terms.1.beta, steps: [0, 9], values: [0, 1.5]}", "1.5 is no beta"),
+        ("{setting: temperature, steps: [0], values: [0]}", "0 is no temperature"),
+        ("{setting: terms.0.weight, steps: [0], values: [-1]}", "expected a number at least 0, got -1"),
+        ("{setting: temperature, steps: [0], values: [1]}, {setting: temperature, steps: [1], values: [1]}", "twice"),
+        (
+            "{setting: terms.0.weight, steps: [3], values: [0]}, {setting: terms.1.weight, steps: [0, 3], "
+            "values: [1, 0]}", "every term has weight 0 in step 3",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_schedules_are_one_line(line, message):
+    with pytest.raises(RecipeError) as error:
+        recipe_of(line)
+    assert len(error.value.faults) == 1 and message in str(error.value), str(error.value)
+
+
+def test_a_served_teacher_is_asked_in_every_step():
+    fading = "{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}"
+    fading += ", {setting: terms.1.weight, steps: [0], values: [0]}"
+    own = BASE.replace("{model: teacher}", "{type: server, url: http://localhost:1}")
+    with pytest.raises(RecipeError, match=r"loss.schedule: with type: server"):
+        parse(own + f"loss: {{{TERMS.replace('weight: 0}', 'weight: 1}')}, schedule: [{fading}]}}\n", name="r")
+
+
+def test_the_largest_weight_is_known_to_the_loss_alone():
+    loss = Loss.model_validate({
+        "terms": [{"type": "reverse_kl"}], "schedule": [{"setting": "terms.0.weight", "steps": [0], "values": [3]}]
+    })  # fmt: skip
+    assert loss.terms[0].weight == 3.0 and loss.at(0).terms[0].weight == 3.0
