@@ -12,6 +12,7 @@ Everything that a person may have got wrong is found before the run's folder exi
     metrics.jsonl       one row per logging step
     checkpoint-N/       complete by construction; only with train.save_every
     student/            model, tokenizer and model card; `from_pretrained` takes it as it is
+    rollouts/           the student's own answers of some steps; only with data.on_policy.store_every
     result.json, samples.md, curves.svg
 """
 
@@ -73,6 +74,7 @@ from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_loc
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import resume_plan, without_known_warnings
 from distill.training.soundness import resumable
+from distill.training.stored_rollouts import store_rollouts
 from distill.training.trainer import DistillationTrainer
 
 log = logging.getLogger(__name__)
@@ -215,12 +217,11 @@ def _run(
         recipe, pair.student, pair.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,
     )  # fmt: skip
+    store_rollouts(trainer, recipe.data.on_policy, folder)
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):
         trainer.add_callback(GraphedSteps(pair.models(), always=recipe.train.cuda_graph is True, mean=trainer.mean))
-    plan = Plan(
-        arguments.max_steps, recipe.train.batch_size * recipe.data.max_length * accumulation * world_size(),
-        accumulation, world_size(),
-    )  # fmt: skip
+    tokens = recipe.train.batch_size * recipe.data.max_length * accumulation * world_size()
+    plan = Plan(arguments.max_steps, tokens, accumulation, world_size())
 
     # --- from here on the run exists
     if locked is not None:

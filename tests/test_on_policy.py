@@ -322,8 +322,6 @@ def test_what_cannot_be_answered_is_refused():
         on_policy_of(recipe, model, tokenizer, format="text (text)", **more)
     with pytest.raises(ValueError, match="needs prompts"):
         on_policy_of(recipe, model, None, format="", **more)
-    with pytest.raises(ValueError, match="FSDP"):
-        on_policy_of(recipe, model, tokenizer, format="chat (messages)", sharded=True, **more)
     with pytest.raises(ValueError, match="vllm is not installed"):
         on_policy_of(parse(RECIPE, ["data.on_policy.engine=vllm"]), model, tokenizer, format="chat (messages)", **more)
 

@@ -97,6 +97,37 @@ def test_ratio_and_clipping():
     assert slope[0].tolist() == pytest.approx([free[0], 0.0, free[2], 0.0])
 
 
+def test_the_recipes_ratio_is_that_of_the_models_that_drew():
+    """Against logits: of tokens whose log-probabilities when they were drawn came with the batch."""
+    loss = {"terms": [{"type": "policy_gradient", "weight": 0.7, "importance": True, "clip": 0.1, "discount": 0.5}]}
+    subject = answering(loss)
+    objective, batch = subject.objective(), subject.batch()
+    generator = torch.Generator().manual_seed(5)
+    batch["drawn_log_p"] = -4 - 2 * torch.rand(batch["labels"].shape, generator=generator)
+    batch["drawn_log_p"][batch["labels"] == IGNORE_INDEX] = torch.nan
+    got = subject.student(**objective.compare(batch))["loss"]
+    gradients = torch.autograd.grad(got, list(subject.student.parameters()))
+    objective.detach()
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    labels = batch["labels"][:, 1:]
+    learned = labels != IGNORE_INDEX
+    log_s, log_t = (
+        model(**inputs, use_cache=False).logits[:, :-1].double().log_softmax(-1)
+        .gather(-1, labels.clamp_min(0)[..., None])[..., 0] for model in (subject.student, subject.teacher.model)
+    )  # fmt: skip
+    total = 0
+    for row, column in learned.nonzero().tolist():
+        gain, share, at = 0.0, 1.0, column
+        while at < labels.shape[1] and learned[row, at]:
+            gain, share, at = gain + share * (log_t - log_s)[row, at].detach(), share * 0.5, at + 1
+        ratio = (log_s[row, column] - batch["drawn_log_p"][row, column + 1]).exp()
+        total = total - torch.minimum(ratio * gain, ratio.clamp(0.9, 1.1) * gain)
+    expected = 0.7 * total / learned.sum()
+    torch.testing.assert_close(got.double(), expected.double(), rtol=1e-4, atol=1e-5)
+    for one, other in zip(gradients, torch.autograd.grad(expected, list(subject.student.parameters())), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 16])
 @pytest.mark.parametrize("discount", [0.5, 1.0])
 def test_discounted_gains_stay_in_their_answer(length, discount):
@@ -128,7 +159,9 @@ def test_a_gain_that_carries_a_gradient_is_found(monkeypatch):
     """The fault that makes it something else without a word: the advantage not held constant."""
     monkeypatch.setattr(
         "distill.teachers.policy_gradient.policy_gradient_loss",
-        lambda log_p, teacher_log_p, learned: -((teacher_log_p - log_p) * (log_p - log_p.detach()).exp()) * learned,
+        lambda log_p, teacher_log_p, *_, learned, **__: (
+            -((teacher_log_p - log_p) * (log_p - log_p.detach()).exp()) * learned
+        ),
     )
     subject = answering(ALONE)
     assert not fused_equals_reference(subject).passed
@@ -137,7 +170,7 @@ def test_a_gain_that_carries_a_gradient_is_found(monkeypatch):
 def test_a_gradient_of_zero_is_found(monkeypatch):
     monkeypatch.setattr(
         "distill.teachers.policy_gradient.policy_gradient_loss",
-        lambda log_p, teacher_log_p, learned: (-(teacher_log_p - log_p).detach() + 0 * log_p) * learned,
+        lambda log_p, teacher_log_p, *_, learned, **__: (-(teacher_log_p - log_p).detach() + 0 * log_p) * learned,
     )
     assert not fused_equals_reference(answering(ALONE)).passed
 

@@ -8,10 +8,13 @@ import typer
 
 from distill.commands.arguments import AsJson, Overrides, RecipeArgument, load_recipe, say_json, without_bars
 from distill.core import console
+from distill.core.folders import RECIPE_FILE
 from distill.core.units import GIB, counted
+from distill.recipe import load
 from distill.recipe.compatibility import require_command
 
 if TYPE_CHECKING:
+    from distill.planning.inspect_batches import Token
     from distill.planning.preflight import Preflight
 
 
@@ -158,6 +161,9 @@ def inspect(
     shade: Annotated[
         str | None, typer.Option(metavar="BY", help="entropy (the teacher's) or divergence (the student's KL).")
     ] = None,
+    rollouts: Annotated[
+        bool, typer.Option("--rollouts", help="Of a RUN, its student's latest stored answers by their divergence.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show rows as training will see them: what is learned, what is only read, where documents begin.
@@ -168,15 +174,17 @@ def inspect(
     \b
     distill inspect chat-8b-to-1b.yaml
     distill inspect quickstart --rows 1 --shade entropy
+    distill inspect runs/on-policy --rollouts
     """
+    if rollouts:
+        _show(*_stored_rollouts(recipe, rows), as_json)
+        return
     _, resolved = load_recipe(recipe, overrides)
     if shade not in (None, "entropy", "divergence"):
         raise ValueError(f"--shade: expected entropy or divergence, got {shade!r}")
     if shade is not None:
         require_command(resolved, "inspect --shade")
-    from rich.console import Console
-
-    from distill.planning.inspect_batches import plain_text, rich_text, shade_rows, tokens_of
+    from distill.planning.inspect_batches import shade_rows, tokens_of
     from distill.teachers.base import open_context
     from distill.teachers.opening import opened_pair
     from distill.teachers.registry import source_of
@@ -197,13 +205,45 @@ def inspect(
     made = [
         tokens_of(row, vocabulary.tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)
     ]
+    _show(made, [f"row {number + 1}" for number in range(len(made))], {"report": splits.report.as_dict()}, as_json)
+
+
+def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str], dict[str, object]]:
+    """A run's latest stored answers, a title each, and what they are of."""
+    from distill.core.labels import IGNORE_INDEX
+    from distill.planning.inspect_batches import tokens_of
+    from distill.reports.report import find_run
+    from distill.teachers.registry import source_of
+    from distill.training.stored_rollouts import files, read
+
+    run = find_run(name)
+    if not (stored := files(run)):
+        raise ValueError(f"--rollouts: {run} holds none; expected a run of a recipe with data.on_policy.store_every")
+    answers = read(stored[-1])
+    tokenizer = source_of(load(run / RECIPE_FILE, of_run=True)).vocabulary().tokenizer
+    made, titles = [], []
+    for number, row in enumerate(answers[:rows], 1):
+        prompt, answer = row["prompt_ids"], row["answer_ids"]
+        labels, ids = [IGNORE_INDEX] * len(prompt) + answer, [*prompt, *answer]
+        whole = {"input_ids": ids, "labels": labels, "position_ids": range(len(ids))}
+        made.append(tokens_of(whole, tokenizer, [*[None] * len(prompt), *row["divergence"]]))
+        route = f", {row['route']}" if row["route"] else ""
+        titles.append(f"answer {number} of {len(answers)}, step {row['step']}{route}")
+    return made, titles, {"file": str(stored[-1])}
+
+
+def _show(made: list[list[Token]], titles: list[str], report: dict[str, object], as_json: bool) -> None:
+    from rich.console import Console
+
+    from distill.planning.inspect_batches import plain_text, rich_text
+
     if as_json:
-        say_json({"report": splits.report.as_dict(), "rows": made})
+        say_json({**report, "rows": made})
         return
     out = Console()
-    for number, tokens in enumerate(made):
+    for title, tokens in zip(titles, made, strict=True):
         learned = sum(token.state == "learned" for token in tokens)
-        console.say(f"=== row {number + 1}: {counted(len(tokens), 'token')}, {learned:,} learned")
+        console.say(f"=== {title}: {counted(len(tokens), 'token')}, {learned:,} learned")
         if out.is_terminal:
             out.print(rich_text(tokens))
         else:

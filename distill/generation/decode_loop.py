@@ -19,7 +19,7 @@ import abc
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +47,13 @@ class Generated:
     Attributes:
         tokens: of each answer, its end-of-sequence token included, the prompt not.
         truncated: whether an answer was cut off by its limit rather than ended by the model.
+        log_probs: of each answer's tokens under the model that gave it, at temperature 1, natural logarithms; empty
+            where `EngineSettings.log_probs` did not ask for them.
     """
 
     tokens: list[list[int]]
     truncated: list[bool]
+    log_probs: list[list[float]] = field(default_factory=list)
 
 
 class EngineSettings(NamedTuple):
@@ -63,6 +66,7 @@ class EngineSettings(NamedTuple):
         vocab_size: only the first so many tokens are generated; None for all of the head.
         max_length, max_new_tokens: prompt and answer together, and new tokens, that buffers are made for at least:
             on a GPU fixed sizes are captured once.
+        log_probs: give the tokens' log-probabilities too.
     """
 
     pad: int
@@ -71,6 +75,7 @@ class EngineSettings(NamedTuple):
     vocab_size: int | None = None
     max_length: int = 1
     max_new_tokens: int = 1
+    log_probs: bool = False
 
 
 class Request(NamedTuple):
@@ -131,6 +136,8 @@ class _Seats:
         self.token, self.seeds, self.made, self.limits = torch.zeros(4, batch, dtype=torch.int64, device=device)
         self.done, self.ended = torch.zeros(2, batch, dtype=torch.bool, device=device)
         self.answers = torch.zeros(batch, most, dtype=torch.int64, device=device)
+        precision = torch.float32 if device.type == "mps" else torch.float64
+        self.log_probs = torch.zeros(batch, most, dtype=precision, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
@@ -174,7 +181,7 @@ class DecodeLoop(Engine):
 
     def answer(self, request: Request) -> Generated:
         prompts, limits, seeds, temperature, batch_size = request
-        result = Generated([[] for _ in prompts], [limit == 0 for limit in limits])
+        result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
         # neighbours of like length waste least
         order = sorted((number for number, limit in enumerate(limits) if limit > 0), key=lambda n: len(prompts[n]))
         with self._ready():
@@ -185,11 +192,12 @@ class DecodeLoop(Engine):
                     batch_size,
                 )  # fmt: skip
                 answers = self._answer_batch(batch)
-                for number, (tokens, truncated) in zip(chosen, answers, strict=True):
+                for number, (tokens, truncated, log_probs) in zip(chosen, answers, strict=True):
                     result.tokens[number], result.truncated[number] = tokens, truncated
+                    result.log_probs[number] = log_probs
         return result
 
-    def _answer_batch(self, request: Request) -> Iterator[tuple[list[int], bool]]:
+    def _answer_batch(self, request: Request) -> Iterator[tuple[list[int], bool, list[float]]]:
         prompts, limits, seeds, temperature, batch_size = request
         most = max(limits)
         slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
@@ -207,7 +215,8 @@ class DecodeLoop(Engine):
             if made % look_every == 0 and bool(seats.done.all()):
                 break
         answers, lengths, ended = seats.answers.tolist(), seats.made.tolist(), seats.ended.tolist()
-        return ((answers[n][: lengths[n]], not ended[n]) for n in range(len(prompts)))
+        log_probs = seats.log_probs.tolist() if self.settings.log_probs else [[]] * len(prompts)
+        return ((answers[n][: lengths[n]], not ended[n], log_probs[n][: lengths[n]]) for n in range(len(prompts)))
 
     def _seats_for(self, batch: int, slots: int, most: int, batch_size: int) -> _Seats:
         """Buffers of these sizes, rounded up where they are kept.
@@ -250,7 +259,11 @@ class DecodeLoop(Engine):
             self.inner, input_ids=seats.token[:, None], position_ids=cache.lengths[:, None] - 1,
             past_key_values=cache, use_cache=True, ragged_cache=cache,
         )  # fmt: skip
-        token = sample_tokens(output.logits[:, -1, : self.settings.vocab_size], seats.seeds, seats.made, temperature)
+        logits = output.logits[:, -1, : self.settings.vocab_size]
+        token = sample_tokens(logits, seats.seeds, seats.made, temperature)
+        if self.settings.log_probs:
+            log_p = as_wide(logits).log_softmax(-1).gather(1, token[:, None])
+            seats.log_probs.index_copy_(1, seats.column, log_p.to(seats.log_probs.dtype))
         live = ~seats.done
         seats.token.copy_(torch.where(live, token, self.pad))
         seats.answers.index_copy_(1, seats.column, seats.token[:, None])
@@ -330,6 +343,11 @@ def _waits_for_the_host(step: Any) -> str | None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return None
+
+
+def as_wide(scores: torch.Tensor) -> torch.Tensor:
+    """In float32, or wider where they are."""
+    return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 @torch.no_grad()

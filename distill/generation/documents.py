@@ -27,6 +27,7 @@ class Document:
         row: of the batch.
         teacher_ids: what the teacher reads in their place, which ends with the same answer; None for the same.
         route: the number of its teacher's route; None where there is one teacher.
+        drawn_log_p: of the tokens of an answer of the student's, when it gave it; None for the data's answers.
     """
 
     ids: list[int]
@@ -34,6 +35,7 @@ class Document:
     row: int
     teacher_ids: list[int] | None = None
     route: int | None = None
+    drawn_log_p: Sequence[float] | None = None
 
     @property
     def length(self) -> int:
@@ -58,13 +60,15 @@ class Document:
         text = ",".join(map(str, (*more, -1, *self.ids)))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
-    def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> Document:
+    def answered(
+        self, prompt: Sequence[int], answer: Sequence[int], drawn_log_p: Sequence[float] | None = None
+    ) -> Document:
         """The document with another answer, which alone is learned."""
         other = self.teacher_ids
         if other is not None:
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
         labels = [IGNORE_INDEX] * len(prompt) + list(answer)
-        return Document([*prompt, *answer], labels, self.row, other, self.route)
+        return Document([*prompt, *answer], labels, self.row, other, self.route, drawn_log_p)
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:
@@ -102,6 +106,19 @@ def _bounds(batch: Mapping[str, torch.Tensor], prefix: str) -> list[list[tuple[i
     if ids is None:
         return []
     return [[(0, ids.shape[1])]] * len(ids) if positions is None else list(map(document_bounds, positions.tolist()))
+
+
+def drawn_log_probs(rows: Sequence[Sequence[Document]], shape: torch.Size) -> torch.Tensor:
+    """Each token's log-probability when the student gave it, [B, S] as `input_ids`; NaN for all others."""
+    precision = torch.float32 if torch.backends.mps.is_available() else torch.float64
+    tokens = torch.full(shape, torch.nan, dtype=precision)
+    for row, documents in enumerate(rows):
+        end = 0
+        for document in documents:
+            end += len(document.ids)
+            if document.drawn_log_p:
+                tokens[row, end - len(document.drawn_log_p) : end] = torch.tensor(document.drawn_log_p, dtype=precision)
+    return tokens
 
 
 def as_row(documents: Sequence[Document]) -> Row:

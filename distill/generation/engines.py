@@ -18,7 +18,15 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
-from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request, why_not
+from distill.generation.decode_loop import (
+    DecodeLoop,
+    Engine,
+    EngineSettings,
+    Generated,
+    Request,
+    as_wide,
+    why_not,
+)
 from distill.models.head import bare, find_head
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
 from distill.models.load import save_student
@@ -112,7 +120,7 @@ class TransformersEngine(Engine):
 
     def __init__(self, model: nn.Module, settings: EngineSettings, *, together: bool = False) -> None:
         self.model, self.pad, self.ends = model, settings.pad, sorted(set(settings.ends))
-        self.autocast, self.together = settings.autocast, together
+        self.autocast, self.together, self.log_probs = settings.autocast, together, settings.log_probs
         self.inner: Any = bare(model)
         self.device = next(model.parameters()).device
         self.columns = settings.vocab_size
@@ -128,12 +136,15 @@ class TransformersEngine(Engine):
                 chosen = slice(start, start + batch_size)
                 torch.manual_seed(_mixed(seeds[chosen]))
                 answers = self._answer_batch(prompts[chosen], max(limits[chosen]), temperature)
-                for tokens, limit in zip(answers, limits[chosen], strict=True):
+                for (tokens, log_probs), limit in zip(answers, limits[chosen], strict=True):
                     result.tokens.append(tokens[:limit])
                     result.truncated.append(not tokens[:limit] or tokens[:limit][-1] not in self.ends)
+                    result.log_probs.append(log_probs[: len(result.tokens[-1])])
         return result
 
-    def _answer_batch(self, prompts: Sequence[Sequence[int]], most: int, temperature: float) -> list[list[int]]:
+    def _answer_batch(
+        self, prompts: Sequence[Sequence[int]], most: int, temperature: float
+    ) -> Iterator[tuple[list[int], list[float]]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -141,23 +152,46 @@ class TransformersEngine(Engine):
         # who is finished goes on beside the others, beyond what was asked for
         if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
+        scores = _Scores(self.columns, self.log_probs)
         with as_asked(self.inner, most=most, temperature=temperature, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
-                logits_processor=LogitsProcessorList([self._only_shared]), past_key_values=cache,
+                logits_processor=LogitsProcessorList([scores]), past_key_values=cache,
                 synced_gpus=self.together or None,
             )  # fmt: skip
-        return [self._ended(tokens) for tokens in out[:, width:].tolist()]
-
-    def _only_shared(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [B, V] with the tokens beyond `vocab_size` made impossible."""
-        if self.columns is not None:
-            scores[:, self.columns :] = float("-inf")
-        return scores
+        answers = map(self._ended, out[:, width:].tolist())
+        return zip(answers, scores.log_probs(out) if self.log_probs else [[]] * len(prompts), strict=True)
 
     def _ended(self, tokens: list[int]) -> list[int]:
         stop = next((number + 1 for number, token in enumerate(tokens) if token in self.ends), len(tokens))
         return tokens[:stop]
+
+
+class _Scores:
+    """What `generate` draws from: tokens beyond `columns` made impossible, those drawn remembered by how likely."""
+
+    def __init__(self, columns: int | None, remembers: bool) -> None:
+        self.columns, self.remembers = columns, remembers
+        self.latest: torch.Tensor | None = None
+        self.drawn: list[torch.Tensor] = []
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [B, V] of the next tokens of [B, S]."""
+        if self.columns is not None:
+            scores[:, self.columns :] = float("-inf")
+        if self.remembers:
+            self._see(ids)
+            self.latest = as_wide(scores).log_softmax(-1)
+        return scores
+
+    def log_probs(self, ids: torch.Tensor) -> list[list[float]]:
+        """Of the tokens drawn, those of padding after an answer's end among them, from all [B, S] in the end."""
+        self._see(ids)
+        return torch.cat(self.drawn, 1).tolist()
+
+    def _see(self, ids: torch.Tensor) -> None:
+        if self.latest is not None:
+            self.drawn.append(self.latest.gather(1, ids[:, -1:]))
 
 
 class VllmEngine(Engine):
@@ -171,6 +205,7 @@ class VllmEngine(Engine):
         self.model, self.tokenizer, self.ends, self.trains = model, tokenizer, sorted(set(settings.ends)), trains
         columns, rows = settings.vocab_size, len(find_head(model).linear.weight)  # type: ignore[arg-type]
         self.allowed = list(range(columns)) if columns is not None and columns < rows else None
+        self.log_probs = settings.log_probs
         self._folder = tempfile.TemporaryDirectory(prefix="distill-vllm-")
         self.path = Path(self._folder.name) / "model"
         self._hand_over()
@@ -192,15 +227,19 @@ class VllmEngine(Engine):
         settings = [
             SamplingParams(
                 temperature=request.temperature, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
-                allowed_token_ids=self.allowed, detokenize=False,
+                allowed_token_ids=self.allowed, detokenize=False, logprobs=0 if self.log_probs else None,
             )
             for limit, seed in zip(request.limits, request.seeds, strict=True)
         ]  # fmt: skip
         requests = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
-        answers = [
-            list(output.outputs[0].token_ids) for output in self.llm.generate(requests, settings, use_tqdm=False)
+        outputs = [output.outputs[0] for output in self.llm.generate(requests, settings, use_tqdm=False)]
+        answers = [list(output.token_ids) for output in outputs]
+        log_probs = [
+            [each[token].logprob for token, each in zip(output.token_ids, output.logprobs, strict=True)]
+            for output in outputs
+            if self.log_probs
         ]
-        return Generated(answers, [not tokens or tokens[-1] not in self.ends for tokens in answers])
+        return Generated(answers, [not tokens or tokens[-1] not in self.ends for tokens in answers], log_probs)
 
     def _hand_over(self) -> None:
         """Write the weights as they stand; adapters are merged into a copy."""

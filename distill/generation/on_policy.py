@@ -5,8 +5,12 @@ The teacher then judges the tokens that the student would choose, so that it lea
 lambda is `fraction`, drawn here for each document rather than for each batch, so that the answers of a whole step are
 generated together and neither the number of micro-batches nor of ranks plays a part).
 
-Which documents are replaced, and every token that is drawn, follow from (seed, step, document): nothing is stored,
-and a run that is resumed says the same again.
+Which documents are replaced, and every token that is drawn, follow from (seed, step, document) and the weights: a run
+that is resumed says the same again.
+
+The student itself answers, or a whole copy of it (`Snapshot`): where its weights lie in shards they are gathered into
+the copy once a step, and with `ahead` the copy is one step old, so that a step's answers are known to depend on nothing
+that the step before it changes. The copy is then a part of every checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from distill.data.chat import load_template
 from distill.data.packing import best_fit
 from distill.generation.decode_loop import Engine
-from distill.generation.documents import Document, Row, as_row, documents_of
+from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs
 from distill.generation.engines import engine_for, settings_for
+from distill.models.snapshot import Snapshot
 from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
@@ -42,6 +48,10 @@ class OnPolicy:
         seed: Fixes what is replaced and what is drawn.
         max_length: The most tokens a row may have.
         batch_size: Prompts that are answered at once, at most.
+        ahead: Optimizer steps between the weights that answer and those that learn; 0 or 1.
+        student: Whose weights `snapshot` takes.
+        snapshot: What answers in the student's place; None for itself.
+        log_probs: Give each drawn token's log-probability with the batches (`drawn_log_p`); the engine must too.
     """
 
     engine: Engine
@@ -51,8 +61,17 @@ class OnPolicy:
     seed: int
     max_length: int
     batch_size: int = 64
-    # answers, their tokens, cut off, left out, that repeat themselves, seconds
-    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(6))
+    ahead: int = 0
+    student: nn.Module | None = None
+    snapshot: Snapshot | None = None
+    log_probs: bool = False
+    # answers, their tokens, cut off, left out, that repeat themselves, seconds, steps that the weights were old
+    _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
+
+    @property
+    def kept(self) -> Snapshot | None:
+        """What a checkpoint must hold beside the student, since it cannot be made of it."""
+        return self.snapshot if self.ahead else None
 
     def replace(
         self,
@@ -70,6 +89,25 @@ class OnPolicy:
             step: Optimizer steps done.
             collate: Makes a batch of rows.
         """
+        if self.snapshot is None:
+            return self._replace(batches, step, collate, step)
+        assert self.student is not None
+        if not self.ahead or self.snapshot.step is None:
+            self.snapshot.take(self.student, step)
+        assert self.snapshot.step is not None
+        replaced = self._replace(batches, step, collate, self.snapshot.step)
+        if self.ahead:
+            self.snapshot.take(self.student, step)
+        return replaced
+
+    def _replace(
+        self,
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        step: int,
+        collate: Callable[[list[Row]], dict[str, Any]],
+        weights_of: int,
+    ) -> list[Any]:
+        """As `replace`, by the engine as it is, whose weights are those after `weights_of` steps."""
         start = time.perf_counter()
         before = [documents_of(batch) for batch in batches]
         plans = [
@@ -86,19 +124,23 @@ class OnPolicy:
             seeds=[self._seed_of(document, step) for document in asked],
             batch_size=self.batch_size,
         )
+        log_probs = answers.log_probs if self.log_probs else [None] * len(asked)
         new = iter(
-            document.answered(prompt, answer)
-            for document, prompt, answer in zip(asked, prompts, answers.tokens, strict=True)
+            document.answered(prompt, answer, log_p)
+            for document, prompt, answer, log_p in zip(asked, prompts, answers.tokens, log_probs, strict=True)
         )
-        made = [
-            collate(plan.rows(new, self.max_length)) if plan.asked else batch
-            for plan, batch in zip(plans, batches, strict=True)
-        ]
+        made: list[Any] = []
+        for plan, batch in zip(plans, batches, strict=True):
+            rows = plan.rows(new, self.max_length)
+            made.append(collate(list(map(as_row, rows))) if plan.asked else dict(batch))
+            if self.log_probs:
+                made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.asked else [], made[-1]["input_ids"].shape)
         dropped = sum(len(documents) - len(plan.documents) for documents, plan in zip(before, plans, strict=True))
         seconds = time.perf_counter() - start
         lengths = sum(map(len, answers.tokens))
         repeated = sum(map(repeats_itself, answers.tokens))
-        self._sums += (len(asked), lengths, sum(answers.truncated), dropped, repeated, seconds)
+        lag = len(asked) * (step - weights_of)
+        self._sums += (len(asked), lengths, sum(answers.truncated), dropped, repeated, seconds, lag)
         return made
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
@@ -111,13 +153,15 @@ class OnPolicy:
         Returns:
             rollouts, rollouts_per_second (over the time spent generating, ranks side by side), rollout_length (mean,
             tokens), rollout_truncated (share cut off at max_new_tokens), rollout_repeated (share that repeat
-            themselves), rollouts_left_out (documents that did not fit any more).
+            themselves), rollouts_left_out (documents that did not fit any more); with `ahead` rollout_lag (mean,
+            optimizer steps).
         """
         precision = torch.float32 if device.type == "mps" else torch.float64
         here = torch.tensor([*self._sums, 1.0], dtype=precision, device=device)
-        count, tokens, truncated, dropped, repeated, seconds, ranks = reduce(here).tolist()
+        count, tokens, truncated, dropped, repeated, seconds, lag, ranks = reduce(here).tolist()
         self._sums[:] = 0
-        return {
+        lagging = {"rollout_lag": lag / max(count, 1)} if self.ahead else {}
+        return lagging | {
             "rollouts": count,
             "rollouts_per_second": count / max(seconds / ranks, 1e-9),
             "rollout_length": tokens / max(count, 1),
@@ -172,13 +216,13 @@ class _Plan(NamedTuple):
     def asked(self) -> list[Document]:
         return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
 
-    def rows(self, answers: Any, max_length: int) -> list[Row]:
+    def rows(self, answers: Any, max_length: int) -> list[list[Document]]:
         """The documents with the next of `answers` in place of those that were asked, packed if they were before."""
         documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
         if self.limit is None:
-            return [as_row([document]) for document in documents]
+            return [[document] for document in documents]
         groups = best_fit(np.array([document.length for document in documents]), max_length)
-        return [as_row([documents[number] for number in group]) for group in groups]
+        return [[documents[number] for number in group] for group in groups]
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
@@ -217,22 +261,23 @@ def on_policy_of(
         sharded: The student will be sharded over the processes.
 
     Raises:
-        ValueError: data without prompts, a sharded student, vLLM absent.
+        ValueError: data without prompts, vLLM absent.
     """
     section = recipe.data.on_policy
     if section is None or section.fraction == 0:
         return None
     require_prompts(recipe, tokenizer, format)
-    if sharded:
-        raise ValueError(
-            "data.on_policy: a student sharded by FSDP cannot generate here; set parallel.strategy: ddp, or train LoRA"
-        )
+    snapshot = Snapshot(student) if sharded or section.ahead else None
+    log_probs = section.store_every > 0 or any(getattr(term, "importance", False) for term in recipe.loss.terms)
     settings = settings_for(
         student, tokenizer, load_template(recipe.data.chat_template, tokenizer), autocast=autocast,
         vocab_size=vocab_size, max_length=recipe.data.max_length, max_new_tokens=section.max_new_tokens,
+        log_probs=log_probs,
     )  # fmt: skip
-    engine = engine_for(section.engine, student, settings, tokenizer=tokenizer, trains=True)
+    answering = student if snapshot is None else snapshot.model
+    engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
     return OnPolicy(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, temperature=section.temperature,
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
+        ahead=section.ahead, student=student, snapshot=snapshot, log_probs=log_probs,
     )  # fmt: skip

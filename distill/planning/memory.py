@@ -137,7 +137,8 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
     rollouts = _rollout_cache(recipe, student, compute)
-    held = teacher_weights + weights + states + buckets + rollouts
+    answering = student.parameters * weight if _has_snapshot(recipe, sharded) else 0.0
+    held = teacher_weights + weights + states + buckets + rollouts + answering
     kept = gradients if accumulation > 1 else 0.0
     forward = held + kept + copies + activations
     in_loss = forward + workspace + head_gradient + stream
@@ -161,6 +162,8 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
         parts["gathered weights"] = gathered
     if rollouts:
         parts["cache of rollouts"] = rollouts
+    if answering:
+        parts["copy that answers"] = answering
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
     if teacher.loading:
         moments[LOADING] = teacher.loading
@@ -177,6 +180,11 @@ def _rollout_cache(recipe: Recipe, student: Shape, compute: int) -> float:
     if section is None or section.fraction == 0 or section.engine != "distill":
         return 0.0
     return 1.5 * section.batch_size * recipe.data.max_length * 2 * student.layers * student.key_value * compute
+
+
+def _has_snapshot(recipe: Recipe, sharded: bool) -> bool:
+    section = recipe.data.on_policy
+    return section is not None and section.fraction > 0 and bool(sharded or section.ahead)
 
 
 def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int, models: int) -> float:

@@ -60,6 +60,8 @@ class OnPolicy(Section):
         temperature: what the answers are drawn at; 0 for the likeliest tokens.
         engine: what generates: `distill` (our decode loop), `transformers`, or `vllm` where that is installed.
         batch_size: prompts that are answered at once, at most.
+        ahead: 1 for answers by a copy of the student that is one optimizer step old; 0 for the student as it is.
+        store_every: write the answers of every so many steps into the run's folder, a parquet file a step; 0 for none.
     """
 
     fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -67,6 +69,8 @@ class OnPolicy(Section):
     temperature: NotNegative = 1.0
     engine: Literal["distill", "transformers", "vllm"] = "distill"
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
+    ahead: Literal[0, 1] = 0
+    store_every: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
 class MixedSource(Section):

@@ -73,10 +73,22 @@ class PolicyGradientTerm(Section):
     Attributes:
         type: `policy_gradient`.
         weight: of this term in the sum.
+        importance: weigh a token by r = p_s(y) / p(y) of the model that drew it when it did, in place of 1.
+        clip: c of -min(r A, clip(r, 1 - c, 1 + c) A); null for no clipping.
+        discount: share of a token's advantage that the one before it in the answer is given too.
     """
 
     type: Literal["policy_gradient"]
     weight: NotNegative = 1.0
+    importance: bool = False
+    clip: Annotated[float, Field(gt=0, lt=1)] | None = None
+    discount: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _clips_a_ratio(self) -> Self:
+        if self.clip is not None and not self.importance:
+            raise ValueError("clip is of the importance ratio, which is 1 without importance: true")
+        return self
 
 
 class PluginTerm(Section):

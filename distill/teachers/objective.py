@@ -136,15 +136,17 @@ class DistillationObjective:
         Args:
             inputs: A collated batch: `input_ids`, `labels` [B, S] int64, not shifted, -100 where nothing is
                 learned; `position_ids` and `valid_rows` if the collator gives them. Where positions restart, the
-                label of a document's first token counts for nothing.
+                label of a document's first token counts for nothing. `drawn_log_p` [B, S], of tokens of the student's.
             num_items: What the summed loss is divided by; None for the valid tokens of this batch.
             statistics: Also return sums of the token statistics.
         """
         if "labels" not in inputs or "input_ids" not in inputs:
             raise ValueError(f"batch: expected input_ids and labels, got {sorted(inputs)}")
         inputs = {**inputs, "labels": within_documents(inputs["labels"], inputs.get("position_ids"))}
+        drawn = inputs.pop("drawn_log_p", None)
+        drawn = drawn if drawn is None else nn.functional.pad(drawn, (0, 1), value=torch.nan)[:, 1:]
         own = self.teacher.student_batch(inputs, self.teacher.format.needs_targets(self.loss))
-        return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics)}
+        return {**own, "loss_inputs": LossInputs(self.targets(inputs), num_items, statistics, drawn)}
 
     def loss_of(
         self,

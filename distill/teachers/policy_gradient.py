@@ -20,7 +20,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
-from distill.recipe.loss import Loss, PlainTerm
+from distill.recipe.loss import Loss, PlainTerm, PolicyGradientTerm
 from distill.teachers.base import HeadCall, LossResult, Pairing
 from distill.teachers.losses import TargetLoss, build_loss
 
@@ -78,7 +78,7 @@ class SampledTokenLoss(TargetLoss):
 
     def __init__(self, section: Loss, transforms: dict[str, object]) -> None:
         rest = [term for term in section.terms if term.type != TYPE and term.weight > 0]
-        self.weight = sum(term.weight for term in section.terms if term.type == TYPE)
+        self.sampled = [term for term in section.terms if isinstance(term, PolicyGradientTerm) and term.weight > 0]
         self.is_alone = not rest
         plain = section.model_copy(update={"terms": rest or [PlainTerm(type="forward_kl")]})
         self.fused: FusedDistillationLoss = build_loss(plain, transforms)
@@ -87,7 +87,7 @@ class SampledTokenLoss(TargetLoss):
     @property
     def terms(self) -> Sequence[LossTerm]:
         """Of the loss, this one last."""
-        return [*([] if self.is_alone else self.fused.terms), LossTerm(TYPE, self.weight)]
+        return [*([] if self.is_alone else self.fused.terms), LossTerm(TYPE, sum(term.weight for term in self.sampled))]
 
     def __call__(self, call: HeadCall, pairing: Pairing, teacher: HeadWeights, transform: LogitTransform) -> LossResult:
         """The loss inside the student head's own call, with the fused terms' statistics."""
@@ -103,7 +103,15 @@ class SampledTokenLoss(TargetLoss):
             call.hidden, call.head.weight, call.labels, bias=call.head.bias, lora=call.head.lora,
             logit_scale=pairing.student.scale, softcap=pairing.student.softcap, **common,
         )  # fmt: skip
-        loss = self.weight * policy_gradient_loss(log_p, teacher_log_p, learned=learned)
+        drawn = inputs.drawn_log_p
+        drawn = drawn if drawn is None else torch.where(learned, drawn.to(log_p.dtype), 0.0)
+        loss = torch.stack([
+            term.weight * policy_gradient_loss(
+                log_p, teacher_log_p, drawn if term.importance else None, clip=term.clip, discount=term.discount,
+                learned=learned,
+            )
+            for term in self.sampled
+        ]).sum(0)  # fmt: skip
         items = learned.sum().clamp_min(1) if inputs.num_items is None else inputs.num_items
         loss = loss if self.reduction == "none" else loss.sum() / items
         if self.is_alone and not inputs.statistics:

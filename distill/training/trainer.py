@@ -40,6 +40,7 @@ from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
+from distill.models.snapshot import Snapshot
 from distill.models.work import work_of
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
@@ -339,8 +340,8 @@ class DistillationTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer`'s, which fails for a sharded student whose optimizer has no state; and the teacher's state."""
-        if checkpoint is not None:
-            self.objective.teacher.restore(Path(checkpoint))
+        for companion in [] if checkpoint is None else self._companions():
+            companion.restore(Path(str(checkpoint)))
         if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -348,6 +349,11 @@ class DistillationTrainer(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # a scheduler sets it after a step, for the next one
+
+    def _companions(self) -> list[Teacher | Snapshot]:
+        """Whose state goes into a checkpoint beside the student's."""
+        copy = None if self.on_policy is None else self.on_policy.kept
+        return [self.objective.teacher, *([] if copy is None else [copy])]
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._checkpoints_go_to or super()._get_output_dir(trial)
@@ -375,7 +381,8 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
-                self.objective.teacher.save(unfinished / name)
+                for companion in self._companions():
+                    companion.save(unfinished / name)
                 write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
                 sync(folder, deep=False)

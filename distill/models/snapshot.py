@@ -1,0 +1,52 @@
+"""A whole copy of a model that trains, which answers with the weights that it was given last."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+FILE, STEP = "answers_from.safetensors", "step"  # of a checkpoint
+
+
+class Snapshot:
+    """The copy, and the optimizer step of its weights (None before it was given any).
+
+    Args:
+        model: before DDP or FSDP wrap it; the copy has its classes' own forwards, without our kernels and losses.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.step: int | None = None
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        for module in self.model.modules():
+            module.__dict__.pop("forward", None)
+        self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def take(self, model: nn.Module, step: int) -> None:
+        """The weights of `model` after `step` optimizer steps; where they lie in shards, all processes must call it."""
+        own, theirs = dict(self.model.named_parameters()), dict(model.named_parameters())
+        for name in self._trained:
+            weight = theirs[name]
+            own[name].copy_(weight.full_tensor() if isinstance(weight, DTensor) else weight)
+        self.step = step
+
+    def save(self, checkpoint: Path) -> None:
+        """Write it into a checkpoint's folder."""
+        own = dict(self.model.named_parameters())
+        save_file({STEP: torch.tensor(self.step)} | {name: own[name] for name in self._trained}, checkpoint / FILE)
+
+    @torch.no_grad()
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint; one of a run that kept no copy leaves it without a step."""
+        if not (checkpoint / FILE).is_file():
+            return
+        state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
+        self.step = int(state[STEP])
+        for name in self._trained:
+            own[name].copy_(state[name])

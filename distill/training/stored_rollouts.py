@@ -1,0 +1,132 @@
+"""The student's own answers of some steps beside the run, each token with what the teacher made of it.
+
+`<run>/rollouts/step-00000100.parquet`, a row an answer. A file is complete or not there, and a run that is resumed
+writes the file of a step again rather than a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback, TrainerState
+
+from distill.core.files import replacing
+from distill.core.labels import IGNORE_INDEX
+from distill.core.ranks import is_first
+from distill.generation.documents import documents_of
+from distill.recipe.data import OnPolicy
+from distill.teachers.base import LossResult
+from distill.teachers.losses import STATISTICS
+from distill.teachers.objective import DistillationObjective
+from distill.training.trainer import DistillationTrainer
+
+FOLDER = "rollouts"
+
+
+def store_rollouts(trainer: DistillationTrainer, section: OnPolicy | None, folder: Path) -> None:
+    """Have a trainer that makes a step's answers write them into a run's folder as `data.on_policy` has it."""
+    if trainer.on_policy is not None and section is not None and section.store_every:
+        trainer.add_callback(StoredRollouts(folder, section.store_every, trainer.processing_class, trainer.objective))
+
+
+class StoredRollouts(TrainerCallback):
+    """Writes the answers of every so many optimizer steps.
+
+    Args:
+        folder: the run's.
+        every: steps from one file to the next.
+        tokenizer: of the data.
+        objective: of the trainer; its calls are watched.
+    """
+
+    def __init__(self, folder: Path, every: int, tokenizer: Any, objective: DistillationObjective) -> None:
+        self.folder, self.every, self.tokenizer, self.routes = folder / FOLDER, every, tokenizer, objective.routes
+        self.is_open = False  # whether the answers of the step that is being made are wanted
+        self._rows: list[dict[str, object]] = []
+        self._batch: Mapping[str, torch.Tensor] = {}
+        compare, loss_of = objective.compare, objective.loss_of
+
+        def compare_and_remember(inputs: Mapping[str, Any], *args: Any, **more: Any) -> dict[str, Any]:
+            self._batch = inputs
+            return compare(inputs, *args, **more)
+
+        def loss_and_see(*call: Any) -> LossResult:
+            result = loss_of(*call)
+            if self.is_open and isinstance(result, tuple):
+                self.add(self._batch, torch.stack(tuple(result[1])).detach())
+            return result
+
+        objective.compare = compare_and_remember  # type: ignore[method-assign]
+        objective.loss_of = loss_and_see  # type: ignore[method-assign,assignment]
+
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """The step after `state.global_step` begins."""
+        self.is_open = (state.global_step + 1) % self.every == 0
+
+    def add(self, batch: Mapping[str, torch.Tensor], statistics: torch.Tensor) -> None:
+        """See a micro-batch.
+
+        Args:
+            batch: collated; what the student drew has its `drawn_log_p`.
+            statistics: [K, B * S], of each position's next token, in the order of `STATISTICS`.
+        """
+        if "drawn_log_p" not in batch:
+            return
+        at = batch["valid_rows"]
+        named = dict(zip(STATISTICS, statistics[:, at].tolist(), strict=False))
+        drawn = batch["drawn_log_p"].flatten()[at + 1].tolist()
+        begin = 0
+        for document in documents_of(batch):
+            begin, mine = (end := begin + len(document.labels) - document.labels.count(IGNORE_INDEX)), slice(begin, end)
+            if drawn[mine.start] != drawn[mine.start]:  # NaN: an answer of the data's
+                continue
+            prompt = document.prompt
+            answer = document.ids[len(prompt) :]
+            self._rows.append({
+                "route": None if document.route is None else self.routes[document.route],
+                "prompt": self.tokenizer.decode(prompt), "answer": self.tokenizer.decode(answer),
+                "prompt_ids": prompt, "answer_ids": answer, "drawn_log_p": drawn[mine],
+                "student_log_p": named["student_label_logprob"][mine],
+                "teacher_log_p": named["teacher_label_logprob"][mine],
+                "divergence": named["divergence"][mine],
+            })  # fmt: skip
+        assert begin == len(drawn)
+
+    def on_step_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Write what was seen, of all processes in one order."""
+        if not self.is_open:
+            return
+        rows, self._rows, self.is_open = gather_object(self._rows), [], False
+        if is_first():
+            write(self.folder, state.global_step, rows)
+
+
+def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A file of one step's answers, sorted by their tokens."""
+    import pyarrow
+    from pyarrow import parquet
+
+    ids, figures = pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.float32())
+    text = dict.fromkeys(("route", "prompt", "answer"), pyarrow.string())
+    schema = {"step": pyarrow.int64(), **text, "prompt_ids": ids, "answer_ids": ids}
+    schema |= dict.fromkeys(("drawn_log_p", "student_log_p", "teacher_log_p", "divergence"), figures)
+    rows = sorted(({"step": step, **row} for row in rows), key=lambda row: (row["prompt_ids"], row["answer_ids"]))
+    folder.mkdir(exist_ok=True)
+    with replacing(folder / f"step-{step:08}.parquet") as place:
+        parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(schema)), place)
+
+
+def files(run: Path) -> list[Path]:
+    """A run's files of answers, by their step."""
+    return sorted((run / FOLDER).glob("step-*.parquet"))
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of one file."""
+    from pyarrow import parquet
+
+    return parquet.read_table(file).to_pylist()

@@ -1,0 +1,251 @@
+"""Answers stored beside a run, answers by weights one step old, and by a student in shards: one process and two.
+
+The file is also the program of the two processes, which make all runs in one start.
+"""
+
+import copy
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_cache_sharded import said_by
+from test_on_policy import COLLATE, on_policy, pairs
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from two_ranks import run_as_two
+
+from distill.core.ranks import leave
+from distill.models.snapshot import Snapshot
+from distill.recipe import RecipeError, parse
+from distill.training.progress import read_metrics
+from distill.training.stored_rollouts import files, read
+
+RECIPE = """
+name: tiny
+teacher: {model: teacher}
+student: {model: student}
+data:
+    source: pairs.jsonl
+    max_length: 64
+    packing: false
+    cache: false
+    validation: {fraction: 0.2}
+    on_policy: {max_new_tokens: 8, store_every: 2}
+loss: {terms: [{type: reverse_kl}]}
+train: {steps: 4, batch_size: 1, tokens_per_step: 128, learning_rate: 1e-2, warmup: 0, log_every: 1, device: cpu}
+generate: {prompts: []}
+"""
+CLIPPED = "loss.terms=[{type: policy_gradient, importance: true, clip: 0.2, discount: 0.5}]"
+CASES = {
+    "plain": [],
+    "routed": ["data.fields.teacher=domain", "teachers=[{model: teacher, route: even}, {model: other, route: odd}]"],
+    "ahead": ["data.on_policy.ahead=1", CLIPPED, "train.save_every=2"],
+}
+TWICE = ("plain", "ahead")
+SHARDED = {
+    "shards-ahead": ["parallel.strategy=fsdp", *CASES["ahead"]],
+    "shards-lora": ["parallel.strategy=fsdp", "student.lora={r: 4}"],
+}
+
+
+def recipe(*overrides):
+    return parse(RECIPE if "teachers=" not in str(overrides) else RECIPE.replace("teacher: {model: teacher}\n", "", 1),
+                 overrides)  # fmt: skip
+
+
+def make(ways):
+    from accelerate.state import AcceleratorState, PartialState
+
+    from distill.run import run
+
+    for name, overrides in ways.items():
+        run(recipe(*overrides), name=name)
+        AcceleratorState._reset_state()
+        PartialState._shared_state.clear()
+
+
+def cut_off(name, again):
+    """As if the run had been killed in step 4, after its answers were written."""
+    shutil.copytree(f"runs/{name}", f"runs/{again}")
+    for gone in ("student", "checkpoint-4"):
+        shutil.rmtree(f"runs/{again}/{gone}", ignore_errors=True)
+    Path(f"runs/{again}/result.json").unlink()
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stored")
+    tokenizer = tiny_tokenizer()
+    for seed, name in enumerate(("student", "teacher", "other")):
+        save_tiny(folder / name, tiny_model(tokenizer, seed=seed, hidden=32 + 16 * seed), tokenizer)
+    rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}.", "domain": ("even", "odd")[n % 2]} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make(CASES | {"lora": ["student.lora={r: 4}"]})
+        from distill.run import run
+
+        cut_off("ahead", "again")
+        run(recipe(*CASES["ahead"]), name="again", resume=True)
+        run_as_two(__file__, folder, timeout=500)
+    return folder
+
+
+def stored(folder):
+    return [row for file in files(folder) for row in read(file)]
+
+
+def weights(folder):
+    return load_file(next((folder / "student").glob("adapter_model.safetensors"), folder / "student/model.safetensors"))
+
+
+def test_a_file_a_stored_step_and_a_row_an_answer(workplace):
+    run = workplace / "runs/plain"
+    assert [file.name for file in files(run)] == ["step-00000002.parquet", "step-00000004.parquet"]
+    logged = {row["step"]: row for row in read_metrics(run / "metrics.jsonl") if "rollouts" in row}
+    for file, step in zip(files(run), (2, 4), strict=True):
+        rows = read(file)
+        assert len(rows) == logged[step]["rollouts"] and {row["step"] for row in rows} == {step}
+        lengths = [len(row["answer_ids"]) for row in rows]
+        assert sum(lengths) == logged[step]["trained_tokens"]
+        divergence = sum(sum(row["divergence"]) for row in rows)
+        assert divergence / sum(lengths) == pytest.approx(logged[step]["kl"], rel=1e-4)
+    tokenizer = tiny_tokenizer()
+    for row in stored(run):
+        assert row["route"] is None and "Say" in row["prompt"]
+        assert row["answer"] == tokenizer.decode(row["answer_ids"])
+        # drawn by the weights that learn: by decoding one by one and in one forward
+        assert row["drawn_log_p"] == pytest.approx(row["student_log_p"], abs=2e-4)
+
+
+def test_log_probabilities_are_the_models(workplace):
+    """Of the first step, whose student is the one that was loaded."""
+    from distill.models.load import load_teacher
+    from distill.run import run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workplace)
+        run(recipe("data.on_policy.store_every=1", "data.on_policy.fraction=0.5", "train.steps=1"), name="first")
+        models = [load_teacher(recipe().teacher.model_copy(update={"model": name})).eval()
+                  for name in ("student", "teacher")]  # fmt: skip
+    rows = stored(workplace / "runs/first")
+    (entry,) = [row for row in read_metrics(workplace / "runs/first/metrics.jsonl") if "rollouts" in row]
+    assert len(rows) == entry["rollouts"] and entry["trained_tokens"] > sum(len(row["answer_ids"]) for row in rows)
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["answer_ids"]])
+        log_s, log_t = (model(ids).logits[0].double().log_softmax(-1) for model in models)
+        at = torch.arange(len(row["prompt_ids"]), ids.shape[1])
+        for log_p, name in ((log_s, "student_log_p"), (log_t, "teacher_log_p")):
+            assert row[name] == pytest.approx(log_p[at - 1, ids[0, at]].tolist(), abs=2e-4), name
+        divergence = (log_s.exp() * (log_s - log_t)).sum(-1)[at - 1]
+        assert row["divergence"] == pytest.approx(divergence.tolist(), abs=2e-4)
+
+
+def test_each_answer_knows_its_route(workplace):
+    rows = stored(workplace / "runs/routed")
+    assert {row["route"] for row in rows} == {"even", "odd"}
+    for row in rows:
+        number = int("".join(filter(str.isdigit, row["prompt"])))
+        assert row["route"] == ("even", "odd")[number % 2]
+
+
+@pytest.mark.parametrize("case", TWICE)
+def test_two_processes_store_and_learn_the_same(workplace, case):
+    one, two = workplace / "runs" / case, workplace / "runs" / f"{case}-two"
+    same_answers(one, two)
+
+
+@pytest.mark.parametrize("case, alone", [("shards-ahead", "ahead"), ("shards-lora", "lora")])
+def test_a_student_in_shards_answers_and_learns_as_a_whole_one(workplace, case, alone):
+    same_answers(workplace / "runs" / alone, workplace / "runs" / case)
+
+
+def same_answers(one, two):
+    ours, theirs = stored(one), stored(two)
+    assert len(ours) >= 4 and len(ours) == len(theirs)
+    for row, other in zip(ours, theirs, strict=True):
+        for name in ("step", "route", "prompt_ids", "answer_ids"):
+            assert row[name] == other[name]
+        for name in ("drawn_log_p", "student_log_p", "teacher_log_p", "divergence"):
+            assert row[name] == pytest.approx(other[name], abs=1e-4)
+    for name, value in weights(one).items():
+        torch.testing.assert_close(weights(two)[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_old_weights_answer():
+    """The answers of a step are those of the weights before the last step, as a copy that was kept of them gives."""
+    model = tiny_model(dtype=torch.float64)
+    snapshot, batch = Snapshot(model), COLLATE(pairs(8))
+    own = on_policy(snapshot.model, student=model, snapshot=snapshot, ahead=1)
+    before = copy.deepcopy(model)
+    for step in range(3):
+        (got,), (expected,) = (each.replace([batch], step, COLLATE) for each in (own, on_policy(before)))
+        assert torch.equal(got["input_ids"], expected["input_ids"])
+        if step:
+            (now,) = on_policy(model).replace([batch], step, COLLATE)
+            assert not torch.equal(got["input_ids"], now["input_ids"])
+        before = copy.deepcopy(model)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.5)
+    assert own.read(lambda values: values, torch.device("cpu"))["rollout_lag"] == pytest.approx(2 / 3)
+
+
+def test_ahead_draws_from_weights_one_step_old(workplace):
+    logged = [row for row in read_metrics(workplace / "runs/ahead/metrics.jsonl") if "rollouts" in row]
+    assert [row["rollout_lag"] for row in logged] == [0, 1, 1, 1]
+    drawn, learning = (
+        [value for row in stored(workplace / "runs/ahead") for value in row[name]]
+        for name in ("drawn_log_p", "student_log_p")
+    )
+    gaps = [abs(a - b) for a, b in zip(drawn, learning, strict=True)]
+    assert max(gaps) > 1e-2, "the weights that drew are not those that learn"
+    checkpoint = load_file(workplace / "runs/ahead/checkpoint-2/answers_from.safetensors")
+    assert int(checkpoint["step"]) == 1
+
+
+def test_a_run_with_old_weights_resumes_to_the_bit_and_stores_nothing_twice(workplace):
+    whole, again = workplace / "runs/ahead", workplace / "runs/again"
+    assert [file.name for file in files(again)] == [file.name for file in files(whole)]
+    assert stored(whole) == stored(again)
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(again)[name], value), name
+
+
+def test_stored_answers_are_shown(workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    shown = said_by(["inspect", "plain", "--rollouts"])
+    assert shown["code"] == 0, shown
+    row = stored(workplace / "runs/plain")[-1]
+    assert f"[{row['divergence'][0]:.2f}]" in shown["out"] and "step 4" in shown["out"]
+    told = json.loads(said_by(["inspect", "plain", "--rollouts", "--json", "--rows", "1"])["out"])
+    (first,) = told["rows"]
+    answer = [token for token in first if token["state"] == "learned"]
+    assert [token["id"] for token in answer] == read(files(workplace / "runs/plain")[-1])[0]["answer_ids"]
+    none = said_by(["inspect", "teacher", "--rollouts"])
+    assert none["code"] == 2 and "data.on_policy.store_every" in none["errors"]
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("data.on_policy.ahead=2", "ahead"),
+        ("data.on_policy.store_every=-1", "store_every"),
+        ("loss.terms=[{type: policy_gradient, clip: 0.2}]", "importance"),
+        ("loss.terms=[{type: policy_gradient, importance: true, clip: 1.5}]", "clip"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(override, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe(override)
+
+
+if __name__ == "__main__":  # one of two processes
+    os.chdir(sys.argv[1])
+    torch.set_num_threads(1)
+    make({f"{name}-two": CASES[name] for name in TWICE} | SHARDED)
+    torch.distributed.barrier()
+    leave(0)
