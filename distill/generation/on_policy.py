@@ -69,7 +69,7 @@ class OnPolicy:
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
 
     @property
-    def kept(self) -> Snapshot | None:
+    def stored_weights(self) -> Snapshot | None:
         """What a checkpoint must hold beside the student, since it cannot be made of it."""
         return self.snapshot if self.ahead else None
 

@@ -122,10 +122,8 @@ class DistillationTrainer(Trainer):
             callbacks=callbacks,
             **more,
         )
-        if not isinstance(teacher, nn.Module):
+        if not (isinstance(teacher, nn.Module) and is_sharded(teacher)):
             teacher.to(args.device)
-        elif not is_sharded(teacher):
-            teacher = teacher.to(args.device)
         # FSDP places the student itself, later; the objective reads both models where they stand now
         device = next(model.parameters()).device
         if device.type != "meta" and device != args.device:
@@ -220,8 +218,7 @@ class DistillationTrainer(Trainer):
         """Trained tokens of all micro-batches and ranks, int64 on `device`; at least 1."""
         if not batch_samples:
             return None
-        count = sum(map(count_learned, batch_samples))
-        count = torch.as_tensor(count, dtype=torch.int64).to(device)
+        count = torch.as_tensor(sum(map(count_learned, batch_samples)), dtype=torch.int64).to(device)
         return self.accelerator.reduce(count, "sum").clamp_min(1)
 
     def _teacher_fault(self, batches: list[Batch]) -> str | None:
@@ -229,9 +226,7 @@ class DistillationTrainer(Trainer):
         with self.compute_loss_context_manager():
             fault = teacher_fault(self.objective, [self._prepare_inputs(dict(batch)) for batch in batches])
         anywhere = torch.tensor(float(fault is not None), device=self.args.device)
-        if self.accelerator.reduce(anywhere, "sum") == 0:
-            return None
-        return fault or "on another rank"
+        return None if self.accelerator.reduce(anywhere, "sum") == 0 else fault or "on another rank"
 
     # --------------------------------------------------------------- figures
 
@@ -306,11 +301,9 @@ class DistillationTrainer(Trainer):
         """
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, dict):
-            several: dict[str, float] = {}
-            for name in rows:
-                which = name if eval_dataset is None else rows[name]
-                several |= self.evaluate(which, ignore_keys, f"{metric_key_prefix}_{name}")
-            return several
+            sets = {name: name if eval_dataset is None else rows[name] for name in rows}
+            each = [self.evaluate(own, ignore_keys, f"{metric_key_prefix}_{name}") for name, own in sets.items()]
+            return {name: value for figures in each for name, value in figures.items()}
         with self.meter.paused():
             figures = self._held_out(self.get_eval_dataloader(eval_dataset))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -352,7 +345,7 @@ class DistillationTrainer(Trainer):
 
     def _companions(self) -> list[Teacher | Snapshot]:
         """Whose state goes into a checkpoint beside the student's."""
-        copy = None if self.on_policy is None else self.on_policy.kept
+        copy = None if self.on_policy is None else self.on_policy.stored_weights
         return [self.objective.teacher, *([] if copy is None else [copy])]
 
     def _get_output_dir(self, trial: Any) -> str:
