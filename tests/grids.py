@@ -41,6 +41,13 @@ def pairwise(axes: Mapping[str, Iterable[Any]]) -> tuple[str, list]:
     return ", ".join(axes), made
 
 
+def chosen(request: pytest.FixtureRequest, argument: str) -> list:
+    """The values of a parametrized argument that this file's tests to be run without a GPU have: what to make."""
+    items = [item for item in request.session.items if item.path == request.path and "gpu" not in item.keywords]
+    calls = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return list(dict.fromkeys(params[argument] for params in calls if argument in params))
+
+
 def _name(value: Any) -> str:
     for attribute in ("__name__", "type"):
         if isinstance(name := getattr(value, attribute, None), str):

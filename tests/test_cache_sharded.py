@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import chosen
 from safetensors.torch import load_file
 from test_parallel import gpu_of
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -45,8 +46,8 @@ FEW_ROWS = 1  # in a shard, so that there are many
 CASES = {
     "drawn": ["--top-k", "16"],
     "likeliest": ["--top-k", "24", "--tail", "bucket", "--batch-size", "3", "teacher.model=untied"],
-    "hidden": ["--hidden", "--dtype", "float32", "data.packing=false"],
     "soft-capped": ["--top-k", "8", "--tail", "renormalize", "teacher.model=capped"],
+    "hidden": ["--hidden", "--dtype", "float32", "data.packing=false"],
 }
 REFUSED = {
     "cut": ["student={from_teacher: {layers: 2}}"],
@@ -76,12 +77,12 @@ def missing_some(source, folder, kept):
             shutil.copy(layout.shard_path(source, number), folder)
 
 
-def both(folder, device):
+def both(folder, device, *cases):
     """What each of the two processes does."""
     os.chdir(folder)
     torch.set_num_threads(1)
     write.LEAST_ROWS = FEW_ROWS
-    found = {case: said_by(command(case, device, "--out", f"two-{case}")) for case in CASES}
+    found = {case: said_by(command(case, device, "--out", f"two-{case}")) for case in cases}
     found |= {name: said_by(command("drawn", device, *more)) for name, more in REFUSED.items()}
     found["report"] = said_by(command("drawn", device, "--report"))
     found["resumed"] = said_by(command("drawn", device, "--out", "resumed"))
@@ -108,7 +109,7 @@ def both(folder, device):
     Path(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-def made_by_two(folder, device):
+def made_by_two(folder, device, cases):
     """The folder in which one process and two have made all caches."""
     tokenizer = tiny_tokenizer()
     save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, hidden=48, seed=1), tokenizer)
@@ -126,9 +127,9 @@ def made_by_two(folder, device):
             patch.delenv("TRITON_INTERPRET", raising=False)
         torch.set_num_threads(1)
         try:
-            alone = {case: said_by(command(case, device, "--out", f"one-{case}")) for case in CASES}
+            alone = {case: said_by(command(case, device, "--out", f"one-{case}")) for case in cases}
             missing_some(folder / "one-drawn", folder / "resumed", lambda number: number in (0, 1, 4))
-            run_as_two(__file__, folder, device, device=device, timeout=500)
+            run_as_two(__file__, folder, device, *cases, device=device, timeout=500)
             missing_some(folder / "two-drawn", folder / "finished-by-one", lambda number: number % 3 == 1)
             alone["finished-by-one"] = said_by(command("drawn", device, "--out", "finished-by-one"))
         finally:
@@ -138,13 +139,14 @@ def made_by_two(folder, device):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    return made_by_two(tmp_path_factory.mktemp("sharded"), "cpu")
+def made(tmp_path_factory, request):
+    cases = dict.fromkeys(["drawn", *chosen(request, "case")])
+    return made_by_two(tmp_path_factory.mktemp("sharded"), "cpu", cases)
 
 
 @pytest.fixture(scope="module")
 def made_on_gpus(tmp_path_factory):
-    return made_by_two(tmp_path_factory.mktemp("sharded"), "cuda")
+    return made_by_two(tmp_path_factory.mktemp("sharded"), "cuda", CASES)
 
 
 DEVICES = {"made": "cpu", "made_on_gpus": "cuda"}
@@ -175,6 +177,7 @@ def hold_same_errors(one, two, device):
         assert {name: row[name] for name in figures} == pytest.approx(figures, rel=0.05, abs=1e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("case", CASES)
 def test_shards_are_cached_as_the_whole_teacher_is(request, place, case):

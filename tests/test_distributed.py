@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from grids import chosen
 from two_ranks import run_as_two
 
 from distill.core.ranks import leave
 
 DDP_CASES = ["tied", "untied", "lora"]
-FSDP_CASES = [(kind, accumulation) for kind in ("tied", "untied", "lora") for accumulation in (1, 4)]
+FSDP_CASES = [f"{kind} {accumulation}" for kind in ("tied", "untied", "lora") for accumulation in (1, 4)]
 BIG_COUNT = 65_373  # bf16 would make 65,280 of it
 
 
@@ -162,14 +163,15 @@ def what_reaches_the_loss():
     return seen
 
 
-def run_all(folder):
+def run_all(folder, ddp, fsdp):
     """What each of the two processes does."""
     torch.set_num_threads(1)
     results = {}
-    for kind in DDP_CASES:
+    for kind in ddp.split(","):
         results[kind] = train_with_trainer(kind, folder / kind, batch_size=2, accumulation=2)
-    for kind, accumulation in FSDP_CASES:
-        results[f"{kind} {accumulation}"] = sharded_gradient(kind, accumulation)
+    for case in fsdp.split(","):
+        kind, accumulation = case.split()
+        results[case] = sharded_gradient(kind, int(accumulation))
     results["policy"] = what_reaches_the_loss()
     if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
@@ -179,12 +181,13 @@ def run_all(folder):
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+def two_processes(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("two")
-    run_as_two(__file__, folder)
+    run_as_two(__file__, folder, *(",".join(chosen(request, argument)) for argument in ("kind", "case")))
     return torch.load(folder / "results.pt", weights_only=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", DDP_CASES)
 def test_ddp_equals_one_process(two_processes, kind, tmp_path):
     alone = train_with_trainer(kind, tmp_path, batch_size=8, accumulation=1)
@@ -196,9 +199,10 @@ def test_ddp_equals_one_process(two_processes, kind, tmp_path):
         assert two_processes[kind]["figures"][name] == pytest.approx(values, rel=1e-6), name
 
 
-@pytest.mark.parametrize("kind, accumulation", FSDP_CASES)
-def test_fsdp2_equals_one_process(two_processes, kind, accumulation):
-    expected, got = whole_gradient(kind), two_processes[f"{kind} {accumulation}"]
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", FSDP_CASES)
+def test_fsdp2_equals_one_process(two_processes, case):
+    expected, got = whole_gradient(case.split()[0]), two_processes[case]
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, rtol=1e-9, atol=1e-9, msg=name)
@@ -212,4 +216,4 @@ def test_fsdp2_casts_neither_the_count_nor_the_teacher(two_processes):
 
 
 if __name__ == "__main__":
-    run_all(Path(sys.argv[1]))
+    run_all(Path(sys.argv[1]), *sys.argv[2:])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
+from grids import chosen
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import TrainerCallback
 from two_ranks import run_as_two
@@ -117,14 +118,14 @@ def train(case, folder, *, processes, size=None, device="cpu", **settings):
     return {"steps": watch.steps, "held_out": made.evaluate(), "layout": type(next(made.model.parameters())).__name__}
 
 
-def run_all(folder, device):
+def run_all(folder, device, *names):
     """What each of the two processes does."""
     from accelerate.state import AcceleratorState, PartialState
 
     torch.set_num_threads(1)
     found = {}
-    for name, case in CASES.items():
-        place = folder / name
+    for name in names:
+        case, place = CASES[name], folder / name
         found[name] = train(
             case, place, processes=2, device=device, saves={"save_strategy": "steps", "save_steps": 1}
         )  # fmt: skip
@@ -144,21 +145,21 @@ def run_all(folder, device):
     leave(0)
 
 
-def seen_by_both(folder, device):
+def seen_by_both(folder, device, names):
     """What both processes saw, by case."""
-    run_as_two(__file__, folder, device, device=device)
+    run_as_two(__file__, folder, device, *names, device=device)
     both = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in (0, 1)]
     return {name: (both[0][name], both[1][name]) for name in both[0]}
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    return seen_by_both(tmp_path_factory.mktemp("two"), "cpu")
+def two_processes(tmp_path_factory, request):
+    return seen_by_both(tmp_path_factory.mktemp("two"), "cpu", chosen(request, "name"))
 
 
 @pytest.fixture(scope="module")
 def two_gpus(tmp_path_factory):
-    return seen_by_both(tmp_path_factory.mktemp("two"), "cuda")
+    return seen_by_both(tmp_path_factory.mktemp("two"), "cuda", CASES)
 
 
 def hold_steps(first, second, expected):
@@ -200,11 +201,13 @@ def hold_resumed(seen, name):
         hold_steps(one["steps"], other["steps"], left)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_make_the_steps_of_one(two_processes, tmp_path, name):
     hold_case(two_processes, name, tmp_path, "cpu")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_makes_the_steps_that_are_left(two_processes, name):
     hold_resumed(two_processes, name)
@@ -341,4 +344,4 @@ def test_fused_losses_of_no_rows(kernel_device, dtype, lora):
 
 
 if __name__ == "__main__":
-    run_all(Path(sys.argv[1]), sys.argv[2])
+    run_all(Path(sys.argv[1]), *sys.argv[2:])
