@@ -9,6 +9,7 @@ A package imports from packages on lower floors only. Imports inside functions a
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,7 @@ def files(*folders: str, root: Path = ROOT) -> list[Path]:
     return sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
 
 
+@functools.cache
 def arrows(root: Path = ROOT) -> list[Arrow]:
     """Every import of one module of ours by another."""
     paths = files("distill", "kernels", root=root)

@@ -46,7 +46,8 @@ def test_padding_takes_our_attention_with_the_same_numbers(kind, form, monkeypat
     assert ("zeros between a row's ones" in caplog.text) == (form == "gap")
 
 
-@pytest.mark.parametrize("form", ["right", "left", "both"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("form", ["both", "right", "left"])
 def test_padding_on_the_kernels_themselves(form, kernel_device):
     model = make("mistral", hidden=64).to(kernel_device)
     mask = torch.tensor(MASKS[form], device=kernel_device)
@@ -155,9 +156,9 @@ def test_generate_takes_our_cache_where_kernels_run(kernel_device, monkeypatch):
     monkeypatch.setattr(adoption, "SMALLEST", 0)
     tokenizer = tiny_tokenizer()
     tokenizer.padding_side = "left"
-    model = make("llama", hidden=64).to(kernel_device)
+    model = make("llama", hidden=64, layers=1).to(kernel_device)
     inputs = tokenizer(["The teacher", "A longer prompt"], return_tensors="pt", padding=True).to(kernel_device)
-    settings = {"max_new_tokens": 4, "do_sample": False}
+    settings = {"max_new_tokens": 3, "do_sample": False}
     before = model.generate(**inputs, **settings)
     report = distill.patch(model)
     caches = []
@@ -173,6 +174,7 @@ def test_generate_takes_our_cache_where_kernels_run(kernel_device, monkeypatch):
     assert len(caches) == 1
 
 
+@pytest.mark.full
 def test_generate_with_a_large_cache_keeps_the_models_own(kernel_device, monkeypatch, caplog):
     monkeypatch.setattr(adoption, "SMALLEST", 0)
     model = make("llama", hidden=64).to(kernel_device)

@@ -55,13 +55,13 @@ def check(shape, dtype, device, options, parts):
     assert relative_error(lse, exact_lse) < 2e-6
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(*pairwise({"parts": [2, 7], "mask": MASKS}))
 def test_masks(kernel_device, mask, parts):
     check((1, 2, 1, 70, 70, 16), torch.bfloat16, kernel_device, MASKS[mask], parts)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "shape",
     [

@@ -120,6 +120,7 @@ def test_hidden_states_take_every_divergence(here, capsys):
     assert kept["measure"]["name"] == "KL", "hidden states lose no outcome"
 
 
+@pytest.mark.full
 def test_hidden_states_of_a_teacher_whose_head_is_padded_further(here):
     """The larger models of some families have more rows behind their vocabulary than the smaller ones."""
     save_tiny(here / "wide", tiny_model(layers=4, seed=1, vocab_size=288), tiny_tokenizer())
@@ -131,6 +132,7 @@ def test_hidden_states_of_a_teacher_whose_head_is_padded_further(here):
     assert list(ours.after) == pytest.approx(list(online.after), rel=2e-4, abs=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tail, loss", [("sampled", "forward_kl"), ("renormalize", "reverse_kl")])
 def test_few_tokens_teach_another_student_with_lora(here, tail, loss):
     assert run_command(["cache", "tiny.yaml", "--top-k", "12", "--tail", tail, "--out", tail]) == 0
@@ -233,6 +235,7 @@ def test_what_needs_weights_takes_the_model_that_made_the_cache(here, capsys):
     assert "lacks" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
     whole = run(cached("exact", "train.save_every=2"), name="whole")
     targets, calls = CachedTeacher.targets, []

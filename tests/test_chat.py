@@ -217,6 +217,7 @@ def test_load_template(tokenizer, tmp_path):
         load_template(str(tmp_path / "gone.jinja"), tokenizer)
 
 
+@pytest.mark.full
 def test_smollm2_whose_template_has_no_markers(smollm2_tokenizer):
     source = smollm2_tokenizer.chat_template
     assert "generation %}" not in source

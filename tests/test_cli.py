@@ -113,6 +113,7 @@ def test_recipes_are_listed_and_copied(folder, capsys):
     assert load("own.yaml").name == "own"
 
 
+@pytest.mark.full
 def test_completion_offers_recipes(folder):
     from distill.commands.arguments import complete_recipe
 
@@ -291,6 +292,7 @@ def test_resume_takes_the_latest_run_of_the_recipe(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- library
 
 
+@pytest.mark.full
 def test_names_of_the_library_come_lazily():
     code = (
         "import sys, distill; assert 'torch' not in sys.modules; from distill import cli;"

@@ -242,6 +242,7 @@ def test_welch_gives_the_tabulated_values():
     assert welch([1.0, 1.0], [2.0, 2.0]) == 0
 
 
+@pytest.mark.full
 def test_eval_of_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tokenizer = tiny_tokenizer()

@@ -150,7 +150,7 @@ def within_memory(family, kernels):
     return kernels
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_kernels_compile_for_sm_90(name):
     snippet, kernels = SNIPPETS[name]

@@ -51,6 +51,7 @@ def step(*, compiled, patched, checkpointed=False, kind="llama", layers=2):
     return {"loss": torch.stack(losses)} | {n: p.grad for n, p in student.named_parameters()}, counter.frame_count
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("patched, checkpointed", [(False, False), (True, False), (True, True)])
 def test_compiled_layers_compute_the_same(patched, checkpointed):
     plain, _ = step(compiled=None, patched=patched)
@@ -60,6 +61,7 @@ def test_compiled_layers_compute_the_same(patched, checkpointed):
         torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.full
 def test_all_layers_share_their_graphs():
     _, few = step(compiled="eager", patched=True, layers=2)
     torch._dynamo.reset()
@@ -67,6 +69,7 @@ def test_all_layers_share_their_graphs():
     assert many == few <= 3  # the teacher's, the student's
 
 
+@pytest.mark.full
 def test_answers_are_not_compiled():
     model, counter = tiny_model(), CompileCounterWithBackend("eager")
     ids = torch.arange(3, 9)[None]

@@ -48,7 +48,7 @@ def test_every_invariant_holds(name, subject_of):
         assert "forward" not in subject.student.__dict__, check.__name__
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", EVERY)
 def test_resume_is_exact(name, subject_of):
     finding = invariants_runs.resume_is_exact(subject_of(name))
@@ -70,6 +70,7 @@ def place(recipes_of_kinds, monkeypatch):
     monkeypatch.setattr(examine, "RUN_CHECKS", ())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_examined(name, place, capsys):
     assert run_command(["doctor", f"{name}.yaml"]) == 0, capsys.readouterr()
@@ -100,6 +101,7 @@ def test_a_fault_is_code_1(place, monkeypatch, capsys):
     assert "FAIL  fused loss" in out and "pass  divergence" in out
 
 
+@pytest.mark.full
 def test_what_is_skipped_is_not_passed(place, monkeypatch, capsys):
     monkeypatch.setattr(examine, "RUN_CHECKS", (lambda subject: Finding("ranks", None, "one process is all there is"),))
     assert run_command(["doctor", "several.yaml"]) == 0

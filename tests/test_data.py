@@ -165,6 +165,7 @@ def test_every_piece_begins_as_the_tokenizer_begins_a_text(tmp_path):
     assert all(row["input_ids"][0] == number and number not in row["input_ids"][1:] for row in all_rows(splits))
 
 
+@pytest.mark.full
 def test_the_standard_library_is_real_text_and_the_same_each_time(tokenizer, smollm2_tokenizer):
     first = load("python-stdlib", smollm2_tokenizer, max_rows=30, packing=True, max_length=512)
     again = load("python-stdlib", smollm2_tokenizer, max_rows=30, packing=True, max_length=512, cache=False)
@@ -402,6 +403,7 @@ def test_a_gzip_file_that_is_cut_short_is_counted(tmp_path, tokenizer):
     assert report.dropped.get("file breaks off") == 1 and report.documents > 500
 
 
+@pytest.mark.full
 def test_a_long_text_is_read_once_and_in_parts(tmp_path, plain, monkeypatch):
     (tmp_path / "long.txt").write_text(text := "The teacher explains, and the student listens.\n" * 40_000)
     hashed, calls, original, encode = [], [], tokenise.hash_of, tokenise.Encoder.ids_of

@@ -70,6 +70,7 @@ def test_a_forced_family(gpu, monkeypatch, caplog):
         gpu((9, 0))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, {"window": 30, "softcap": 5.0}, {"packed": True}], ids=str)
 @pytest.mark.parametrize("size", [16, 20])
 def test_attention_through_pointers(kernel_device, monkeypatch, size, options):

@@ -110,7 +110,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint(disk, given, whole, capsys):
     same_end(place / "runs/x", whole)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kib", [4, 8, 12, 16, 24, 40])
 def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
     """What the line says to do works: start again, or --resume where the run has begun and --name would refuse."""
@@ -125,6 +125,7 @@ def test_a_disk_that_is_full_from_the_start(disk, given, whole, kib, capsys):
     same_end(place / "runs/x", whole)
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_at_the_very_end(disk, given, whole, capsys):
     place = disk(20 * size_of(whole))
     save, disk_left = run_module.save_student, size_of(whole / "checkpoint-6") // 3
@@ -157,6 +158,7 @@ def test_a_disk_that_is_read_only(disk, given, capsys):
     ends_in_one_line(capsys, given, says=says)
 
 
+@pytest.mark.full
 def test_files_that_may_not_grow(given, whole, tmp_path, monkeypatch, capsys):
     """The same without root: the system refuses files beyond a size."""
     monkeypatch.chdir(tmp_path)

@@ -55,6 +55,7 @@ def test_a_recipe_is_examined(workplace, no_second_process, capsys):
     assert not (workplace / "runs").exists()
 
 
+@pytest.mark.full
 def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_process, capsys):
     targets = LoadedTeacher.targets
     monkeypatch.setattr(
@@ -68,6 +69,7 @@ def test_a_fault_is_code_1_with_the_figure(workplace, monkeypatch, no_second_pro
     assert findings["accumulation"] is False and findings["workspace"] and findings["resume"]
 
 
+@pytest.mark.full
 def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_process, capsys):
     def broken(self, inputs):
         raise RuntimeError("no such kernel\nmore")
@@ -118,6 +120,7 @@ def test_rows_are_cut_around_what_is_learned():
         some_rows([row], Rows, **settings)
 
 
+@pytest.mark.full
 def test_positions_that_do_not_restart_in_packed_rows_are_seen(workplace, monkeypatch):
     (workplace / "lines.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in TEXT.splitlines()))
     recipe = load("r.yaml", ["student.lora=null", "data.source=lines.jsonl", "data.max_length=200"])

@@ -101,6 +101,7 @@ def test_in_a_module_of_the_lightning_kind():
     assert losses[-1] < 0.7 * losses[0] and accuracies[-1] > accuracies[0], (losses, accuracies)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_under_lora(patch_first):
     losses, loaded = load("peft_lora").main(steps=30, patch_first=patch_first)

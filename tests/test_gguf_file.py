@@ -40,6 +40,7 @@ def read_back(path: Path, **more):
     ).eval()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind, more",
     [
@@ -64,6 +65,7 @@ def test_a_file_reads_back_as_the_same_model(kind, more, tmp_path):
     assert not list(tmp_path.glob("*unfinished*"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("type", ["f16", "bf16", "q8_0"])
 def test_types_round_as_they_say(type, tmp_path):
     folder = saved(tmp_path / "m")
@@ -110,6 +112,7 @@ def test_what_the_format_cannot_tell_is_refused(kind, more, message, tmp_path):
 # ---------------------------------------------------------------- tokenizers
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "split, name",
     [
@@ -157,6 +160,7 @@ def test_a_shape_that_readers_do_not_take_is_found(tmp_path):
         write_gguf(folder, tmp_path / "m.gguf", "f32")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "fault, message",
     [

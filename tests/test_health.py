@@ -45,6 +45,7 @@ class Spoil(TrainerCallback):
         made.training_step = spoiled
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(tmp_path, value, clip, caplog):
@@ -136,6 +137,7 @@ def a_bad_cache(made, subject):
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kind, fault, says",
     [
@@ -215,6 +217,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_second_one_does_not_wait(times, left, 
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.full
 def test_sigterm_ends_behind_the_step_with_a_checkpoint(tmp_path):
     made = trainer(tmp_path, max_steps=9)
 
@@ -251,6 +254,7 @@ class SignalToAll(TrainerCallback):
             assert not psutil.wait_procs(workers, timeout=0.5)[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_all_processes_leaves_the_data_workers_to_finish_the_step(number, tmp_path, capfd):
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:

@@ -85,6 +85,7 @@ def test_light_modules_import_nothing_heavy(module, forbidden):
     assert result.stdout.strip() == "[]", f"import {module} brings in {result.stdout.strip()}"
 
 
+@pytest.mark.full
 def test_kernels_import_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None; sys.path.insert(0, 'kernels');"

@@ -309,6 +309,7 @@ def test_ranks_change_nothing_where_there_is_dropout(forked_ranks):
     assert finding.passed, finding
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fault, says",
     [
@@ -384,6 +385,7 @@ def test_a_negative_divergence_fails(monkeypatch):
     assert not finding.passed and "least of any token -" in finding.detail, finding
 
 
+@pytest.mark.full
 def test_ranks_fail_where_each_divides_by_its_own_count(tmp_path, forked_ranks):
     program = tmp_path / "faulty.py"
     program.write_text(

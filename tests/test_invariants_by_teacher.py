@@ -19,6 +19,7 @@ from distill.teachers.cross.teacher import CrossTeacher, SpansFormat
 from distill.teachers.mixture import MixtureFormat, MixtureTeacher
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["answering", "several", "across", "bucket", "hidden"])
 def test_hard_labels_alone(kind, subject_of):
     """A loss that does not ask the teacher; its divergences are examined all the same."""
@@ -250,7 +251,7 @@ REMADE = {
 }
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "kind, check, fault",
     [
@@ -310,6 +311,7 @@ def test_a_teacher_that_is_not_finite_passes_nothing(kind, subject_of):
 RANKS = ["answering", "several", "across", "bucket", "hidden"]
 
 
+@pytest.mark.full
 def test_resume_fails_where_other_answers_are_drawn(subject_of, monkeypatch):
     """Answers drawn from a generator that no checkpoint keeps."""
     replace, calls = OnPolicy.replace, []

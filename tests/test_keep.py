@@ -91,6 +91,7 @@ def losses(result):
     return [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.full
 def test_the_first_epoch_is_a_run_without_and_the_second_asks_nothing(here, asked):
     plain, kept = (run(recipe("train.epochs=1", *more), name=name) for name, more in
                    (("plain", ["teacher.keep=null"]), ("kept", [])))  # fmt: skip
@@ -162,6 +163,7 @@ def test_check_says_the_bytes_first(here, capsys):
     assert "4,100 bytes a learned token" in capsys.readouterr().out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shard_bytes", [256 << 20, 4096])
 @pytest.mark.parametrize("micro_batches", [7, 25, 40])
 def test_a_run_that_is_killed_and_resumed_is_the_whole_one(here, monkeypatch, shard_bytes, micro_batches):
@@ -231,6 +233,7 @@ def test_a_damaged_part_is_refused_and_asked_for_again_without_it(here, asked):
     assert len(asked) > count and losses(again) == losses(whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, dtype", [("hidden_fp8", "fp8"), ("top_k", "float16")])
 def test_less_may_be_stored(here, asked, capsys, name, dtype):
     stored = [f"teacher.keep_as={name}", *(["teacher.top_k=40"] if name == "top_k" else [])]
@@ -304,6 +307,7 @@ def test_two_processes_store_for_each_other(here, asked, unloaded):
     assert losses(type("R", (), {"folder": Path("runs/alone")})) == pytest.approx(epoch[1], rel=1e-5)
 
 
+@pytest.mark.full
 def test_two_processes_with_a_teacher_in_shards(here):
     """One process has all of its rows stored, the other has not: both call the teacher, or it would wait for ever."""
     Path("more.txt").write_text(Path("text.txt").read_text() + "\nAnd one line more than there was.\nAnd another one.")

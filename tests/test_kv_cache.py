@@ -123,6 +123,7 @@ def test_assisted_generation_takes_back_what_was_wrong(candidates):
 KINDS = {"llama": {}, "mistral": {"kind": "mistral", "sliding_window": 6}, "gemma2": {"kind": "gemma2"}}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_decodes_on_our_kernel(kernel_device, kind, monkeypatch):
     from distill.models import attention

@@ -68,6 +68,7 @@ def check(outcome, heads, terms, labels, scale, vocab, dtype, **settings):
             assert_as_promised(name, mine, right)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "dtype, descriptors",  # persistent, or tiles; fp32 has one way only
     [
@@ -248,6 +249,7 @@ def test_one_wrong_row_of_8192_would_be_noticed():
         assert_as_promised("dx", ours.bfloat16(), exact)
 
 
+@pytest.mark.full
 def test_several_groups_of_chunks_and_summing_in_fp32(kernel_device, monkeypatch):
     from distill_kernels.losses import plan as planning
 

@@ -65,6 +65,7 @@ def change_template(workplace):
               tiny_tokenizer(chat_template="{{ messages[0]['content'] }}"))  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "change, expected",
     [

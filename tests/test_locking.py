@@ -262,6 +262,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rendezvous", [[], ["--standalone"]])
 def test_processes_that_torchrun_starts_again_find_each_other(tmp_path, rendezvous):
     """They waited for the addresses of the attempt before, which torchrun's store still held."""

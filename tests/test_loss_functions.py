@@ -121,6 +121,7 @@ def test_settings_that_are_tensors_are_read_at_each_call():
         torch.testing.assert_close(distill_kernels.distillation_loss(*logits, terms=[term], **named), expected)
 
 
+@pytest.mark.full
 def test_functions_compile():
     heads = [tensor.requires_grad_() for tensor in realistic_heads(4, 31, 8, 8)]
     labels = torch.arange(4)

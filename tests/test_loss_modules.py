@@ -224,7 +224,7 @@ def test_autocast_takes_fp32_weights(where):
     assert relative_error(tensors[1].grad, w.grad) < 2e-2  # operands were rounded to bf16
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_equal_eager_ones(where, reduction):
     tensors = draw(where)
@@ -242,6 +242,7 @@ def test_compiled_calls_equal_eager_ones(where, reduction):
     assert all(relative_error(a, b) < 1e-6 for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.few(1)
 def test_opcheck(where):
     x, w, xt, wt, labels = draw(where)
     scale = (labels != -100).float()

@@ -222,6 +222,7 @@ def test_bf16_is_not_taken_where_it_is_only_emulated(monkeypatch):
 # ---------------------------------------------------------------- doctor --machine
 
 
+@pytest.mark.full
 def test_the_doctor_of_a_cpu_checks_every_kernel_and_ends_well(workplace, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("HF_ENDPOINT", "https://me:word@mirror.example/x")

@@ -256,7 +256,7 @@ def test_adapters_follow_from_their_seed_alone():
     assert not torch.equal(drawn[0], drawn[2])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(
     "lora",

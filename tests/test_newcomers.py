@@ -291,6 +291,7 @@ def test_chat_streams_what_generate_says_and_forgets_what_has_no_room(folder, mo
     assert "the oldest turn is forgotten, since the model reads at most 512 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_log_holds_no_noise_of_libraries(folder):
     """Four workers on fewer cores, a tokenizer with a shorter limit than the data: neither is anybody's mistake."""
     config = folder / "big" / "tokenizer_config.json"

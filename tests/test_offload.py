@@ -233,6 +233,7 @@ def test_a_weight_that_two_layers_share_stays_on_the_device():
     assert torch.equal(logits(offloaded), logits(resident))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lora", [False, True])
 def test_training_against_it_is_the_same_bit_for_bit(tmp_path, lora):
     after = []

@@ -195,6 +195,7 @@ def test_packed_rows_never_grow():
     assert len(left_out) > 1  # chance decides, not the order
 
 
+@pytest.mark.full
 def test_resume_says_the_same_words(tmp_path):
     def student():
         return tiny_model(attention_dropout=0.1)
@@ -226,6 +227,7 @@ def test_resume_says_the_same_words(tmp_path):
         assert rows[0] == rows[1], key
 
 
+@pytest.mark.full
 def test_learning_from_its_own_words_lowers_reverse_kl_on_them(tmp_path):
     made = trainer(tmp_path, max_steps=24, learning_rate=5e-3, per_device_train_batch_size=8, own={"max_new_tokens": 3})
     made.train()

@@ -6,7 +6,7 @@ runs what a person would run. Libraries of others see what is there: they have t
 
 import json
 import os
-import shutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -88,6 +88,7 @@ def python(system, *arguments, cwd):
     return made.stdout
 
 
+@pytest.mark.full
 def test_every_module_is_imported(system, workplace):
     count = int(python(system, "-c", EVERYTHING, cwd=workplace))
     files = [path for name in ("distill", "kernels/distill_kernels") for path in (ROOT / name).rglob("*.py")]
@@ -100,10 +101,14 @@ TINY = ["teacher.model=teacher", "teacher.config=null", "student.config=null", "
 
 
 COMMANDS = """
-import json, sys
+import json, os, shutil, sys
 from distill.cli import run_command
 for words in json.loads(sys.argv[1]):
-    print(words[0], run_command(words), flush=True)
+    if words[0] == "forget":
+        shutil.rmtree(words[1] + "/checkpoint-2")
+        os.remove(words[1] + "/result.json")
+    else:
+        print(words[0], run_command(words), flush=True)
 """
 
 
@@ -112,18 +117,15 @@ def test_the_quickstart_of_a_tiny_model_runs_resumes_and_answers(system, workpla
     run = workplace / "runs" / "first"
     named = ["run", "quickstart", *TINY, "--name", "first"]
 
-    def distill(*commands):
-        said = python(system, "-c", COMMANDS, json.dumps(commands), cwd=workplace)
-        assert all(f"{words[0]} 0" in said.splitlines() for words in commands), said
-        assert (run / "student" / "model.safetensors").is_file() and (run / "checkpoint-2").is_dir()
-        assert json.loads((run / "result.json").read_text())["steps"] == 2
-        return said
-
-    said = distill(["validate", "quickstart", *TINY], ["check", "quickstart", *TINY], named)
+    commands = [["validate", "quickstart", *TINY], ["check", "quickstart", *TINY], named]
+    commands += [["forget", str(run)]]  # as if it had ended before the second step
+    commands += [[*named, "--resume"], ["generate", "first", "-p", "Two", "--max-new-tokens", "3"]]
+    said = python(system, "-c", COMMANDS, json.dumps(commands), cwd=workplace)
+    ended = [line for line in said.splitlines() if re.fullmatch(r"(validate|check|run|generate) \d+", line)]
+    assert ended == ["validate 0", "check 0", "run 0", "run 0", "generate 0"], said
+    assert (run / "student" / "model.safetensors").is_file() and (run / "checkpoint-2").is_dir()
+    assert json.loads((run / "result.json").read_text())["steps"] == 2
     assert "steps: 2" in said and "PyTorch computes" in said and "gap closed" in said
-    shutil.rmtree(run / "checkpoint-2")  # as if it had ended before the second step
-    (run / "result.json").unlink()
-    said = distill([*named, "--resume"], ["generate", "first", "-p", "Two", "--max-new-tokens", "3"])
     assert f"continuing from {run.relative_to(workplace) / 'checkpoint-1'}" in said
 
 

@@ -81,7 +81,7 @@ def test_outputs_and_gradients_stay(kind):
     assert not [m for m in model.modules() if "forward" in m.__dict__]
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
 def test_patched_on_the_kernels_themselves(kind, kernel_device):
     model = make(kind, hidden=64).to(kernel_device)

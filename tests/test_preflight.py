@@ -182,6 +182,7 @@ def test_what_does_not_fit_is_said_with_what_helps():
     assert of(gpu="H100").ok
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gpu", ["H100", "24GB"])
 def test_advice_saves_what_it_says(gpu):
     before = of(gpu=gpu, gpus=2)
@@ -211,7 +212,7 @@ def test_time_and_disk_follow_the_sizes():
     assert of(gpu="24GB").seconds_per_step is None
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shipped", shipped_recipes(), ids=lambda shipped: shipped.name)
 def test_every_shipped_recipe_fits_its_hardware(shipped):
     gpu, gpus = HARDWARE.get(shipped.name, ("H100", 1))
@@ -264,7 +265,7 @@ def test_precision_is_that_of_the_planned_device():
 # ---------------------------------------------------------------- a teacher on disk
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("stored", [True, False], ids=["K tokens", "a head"])
 def test_the_workspace_is_what_the_loss_takes(stored, frozen, kernel_device, monkeypatch):

@@ -265,6 +265,7 @@ def test_check_counts_one_byte_a_weight_but_head_and_embedding():
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("config", "bits"),
     [

@@ -354,6 +354,7 @@ def test_fuzzed_text_gives_a_recipe_error(text):
     check(text + MINIMAL, [])
 
 
+@pytest.mark.full
 @settings(max_examples=CASES // 6, deadline=None, suppress_health_check=[*SLOW, HealthCheck.function_scoped_fixture])
 @given(
     st.one_of(st.just(MINIMAL), st.text(max_size=40), st.binary(max_size=40)),

@@ -14,7 +14,6 @@ from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from test_launch import START, program
 from test_on_policy import on_policy, pairs
 from test_resume import finished_run
 from test_trainer import rows, trainer, weights
@@ -22,6 +21,7 @@ from tiny import tiny_model
 from torch.utils.data import BatchSampler
 from transformers import TrainerState
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args
+from two_ranks import run_as_two
 
 from distill.cli import run_command
 from distill.recipe import dump, load, parse
@@ -69,7 +69,7 @@ def undisturbed(tmp_path_factory):
     return folder, made, seen.steps
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "step, batch_size, checkpointing",
     [
@@ -209,6 +209,7 @@ def test_a_run_goes_on_with_smaller_micro_batches(stopped, finished, capsys):
     assert lock == (finished / "runs/whole/lock.yaml").read_text()
 
 
+@pytest.mark.full
 def test_what_is_said_when_memory_runs_out_goes_on(finished, tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(finished, tmp_path / "copy")
     shutil.rmtree(folder / "runs")
@@ -365,16 +366,14 @@ def test_shards_are_not_read_by_one_process_nor_a_whole_student_into_shards(stop
 
 def test_on_two_processes(stopped, capsys):
     """The same weights with smaller micro-batches on as many processes; on fewer it is refused."""
-    whole = program(stopped, START, "run", "r.yaml", "--name", "two")
-    assert whole.returncode == 0, whole.stderr
+    run_as_two("-m", "distill", "run", "r.yaml", "--name", "two", cwd=stopped)
     run = stopped / "runs/two"
     theirs = load_file(run / "student/model.safetensors")
     shutil.rmtree(run / "checkpoint-6")
     assert run_command(["run", "r.yaml", "train.batch_size=2", "--name", "two", "--resume"]) == 2
     told = "takes 8 rows, 4 at a time on 2 processes; got 2 on 1: continue on as many"
     assert told in capsys.readouterr().err
-    smaller = program(stopped, START, "run", "r.yaml", "train.batch_size=1", "--name", "two", "--resume")
-    assert smaller.returncode == 0, smaller.stderr
-    assert smaller.stdout.count("resumed with other settings") == 1
+    said = run_as_two("-m", "distill", "run", "r.yaml", "train.batch_size=1", "--name", "two", "--resume", cwd=stopped)
+    assert said.count("resumed with other settings") == 1
     for name, value in load_file(run / "student/model.safetensors").items():
         torch.testing.assert_close(value, theirs[name])

@@ -21,7 +21,7 @@ def make(device, rows, hidden, dtype, form, *, seed=0):
     return x, weight
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     *pairwise(
         {
@@ -92,6 +92,7 @@ def test_no_weight_and_frozen_weight(kernel_device):
     check_layer(rms_norm, reference_rms_norm, (x, weight), torch.float32, differentiate=(False, True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", ["slice", "transposed", "expanded", "three_dims"])
 def test_strided_inputs(kernel_device, layout):
     base = draw(6, 4, 160, dtype=torch.float32, device=kernel_device)

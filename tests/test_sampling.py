@@ -54,6 +54,7 @@ def test_impossible_tokens_are_never_drawn(kernel_device):
     assert sample_tokens(logits, draws, draws).tolist() == [77] * 64
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_softmax(temperature):
     """Chi-square of 200,000 draws over 40 tokens: below the 99.99 % quantile of 39 degrees of freedom."""
@@ -117,6 +118,7 @@ def test_mistakes_are_named():
             sample_tokens(*arguments)
 
 
+@pytest.mark.full
 def test_the_step_of_decoding_compiles_for_sm_90():
     """Sampling, the cache's write and attention over it, with types and registers that the interpreter cannot see."""
     pytest.importorskip("triton")

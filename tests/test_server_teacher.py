@@ -73,6 +73,7 @@ def in_process(place):
 # ------------------------------------------------------------------ the same bits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prefetch", [1, 7])
 def test_training_is_the_same_to_the_bit(place, url, in_process, prefetch):
     served = trained(place, f"served-{prefetch}", *ACCUMULATED, *from_server(url, prefetch=prefetch))
@@ -171,6 +172,7 @@ def test_of_two_servers_one_dies(place, in_process, monkeypatch):
     assert counted.count >= 6
 
 
+@pytest.mark.full
 def test_all_are_gone_and_the_run_is_resumed_to_the_bit(place, in_process, monkeypatch):
     engine = engine_in(place)
     counted = Counted(engine, monkeypatch)
@@ -285,6 +287,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_what_a_server_gets_wrong_is_refused_by_name(place, fault, monkeypatch):
     """On the first batch of a run; and doctor's invariant fails."""

@@ -25,18 +25,18 @@ KL = [LossTerm("forward_kl", 1.0)]
 SOME = [LossTerm("reverse_kl", 0.7), LossTerm("jsd", 0.5, beta=0.3), LossTerm("cross_entropy", 0.3)]
 
 
-def tensors(device, dtype, *, count=3, vocab=VOCAB, seed=0):
+def tensors(device, dtype, *, count=3, vocab=VOCAB, seed=0, rows=ROWS):
     """The student's hidden states and head, `count` teachers of different widths and twists, labels."""
-    x, w, xt, wt = realistic_heads(ROWS, vocab, 32, 48, dtype=dtype, device=device, seed=seed)
+    x, w, xt, wt = realistic_heads(rows, vocab, 32, 48, dtype=dtype, device=device, seed=seed)
     teachers = [TeacherHead(xt, wt, SHARES[0])]
     for number in range(1, count):
         _, _, xt, wt = realistic_heads(
-            ROWS, vocab, 32, 16 + 24 * number, dtype=dtype, device=device, seed=seed + number
+            rows, vocab, 32, 16 + 24 * number, dtype=dtype, device=device, seed=seed + number
         )
         bias = torch.randn(vocab, generator=torch.Generator().manual_seed(number)).to(device, dtype)
         teachers.append(TeacherHead(xt, wt, SHARES[number], bias, logit_scale=0.5 + number / 2, softcap=20.0))
-    labels = torch.randint(0, vocab, (ROWS,), generator=torch.Generator().manual_seed(1)).to(device)
-    labels[[3, ROWS - 1]] = -100
+    labels = torch.randint(0, vocab, (rows,), generator=torch.Generator().manual_seed(1)).to(device)
+    labels[[3, rows - 1]] = -100
     return x.requires_grad_(), w.requires_grad_(), teachers, labels
 
 
@@ -86,12 +86,13 @@ def test_equals_the_dense_mixture(dtype, temperature):
     check(torch.device("cpu"), dtype, SOME, temperature)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernel_equals_the_dense_mixture(kernel_device, dtype):
     check(kernel_device, dtype, SOME, 2.0)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
 def test_every_divergence(term, kernel_device):
     check(kernel_device, torch.float32, [term], 1.5)
@@ -113,6 +114,7 @@ def test_compiled_at_full_vocabulary(device, dtype, temperature):
         assert_as_good_as_torch(mine, theirs, right, dtype)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
 def test_statistics_are_the_mixture_at_temperature_1(kernels, temperature, request):
@@ -154,6 +156,7 @@ def test_a_share_of_0_leaves_one_teacher(kernels, request):
             assert_as_good_as_torch(mine, right, right, torch.float32)
 
 
+@pytest.mark.full
 def test_order_plays_no_part(kernel_device):
     x, w, teachers, labels = tensors(kernel_device, torch.float32)
     forwards, backwards = (ours(x, w, order, labels, SOME, 2.0) for order in (teachers, teachers[::-1]))
@@ -175,12 +178,13 @@ def test_chunks_and_chosen_rows(kernel_device):
             assert_as_good_as_torch(one, right, right, torch.float32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernel"])
 def test_one_graph_of_several_teachers(kernels, reduction, request):
     """`torch.compile(fullgraph=True)`: three teachers, and one that is left with a scale and a cap of its own."""
     device = request.getfixturevalue("kernel_device" if kernels else "device")
-    x, w, teachers, labels = tensors(device, torch.float32)
+    x, w, teachers, labels = tensors(device, torch.float32, rows=7)
     module = FusedDistillationLoss(SOME, 2.0, reduction=reduction)
 
     def step(x, w, teachers):

@@ -31,7 +31,7 @@ def whole_and_cut(device, dtype, terms, spans, *, path="kernel", rows=11, wanted
     return outcomes_of(student, teacher, batch, o, wanted, spans, dtype, path)
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", ["kernel", "reference"])
 @pytest.mark.parametrize("term", ALL_TERMS, ids=lambda term: term.type)
 def test_parts_of_every_divergence(kernel_device, term, path):
@@ -39,7 +39,7 @@ def test_parts_of_every_divergence(kernel_device, term, path):
     check_parts(*outcomes, torch.float32)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("path", ["kernel", "reference"])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 def test_parts_with_everything(kernel_device, spans, path):
@@ -95,6 +95,7 @@ def test_parts_of_minus_infinity(kernel_device, path):
     assert (parts[0].weight == 0).all() and parts[0].hidden.isfinite().all() and parts[0].loss.isfinite().all()
 
 
+@pytest.mark.full
 def test_several_groups_of_chunks_are_cut_alike(kernel_device, monkeypatch):
     from distill_kernels.losses import plan as planning
 

@@ -103,6 +103,7 @@ def test_parts_of_a_frozen_head_with_lora(kernel_device, path):
     assert outcomes[2][0].weight is None
 
 
+@pytest.mark.few(1)
 @PATHS
 @pytest.mark.parametrize("tail", ["bucket", "sampled"])
 def test_tokens_of_one_rank_and_ranks_of_minus_infinity(kernel_device, tail, path):
@@ -125,6 +126,7 @@ def test_tokens_of_one_rank_and_ranks_of_minus_infinity(kernel_device, tail, pat
         assert outcomes[2][0].hidden.isfinite().all() and outcomes[2][0].loss.isfinite().all()
 
 
+@pytest.mark.few(1)
 @PATHS
 @pytest.mark.parametrize("tail", ["bucket", "sampled"])
 def test_all_tokens_leave_no_tail(kernel_device, tail, path):
@@ -215,7 +217,7 @@ def test_parts_of_a_mixture(kernel_device, term, path):
     check_parts(*outcomes, torch.float32)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @PATHS
 @pytest.mark.parametrize("name", SPANS)
 def test_parts_of_a_mixture_with_everything(kernel_device, name, path):
@@ -226,6 +228,7 @@ def test_parts_of_a_mixture_with_everything(kernel_device, name, path):
     check_parts(*outcomes, torch.bfloat16)
 
 
+@pytest.mark.few(1)
 @PATHS
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_parts_of_teachers_that_rule_out_a_ranks_tokens(kernel_device, path, temperature):
@@ -246,6 +249,7 @@ def test_parts_of_teachers_that_rule_out_a_ranks_tokens(kernel_device, path, tem
 # ---------------------------------------------------------------- chunks, memory, repeats, waiting
 
 
+@pytest.mark.few(2)
 @PATHS
 @pytest.mark.parametrize("kind", ["bucket", "mixture"])
 def test_several_chunks_are_cut_alike(kernel_device, monkeypatch, path, kind):
@@ -269,6 +273,7 @@ def one_of_each(device):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", range(3))
 def test_every_element_is_written_and_runs_repeat_bitwise(kernel_device, monkeypatch, number):
     run = one_of_each(kernel_device)[number]

@@ -56,6 +56,7 @@ def test_a_student_answers_beside_its_teacher(folder, capsys):
     assert [set(answer) for answer in answers] == [{"prompt", "student"}] * 2
 
 
+@pytest.mark.full
 def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device, monkeypatch):
     from distill_kernels.matmul import split_k
 
@@ -66,7 +67,7 @@ def test_triton_alone_answers_the_same_tokens(folder, capsys, kernel_device, mon
     monkeypatch.setattr(split_k, "_launch", lambda *a, **k: products.append(1) or launch(*a, **k))
     said = {}
     for kernels in ("auto", "triton"):
-        command = ["generate", "mine", "-p", "What?", "--teacher", "teacher", "--max-new-tokens", "4", "--json"]
+        command = ["generate", "mine", "-p", "What?", "--teacher", "teacher", "--max-new-tokens", "3", "--json"]
         assert run_command([*command, "--kernels", kernels]) == 0
         said[kernels] = json.loads(capsys.readouterr().out)
         assert bool(products) == (kernels == "triton")

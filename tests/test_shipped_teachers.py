@@ -30,6 +30,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANNED)
 def test_headers_say_what_check_predicts(name):
     header = (RECIPES / f"{name}.yaml").read_text().split("\n\nteacher:")[0]
@@ -85,6 +86,7 @@ def small(*more):
 STEPS = ["train.epochs=null", "train.steps=2"]
 
 
+@pytest.mark.full
 def test_the_cached_recipe_caches_and_runs(here, capsys):
     models = ["teacher.model=teacher", "teacher.config=null", "student.model=runs/llama3-8b-to-1b/student"]
     settings = small(*models, "student.config=null", *STEPS)

@@ -45,13 +45,14 @@ def test_extremes(kernel_device, way):
 
 
 def test_strides(kernel_device, way):
-    base = draw(6, 4, 160, dtype=torch.float32, device=kernel_device, scale=3.0)
-    for x in (base[..., 40:104], base.transpose(0, 1), base[:, :3], base.transpose(0, 2)):
+    base = draw(6, 4, 70, dtype=torch.float32, device=kernel_device, scale=3.0)
+    for x in (base[..., 1:66], base.transpose(0, 1), base[:, :3], base.transpose(0, 2)):
         check_layer(softmax, torch_softmax, (x,), torch.float32)
     check_layer(lambda x: softmax(x).transpose(0, 2), lambda x: torch_softmax(x).transpose(0, 2), (base,),
                 torch.float32)  # fmt: skip
 
 
+@pytest.mark.few(1)
 def test_op_and_compile(kernel_device, way):
     x = logits(kernel_device, 3, 100, torch.float32).requires_grad_()
     torch.library.opcheck(torch.ops.distill.softmax_forward.default, (x,))

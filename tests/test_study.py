@@ -48,6 +48,7 @@ def test_a_key_knows_settings_but_not_where_the_data_lie():
 # ---------------------------------------------------------------- runs
 
 
+@pytest.mark.full
 def test_the_students_own_words_are_one_configuration_more(tiny_study, tmp_path):
     few = ["train.steps=2", "data.on_policy.max_new_tokens=4"]
     code, said = tiny_study("--objectives", "reverse KL, half on-policy", "--seeds", "1", more=few)

@@ -48,6 +48,7 @@ def test_a_key_knows_both_stages_but_not_where_the_data_lie():
 FEW = ["train.steps=4", "train.log_every=1"]
 
 
+@pytest.mark.full
 def test_a_cached_teacher_beside_the_loaded_one(tiny_study, tmp_path):  # noqa: F811
     code, said = tiny_study("--plan", "teachers", "--parts", CACHE, "--seeds", "1", more=FEW)
     assert code == 0, said.err

@@ -126,6 +126,7 @@ def test_size_is_as_promised(bucket):
 # ------------------------------------------------------------------ the loss
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["every token", "hidden states"])
 def test_equals_the_loaded_teacher(loaded, exact, tmp_path, kind):
     cache = exact if kind == "every token" else write(loaded, tmp_path / "cache", hidden=True, dtype="float32")
@@ -177,6 +178,7 @@ def test_equal_models_have_no_loss(loaded, bucket, exact):
         assert found.abs() < 1e-6
 
 
+@pytest.mark.full
 def test_held_out_figures_from_sampled_tokens_are_those_of_the_loaded_teacher(loaded, bucket, tmp_path):
     cache = write(loaded, tmp_path / "sampled", k=64, tail="sampled")
     student, rows = copy.deepcopy(loaded.pair.student), loaded.splits.train

@@ -107,6 +107,7 @@ def test_full_size_on_the_gpu(device, direction, tail, k):
         assert_as_good_as_torch(*results, torch.bfloat16, name)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_lora_padding_weights_and_a_frozen_head(device, tail):
     """What the driver adds comes out of the kernel as out of the specification."""
@@ -239,6 +240,7 @@ def test_extremes(where, tail):
     assert sure.isfinite()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
 def test_memory_need_not_be_clean_and_runs_repeat_bit_for_bit(kernel_device, monkeypatch, tail):
     (x, w, _), top, ids, labels = setup(torch.bfloat16, kernel_device, rows=9)
@@ -298,7 +300,7 @@ def test_teacher_temperature_of_16_bits(where):
     torch.testing.assert_close(loss(x, w, ids, given), loss(x, w, ids, given.float()))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("direction, tail", READINGS)
 def test_places_that_are_not_used_are_none_of_the_k(where, direction, tail):
     """Whatever their ids: out of range, or another place's token. With all columns in use, a tail is left as well."""
@@ -323,6 +325,7 @@ def test_places_that_are_not_used_are_none_of_the_k(where, direction, tail):
         assert relative_error(one, other) < 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_compiled_calls_equal_eager_ones(device, reduction):
     (x, w, _), top, ids, labels = setup(torch.float32, device)

@@ -1,9 +1,6 @@
 """Ways that are timed once: kept on disk, shared by processes, off where bits must not depend on a clock."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from distill_kernels.losses import projection
 from distill_kernels.losses.operands import Head
 from distill_kernels.losses.projection import FOLD, Logits, Transform, ways_of
 from distill_kernels.matmul.tiled import Tile
+from forked import PIPE, Forked, clean_environment
 from helpers import relative_error
 
 WAYS, CPU = (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 8, 2)), torch.device("cpu")
@@ -157,10 +155,9 @@ for shape in range(3):
 """
 
 
-def test_processes_that_begin_together_agree_and_time_once(clock):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    ranks = [subprocess.Popen([sys.executable, "-c", AS_A_RANK], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                              text=True, env=environment) for _ in range(2)]  # fmt: skip
+def test_processes_that_begin_together_agree_and_time_once(clock, tmp_path):
+    environment = clean_environment()
+    ranks = [Forked(["-c", AS_A_RANK], cwd=tmp_path, env=environment, stdout=PIPE) for _ in range(2)]
     outputs = [rank.communicate()[0].splitlines() for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks)
     choices = [[line for line in lines if line != "timed"] for lines in outputs]
