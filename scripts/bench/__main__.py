@@ -30,15 +30,17 @@ def main() -> int:
 
     import torch
 
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    modules = [importlib.import_module(f"scripts.bench.{name}") for name in args.cases]
+    if not cuda and any(getattr(module, "NEEDS_CUDA", True) for module in modules):
         print("benchmarks need a CUDA device", file=sys.stderr)
         return 2
     from scripts.bench import harness
 
-    for name in args.cases:
-        rows = importlib.import_module(f"scripts.bench.{name}").run(quick=args.quick, only=args.only)
+    for module in modules:
+        rows = module.run(quick=args.quick, only=args.only)
         print(harness.table(rows), flush=True)
-        if not args.no_record:
+        if cuda and not args.no_record:  # figures of a CPU are shown, not kept
             print(f"\nrecorded in {harness.record(rows, args.results)}")
     return 0
 
