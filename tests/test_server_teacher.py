@@ -15,6 +15,8 @@ from served import engine_in, from_server, opened, recipe_in, serving, write_mod
 from distill.core.faults import RunError, TeacherGone
 from distill.data.collator import Collator
 from distill.doctor import examine, invariants, invariants_runs
+from distill.planning.devices import find_device
+from distill.planning.preflight import check
 from distill.run import run
 from distill.serving.engine import Engine
 from distill.serving.worker import Full
@@ -131,6 +133,14 @@ def test_nothing_is_asked_where_the_loss_asks_nothing(place, url):
     recipe = recipe_in(place, *from_server(url), "loss.terms=[{type: cross_entropy}]")
     teacher, _ = opened(recipe)
     assert _requests(url) == before and teacher.ahead == 2
+
+
+def test_check_asks_once_who_it_is_whatever_it_advises(place, url, monkeypatch):
+    calls, identity = [], Servers.identity
+    monkeypatch.setattr(Servers, "identity", lambda servers: (calls.append(servers), identity(servers))[1])
+    report = check(recipe_in(place, *from_server(url)), find_device("cpu"))
+    assert not report.problems and "bytes a learned token come from there" in report.teacher_text
+    assert len(calls) == 1
 
 
 def _requests(url):

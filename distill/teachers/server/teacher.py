@@ -251,6 +251,10 @@ class ServerSource(TeacherSource):
     def tokenizer_section(self) -> ModelSection:
         return self.section.loaded() if self.is_vllm else ModelSection(model=self.folder)
 
+    def follow(self, other: TeacherSource) -> None:
+        if isinstance(other, ServerSource) and other.section == self.section:  # the same servers, asked already
+            self.__dict__ |= {name: other.__dict__[name] for name in ("servers", "identity") if name in other.__dict__}
+
     def shapes(self) -> list[Shape]:
         return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
 
