@@ -42,6 +42,10 @@ WITH = {
     "teacher's context": ["teacher.context={template: 'Be brief.'}"],
     "student as teacher": ["teacher={type: student, context: {template: 'Be brief.'}}"],
     "running average": ["teacher={type: student, ema: 0.9, context: {template: 'Be brief.'}}"],
+    "teacher for some steps": [
+        "loss={terms: [{type: cross_entropy}, {type: forward_kl}], "
+        "schedule: [{setting: terms.1.weight, steps: [0, 9], values: [0, 1]}]}"
+    ],
     "LoRA": ["student.lora={r: 2}"],
 }
 
