@@ -268,16 +268,15 @@ def on_policy_of(
         return None
     require_prompts(recipe, tokenizer, format)
     snapshot = Snapshot(student) if sharded or section.ahead else None
-    log_probs = section.store_every > 0 or any(getattr(term, "importance", False) for term in recipe.loss.terms)
     settings = settings_for(
         student, tokenizer, load_template(recipe.data.chat_template, tokenizer), autocast=autocast,
         vocab_size=vocab_size, max_length=recipe.data.max_length, max_new_tokens=section.max_new_tokens,
-        log_probs=log_probs,
+        log_probs=True,
     )  # fmt: skip
     answering = student if snapshot is None else snapshot.model
     engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
     return OnPolicy(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, temperature=section.temperature,
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
-        ahead=section.ahead, student=student, snapshot=snapshot, log_probs=log_probs,
+        ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
     )  # fmt: skip

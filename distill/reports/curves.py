@@ -38,6 +38,12 @@ def panels_of(measure: Measure = KL) -> list[Panel]:
         Panel("kl", f"{measure.name} to teacher ({measure.each})", from_zero=True),
         Panel("divergence", f"{name} to teacher ({measure.each})", from_zero=True),
         Panel("agreement", "agreement with teacher (%)", 100.0),
+        Panel("student_entropy", "student's entropy (nats)", from_zero=True),
+        Panel("teacher_entropy", "teacher's entropy (nats)", from_zero=True),
+        Panel("rollout_length", "tokens in an answer of the student's", from_zero=True),
+        Panel("rollout_truncated", "answers cut off (%)", 100.0, True),
+        Panel("rollout_repeated", "answers that repeat themselves (%)", 100.0, True),
+        Panel("rollout_gap", "engine's and trainer's log-probabilities apart (nats)", from_zero=True),
         Panel("learning_rate", "learning rate", from_zero=True),
         Panel("tokens_per_second", "tokens per second", from_zero=True),
         Panel("grad_norm", "gradient norm", from_zero=True),
@@ -57,6 +63,12 @@ def charts_of(rows: Rows, measure: Measure = KL) -> list[tuple[Panel, list[Serie
         ]
         if any(line.points for line in lines):
             charts.append((panel, [line for line in lines if line.points]))
+    names = [key[7:] for key in (rows[-1] if rows else ()) if key.startswith("tokens_")]
+    for panel in panels_of(measure)[1:4]:
+        own = ((name, points(rows, f"{panel.key}_{name}", panel.factor)) for name in names)
+        lines = [Series(name, line, 2 + number) for number, (name, line) in enumerate(own) if line]
+        if lines:
+            charts.append((panel._replace(title=f"{panel.title}, by route"), lines))
     return charts
 
 

@@ -24,10 +24,10 @@ import torch
 from distill_kernels import LossTerm
 from torch import nn
 
-from distill.core.labels import shift_labels, within_documents
+from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
 from distill.teachers.base import Batch, Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
-from distill.teachers.losses import KL, LossSpec, TargetLoss, soft_terms
+from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, soft_terms
 from distill.teachers.measure import Measure
 from distill.teachers.model import LoadedTeacher
 
@@ -203,8 +203,9 @@ class DistillationObjective:
     ) -> dict[str, torch.Tensor]:
         """The student's forward with the loss in place of logits.
 
-        Returns `loss`, a scalar, and `statistics`, fp32 sums over this batch's valid tokens in the order of
-        `STATISTICS`, if they were asked for.
+        Returns `loss`, a scalar; if they were asked for, `statistics`, fp32 sums over this batch's valid tokens in the
+        order of `STATISTICS`; and for tokens that the student drew `gap` [2], the sum of the absolute differences of
+        their log-probabilities now and then, and their number.
         """
         inputs = {key: value for key, value in inputs.items() if value is not None}
         # what PEFT passes along for the full forward
@@ -218,7 +219,12 @@ class DistillationObjective:
             if isinstance(result, torch.Tensor):
                 return {"loss": result}
             loss, stats = result
-            return {"loss": loss, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
+            output = {"loss": loss, "statistics": torch.stack(tuple(stats)).sum(dim=1)}
+            if (drawn := loss_inputs.drawn_log_p) is not None:
+                gap = stats[STATISTICS.index("student_label_logprob")].detach() - drawn.flatten()
+                known = (shifted.flatten() != IGNORE_INDEX) & ~gap.isnan()
+                output["gap"] = torch.stack([gap.abs().masked_fill(~known, 0.0).sum(), known.sum()])
+            return output
 
         return call_head(find_head(student), hidden, compute)
 
