@@ -274,7 +274,7 @@ def test_flops_of_a_model_by_hand():
 
 
 def test_mfu_by_hand(monkeypatch):
-    meter = Meter(torch.device("cpu"), Work(2.0, 1.0, 0.5), Work(6.0, 3.0, 1.5))
+    meter = Meter(torch.device("cpu"), {"": Work(2.0, 1.0, 0.5)}, Work(6.0, 3.0, 1.5))
     meter.peak = 1e6
     batch = {
         "input_ids": torch.zeros(2, 3, dtype=torch.int64),

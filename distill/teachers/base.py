@@ -168,8 +168,10 @@ class Teacher(Protocol):
         judges_new_rows: may it be asked about rows it has not seen (on-policy).
         whole_documents: rows must hold whole documents, as they were when it was asked: doctor may not cut them.
         ahead: micro-batches that it may be asked of before they are needed.
+        prefix: what stands before `input_ids` and `position_ids` in the names of what it reads of a batch.
     """
 
+    prefix: str = ""
     format: TargetFormat
     models: Mapping[str, nn.Module]
     judges_new_rows: bool = True
@@ -207,9 +209,9 @@ class Teacher(Protocol):
                 if isinstance(tensor, torch.Tensor):
                     yield f"the weights of the {name}'s head", tensor
 
-    def work(self) -> Work | None:
-        """FLOPs of one forward pass by token; None where they are not known."""
-        return total_work(work_of(model, trains=False) for model in self.models.values())
+    def works(self) -> dict[str, Work | None]:
+        """FLOPs of one forward pass by token, None where they are not known, by the prefix of what is read."""
+        return {self.prefix: total_work(work_of(model, trains=False) for model in self.models.values())}
 
     def parameters_text(self) -> str:
         """Its size, for people."""

@@ -15,7 +15,9 @@ without its embedding and V x H the head, per step:
 
 f is 6 where all weights are trained and 4 with frozen base weights (LoRA: no weight gradients), h the same for the
 head, L layers, A = heads x head width, pairs the (query, key) pairs inside documents, sum over tokens of position + 1
-(sliding windows are not taken off). An unknown GPU, or a mixture of experts, gives no MFU rather than a guess.
+(sliding windows are not taken off). Tokens and pairs of a teacher are those that it reads: with a context of its own
+more than the student's, of several with routes each its own. An unknown GPU, or a mixture of experts, gives no MFU
+rather than a guess.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ class Meter:
 
     Args:
         device: Where the sums live.
-        teacher: FLOPs of the teacher, from `work_of`; None for no MFU.
-        student: The same of the student.
+        teacher: FLOPs of the teacher, as its `works` says.
+        student: The same of the student, from `work_of`; None, here or there, for no MFU.
         divergence: The objective's name for its divergence (None: no teacher in the loss) and the terms' weights.
         routes: of the teacher, each with figures of its own.
     """
@@ -49,7 +51,7 @@ class Meter:
     def __init__(
         self,
         device: torch.device,
-        teacher: Work | None,
+        teacher: Mapping[str, Work | None],
         student: Work | None,
         divergence: tuple[str | None, float] = ("kl", 1.0),
         routes: Sequence[str] = (),
@@ -68,6 +70,7 @@ class Meter:
         self._sums = torch.zeros(number_of_sums(self.routes), dtype=precision, device=self.device)
         self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
         self._gap = torch.zeros(2, dtype=precision, device=self.device)
+        self._work = torch.zeros((), dtype=precision, device=self.device)  # of the teacher
         self._tokens = 0
         self._start, self._pause = time.perf_counter(), 0.0
         self.phases.restart()
@@ -104,12 +107,17 @@ class Meter:
         self._sums += statistics.detach()
         rows = inputs.get("valid_rows")
         trained = count_learned(inputs) if rows is None else rows.numel()
-        positions = inputs.get("position_ids")
-        batch, length = inputs["input_ids"].shape
+        tokens, pairs = _size_of(inputs)
         self._counts[0] += trained
         self._counts[1] += 0 if weight == 0 else trained
-        self._counts[2] += batch * length * (length + 1) // 2 if positions is None else (positions + 1).sum()
-        self._tokens += batch * length
+        self._counts[2] += pairs
+        self._tokens += tokens
+        for prefix, work in self.teacher.items() if weight != 0 and self.divergence[0] else ():
+            if work is not None and f"{prefix}input_ids" in inputs:  # no document of this route, else
+                rows = inputs.get(f"{prefix}rows")
+                read, read_pairs = _size_of(inputs, prefix)
+                learned = trained if rows is None else rows.numel()
+                self._work += work.token * read + work.trained * learned + work.pair * read_pairs
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """The interval's figures over all ranks, and a new interval. One synchronisation.
@@ -124,10 +132,16 @@ class Meter:
         """
         phases = self.phases.seconds()
         steps = max(self.phases.steps, 1)
-        here = [self._sums, self._counts, self._gap, self._counts.new_tensor([self._tokens, 1.0, *phases.values()])]
+        here = [
+            self._sums,
+            self._counts,
+            self._gap,
+            self._work[None],
+            self._counts.new_tensor([self._tokens, 1.0, *phases.values()]),
+        ]
         values = reduce(torch.cat(here)).tolist()
         count = len(self._sums)
-        sums, (trained, compared, pairs, gap, drawn, tokens, ranks, *times) = values[:count], values[count:]
+        sums, (trained, compared, pairs, gap, drawn, work, tokens, ranks, *times) = values[:count], values[count:]
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
         divergence = self.divergence if compared or not trained else (None, 1.0)
@@ -142,14 +156,20 @@ class Meter:
         }
         if drawn:
             figures["rollout_gap"] = gap / drawn
-        if self.peak and self.teacher and self.student:
+        if self.peak and None not in self.teacher.values() and self.student:
             available = self.peak * seconds * ranks
-            work = self.teacher.of(tokens, trained, pairs) if divergence[0] else 0.0
             figures["mfu_teacher"] = work / available
             figures["mfu_student"] = self.student.of(tokens, trained, pairs) / available
             figures["mfu"] = figures["mfu_teacher"] + figures["mfu_student"]
         self.restart()
         return figures
+
+
+def _size_of(inputs: Mapping[str, torch.Tensor], prefix: str = "") -> tuple[int, torch.Tensor | int]:
+    """Tokens and (query, key) pairs of a reading of a batch."""
+    positions = inputs.get(f"{prefix}position_ids")
+    batch, length = inputs[f"{prefix}input_ids"].shape
+    return batch * length, batch * length * (length + 1) // 2 if positions is None else (positions + 1).sum()
 
 
 def number_of_sums(routes: Sequence[str]) -> int:

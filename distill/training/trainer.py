@@ -130,7 +130,7 @@ class DistillationTrainer(Trainer):
             model.to(args.device)
         self.objective: DistillationObjective = DistillationObjective(teacher, model, loss, vocab_size=vocab_size)
         self.data_collator = self.objective.collator(self.data_collator)  # type: ignore[arg-type]
-        work = self.objective.teacher.work(), work_of(model, trains=True)
+        work = self.objective.teacher.works(), work_of(model, trains=True)
         self.meter = Meter(args.device, *work, self.objective.divergence, self.objective.routes)
         self.schedule = LossSchedule(self.objective, loss)
         self.objective.loss_of = self.meter.phases.timed("loss", self.objective.loss_of)  # type: ignore[method-assign]

@@ -31,7 +31,7 @@ from distill.teachers.context.data import ContextCollator, ContextEncoder, Conte
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.model import LoadedTeacher, ModelSource, shortened
-from distill.teachers.reading import reading_of, without_reading
+from distill.teachers.reading import PREFIX, reading_of, without_reading
 from distill.teachers.vocabulary import Vocabulary
 
 
@@ -47,6 +47,8 @@ class ContextTeacher(LoadedTeacher):
         context: what it reads, for the answers it is asked for; None where it is not asked.
         ema: the share of itself that it keeps where it follows the student; None for a frozen one.
     """
+
+    prefix = PREFIX
 
     def __init__(
         self, teacher: LoadedTeacher | nn.Module, context: Context | None = None, ema: float | None = None

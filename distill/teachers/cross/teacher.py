@@ -32,7 +32,7 @@ from distill.teachers.hidden import HiddenFormat
 from distill.teachers.losses import HeldOutLoss, LossSpec, TargetLoss, build_loss
 from distill.teachers.measure import SPANS, Measure
 from distill.teachers.model import LoadedTeacher, ModelSource, shortened
-from distill.teachers.reading import reading_of, without_reading
+from distill.teachers.reading import PREFIX, reading_of, without_reading
 from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
 
 
@@ -82,6 +82,7 @@ class CrossTeacher(LoadedTeacher):
     """
 
     judges_new_rows = False
+    prefix = PREFIX
 
     def __init__(self, model: nn.Module, shared: Shared, tokenizer: Any = None) -> None:
         super().__init__(model, tokenizer=tokenizer)

@@ -154,9 +154,9 @@ class KeptTeacher(Teacher):
     def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.head_tensors()
 
-    def work(self) -> Work | None:
+    def works(self) -> dict[str, Work | None]:
         """Not known: as often as it is asked."""
-        return None
+        return {"": None}
 
     def to(self, device: torch.device) -> None:
         self.inner.to(device)

@@ -21,7 +21,7 @@ from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.models.fingerprint import model_identity
 from distill.models.head import LogitTransform
-from distill.models.work import total_work
+from distill.models.work import Work, total_work
 from distill.recipe import Data, Generate, ModelSection, Part, Recipe, Student
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import (
@@ -198,6 +198,9 @@ class RoutedTeacher(AnyTeacher):
     def fault_of(self, batches: Sequence[Batch]) -> str | None:
         parts = [(member, own) for batch in batches for _, member, own in self.batches(batch)]
         return next((fault for member, own in parts if (fault := member.fault_of([own]))), None)
+
+    def works(self) -> dict[str, Work | None]:
+        return {f"route{n}_": work for n, member in enumerate(self.members) for work in member.works().values()}
 
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
         """Of each route that occurs, [B, S, hidden] of each teacher; 0 elsewhere."""
