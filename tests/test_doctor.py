@@ -18,7 +18,7 @@ from distill.recipe import load
 from distill.teachers.model import LoadedTeacher
 
 NAMES = ["fused loss", "divergence", "accumulation", "packing", "padding", "patching", "workspace", "same tokens",
-         "resume"]  # fmt: skip
+         "gradients", "resume"]  # fmt: skip
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(60))
 RECIPE = """
 teacher: {model: teacher}
@@ -51,7 +51,7 @@ def test_a_recipe_is_examined(workplace, no_second_process, capsys):
     found = [line.split(":")[0] for line in lines if line.startswith(("pass", "FAIL"))]
     assert found == [f"pass  {name}" for name in NAMES]
     assert all(re.search(r" \[\d+ s\]$", line) for line in lines if line.startswith(("pass", "FAIL")))
-    assert lines[-1] == "9 invariants, all hold" and "shards" not in captured.err and "it/s" not in captured.err
+    assert lines[-1] == "10 invariants, all hold" and "shards" not in captured.err and "it/s" not in captured.err
     assert not (workplace / "runs").exists()
 
 
@@ -77,7 +77,7 @@ def test_a_check_that_breaks_is_a_finding(workplace, monkeypatch, no_second_proc
     monkeypatch.setattr(LoadedTeacher, "targets", broken)
     assert run_command(["doctor", "r.yaml"]) == 1
     out = capsys.readouterr().out
-    assert "RuntimeError: no such kernel" in out and "9 invariants" in out
+    assert "RuntimeError: no such kernel" in out and "10 invariants" in out
 
 
 def test_two_layers_of_large_models(workplace, monkeypatch, no_second_process):

@@ -225,7 +225,9 @@ def test_stored_answers_are_shown(workplace, monkeypatch):
     (first,) = told["rows"]
     answer = [token for token in first if token["state"] == "learned"]
     assert [token["id"] for token in answer] == read(files(workplace / "runs/plain")[-1])[0]["answer_ids"]
-    none = said_by(["inspect", "teacher", "--rollouts"])
+    Path("runs/none").mkdir()
+    shutil.copy("runs/plain/recipe.yaml", "runs/none/recipe.yaml")
+    none = said_by(["inspect", "none", "--rollouts"])
     assert none["code"] == 2 and "data.on_policy.store_every" in none["errors"]
 
 

@@ -26,9 +26,10 @@ from torch import nn
 from distill.core.environment import environment
 from distill.core.units import GIB
 from distill.doctor.invariants import CHECKS, Finding
+from distill.doctor.invariants_answers import ANSWER_CHECKS
 from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
-from distill.doctor.rows import first_learned, packing_fault, some_rows
+from distill.doctor.rows import first_learned, last_tokens, packing_fault, some_rows
 from distill.doctor.subject import Subject
 from distill.generation.on_policy import require_prompts
 from distill.models.adapters import add_lora
@@ -145,7 +146,7 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
     with contextlib.ExitStack() as opened:
         with _hushed():
             subject = prepare(recipe, opened, small=small)
-        for check in (*CHECKS, *RUN_CHECKS):
+        for check in (*CHECKS, *(ANSWER_CHECKS if subject.rollouts else ()), *RUN_CHECKS):
             with _hushed():
                 begun = time.perf_counter()
                 try:
@@ -192,6 +193,7 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack, *, small: bool | None 
     form, whole = subject.form, teacher.whole_documents
     subject.packing_fault = packing_fault(splits.train, alone.train, form)
     subject.data_fault = next(iter(source.data_problems(splits)), None)
+    subject.last_tokens = last_tokens(splits.train, form, recipe.data.max_length)
     subject.rows = some_rows(splits.train, form, whole=whole, count=ROWS, tokens=TOKENS)
     return _with_rollouts(subject, recipe, pair, splits.report.format)
 

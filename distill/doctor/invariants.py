@@ -243,6 +243,37 @@ def both_read_the_same(subject: Subject) -> Finding:
     return Finding("same tokens", same, detail)
 
 
+def every_difference_moves(subject: Subject) -> Finding:
+    """Wherever a learned token's loss is not 0, neither is the gradient that the student's last hidden state gets."""
+    (losses,) = subject.token_losses()
+    objective, batch = subject.objective(), subject.batch()
+    loss_of, seen = objective.loss_of, []
+
+    def remember(hidden: torch.Tensor, *call: Any) -> Any:
+        if hidden.requires_grad:
+            hidden.retain_grad()
+            seen.append(hidden)
+        return loss_of(hidden, *call)
+
+    objective.loss_of = remember
+    with subject.quiet():
+        subject.student(**objective.compare(batch, statistics=False))["loss"].backward()
+    objective.detach()
+    subject.student.zero_grad(set_to_none=True)
+    if not seen or seen[0].grad is None:
+        frozen = not any(p.requires_grad for name, p in subject.student.named_parameters() if ".layers." in name)
+        return Finding("gradients", None if frozen else False, "the last hidden states get none")
+    differ = losses[:, 0].abs() > subject.tolerance
+    norms = seen[0].grad.flatten(0, 1)[batch["valid_rows"]].norm(dim=-1)
+    if len(norms) != len(losses):  # a loss of spans, each of several tokens
+        differ, norms = differ.any()[None], norms.sum()[None]
+    still = int((differ & ((norms == 0) | norms.isnan()).to(differ.device)).sum())
+    return Finding(
+        "gradients", still == 0 and bool(differ.any()),
+        f"at {still} of {int(differ.sum())} places whose loss is not 0 the student's hidden state gets no gradient",
+    )  # fmt: skip
+
+
 CHECKS: tuple[Callable[[Subject], Finding], ...] = (
     fused_equals_reference,
     divergence_is_one,
@@ -252,6 +283,7 @@ CHECKS: tuple[Callable[[Subject], Finding], ...] = (
     patching_changes_nothing,
     workspace_changes_nothing,
     both_read_the_same,
+    every_difference_moves,
 )
 
 

@@ -60,16 +60,17 @@ class StudentRollouts:
             vocab_size,
         )  # fmt: skip
 
-    def by(self, student: nn.Module, fraction: float | None = None) -> OnPolicy:
+    def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicy:
         """What replaces answers by those of `student`."""
         settings = EngineSettings(
             self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.max_new_tokens, log_probs=log_probs,
         )  # fmt: skip
         engine = engine_for(self.engine, student, settings, trains=True)
         return OnPolicy(
             engine, fraction=self.fraction if fraction is None else fraction, max_new_tokens=self.max_new_tokens,
             temperature=self.temperature, seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
+            log_probs=log_probs,
         )  # fmt: skip
 
     def answered(self, student: nn.Module, rows: Sequence[Any], at_once: int) -> list[dict[str, list[int]]]:

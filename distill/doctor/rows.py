@@ -144,6 +144,14 @@ def some_rows(rows: Iterable[Row], form: type[Rows], *, whole: bool, count: int,
     return chosen
 
 
+def last_tokens(rows: Iterable[Row], form: type[Rows], max_length: int) -> list[int]:
+    """The last learned token of each document that nothing was cut off."""
+    documents = [part for row in rows for part in form.documents(row)]
+    whole = [part for part in documents if all(len(v) < max_length for name, v in part.items() if "input_ids" in name)]
+    learned = [[label for label in part["labels"] if label != IGNORE_INDEX] for part in whole]
+    return [labels[-1] for labels in learned if labels]
+
+
 def nearest(documents: Sequence[Document], count: int, tokens: int) -> list[Document]:
     """The documents whose lengths are the nearest to `tokens`."""
     return sorted(documents, key=lambda document: abs(len(document["input_ids"]) - tokens))[:count]

@@ -53,6 +53,7 @@ class Subject:
         small: makes shrunken copies (student, teacher), for whole training runs; None copies the models.
         rollouts: how the student answers while it trains, where the recipe has it; then `rows` are its answers.
         prompts: what it answered then, in the order of the rows' documents.
+        last_tokens: of the data's whole answers, the last that is learned.
         packs: whether the recipe puts several documents into a row (`data.packing`).
         packing_fault: what is wrong with the data's packed rows, in words.
         data_fault: why the teacher cannot teach these data, in words: made with another template, documents missing.
@@ -68,6 +69,7 @@ class Subject:
     small: Callable[[], tuple[nn.Module, Teacher]] | None = None
     rollouts: StudentRollouts | None = None
     prompts: list[list[int]] | None = None
+    last_tokens: Sequence[int] = ()
     packs: bool = True
     packing_fault: str | None = None
     data_fault: str | None = None

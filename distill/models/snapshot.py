@@ -43,9 +43,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint; one of a run that kept no copy leaves it without a step."""
-        if not (checkpoint / FILE).is_file():
-            return
+        """Go on from a checkpoint."""
         state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
         self.step = int(state[STEP])
         for name in self._trained:

@@ -29,6 +29,7 @@ FREE = (
     "data.workers",
     "data.cache",  # the rows' hash in lock.yaml holds the data
     "data.on_policy.batch_size",
+    "data.on_policy.store_every",
 )
 
 

@@ -1,0 +1,118 @@
+"""The doctor of on-policy runs: each invariant holds, and fails where its fault is put in."""
+
+import contextlib
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from subjects import RECIPES, answering, informed_answering, one, routed_answering
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.doctor import rollouts
+from distill.doctor.examine import prepare
+from distill.doctor.invariants import every_difference_moves
+from distill.doctor.invariants_answers import ANSWER_CHECKS, answers_end, answers_follow_the_weights
+from distill.generation import engines
+from distill.generation.documents import Document
+from distill.recipe import parse
+
+ALONE = {"terms": [{"type": "policy_gradient"}]}
+MADE = {"answering": answering, "informed": informed_answering, "routed": routed_answering, "one": one,
+        "drawing": lambda: answering(ALONE)}  # fmt: skip
+
+
+@pytest.mark.parametrize("check", ANSWER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kind", MADE)
+def test_holds(kind, check):
+    finding = check(MADE[kind]())
+    assert finding.passed is (None if kind == "one" else True), finding
+
+
+def test_stale_weights_in_the_engine(monkeypatch):
+    """The engine was made of a copy of the student, which nobody brings up to date."""
+    make = rollouts.engine_for
+    monkeypatch.setattr(
+        rollouts, "engine_for", lambda name, model, settings, **more: make(name, copy.deepcopy(model), settings, **more)
+    )
+    finding = answers_follow_the_weights(answering())
+    assert finding.passed is False and "after its weights changed" in finding.detail
+
+
+def test_an_engine_that_draws_from_something_else(monkeypatch):
+    """Its logits are sharpened: before any weight has changed, its log-probabilities are not the student's."""
+    wide = engines.as_wide
+    monkeypatch.setattr("distill.generation.decode_loop.as_wide", lambda scores: 1.1 * wide(scores))
+    assert answers_follow_the_weights(answering()).passed is False
+
+
+def ended(subject):
+    """The subject with one answer that ends, at the end of its first row."""
+    rows = copy.deepcopy(list(subject.rows))
+    for name, value in (("input_ids", 0), ("labels", 0), ("position_ids", rows[0]["position_ids"][-1])):
+        rows[0][name] = [*rows[0][name][:-1], value]
+    return replace(subject, rows=rows, last_tokens=[0, 0])
+
+
+def test_the_end_of_a_turn_that_is_not_learned():
+    """Of the student's answers: cut off where it should be learned. Of the data's: another token stands last."""
+    subject = ended(answering())
+    assert answers_end(subject).passed
+    lost = copy.deepcopy(list(subject.rows))
+    lost[0]["labels"][-1] = -100
+    finding = answers_end(replace(subject, rows=lost))
+    assert finding.passed is False and "1 end without one" in finding.detail
+    finding = answers_end(replace(subject, last_tokens=[0, 17]))
+    assert finding.passed is False and "1 learn no token" in finding.detail
+
+
+def test_an_answer_without_its_end(monkeypatch):
+    """The fault where answers are made: what ends them is dropped."""
+    subject = answering()
+    documents = [part for row in subject.rows for part in subject.form.documents(row)]
+    plain = Document(documents[0]["input_ids"], documents[0]["labels"], 0)
+    end, made = subject.rollouts.ends[0], []
+    for keep in (True, False):
+        answer = plain.answered(plain.prompt, [5, 6, end] if keep else [5, 6])
+        made.append({"input_ids": answer.ids, "labels": answer.labels, "position_ids": list(range(answer.length))})
+    assert [answers_end(replace(subject, rows=[row] * 2)).passed for row in made] == [True, False]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
+    lines = [{"messages": [{"role": "user", "content": f"Line {n}?"}, {"role": "assistant", "content": "It does."}]}
+             for n in range(40)]  # fmt: skip
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return parse(RECIPES["answering"])
+
+
+def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
+    """What the data's answers end with, and what is looked for, come from the recipe's own data and tokenizer."""
+    subject = prepare(place, contextlib.ExitStack())
+    assert len(subject.last_tokens) > 10 and answers_end(subject).passed
+    monkeypatch.setattr(engines, "end_tokens", lambda tokenizer, model, template: [258])
+    assert answers_end(prepare(place, contextlib.ExitStack())).passed is False
+
+
+@pytest.mark.parametrize("loss", [None, ALONE])
+def test_a_gradient_that_is_zero_where_the_loss_is_not(loss, monkeypatch):
+    """At the last of all tokens alone."""
+    from distill.teachers.hidden import HiddenFormat
+
+    apply = HiddenFormat.apply
+
+    def without_the_last(self, loss, pairing, call):
+        keep = torch.ones((*call.hidden.shape[:2], 1), dtype=call.hidden.dtype)
+        keep.view(-1)[call.valid_rows[-1]] = 0
+        return apply(
+            self, loss, pairing, call._replace(hidden=keep * call.hidden + ((1 - keep) * call.hidden).detach())
+        )
+
+    assert every_difference_moves(answering(loss)).passed
+    monkeypatch.setattr(HiddenFormat, "apply", without_the_last)
+    finding = every_difference_moves(answering(loss))
+    assert finding.passed is False and "at 1 of" in finding.detail
