@@ -1,6 +1,5 @@
 """The doctor of on-policy runs: each invariant holds, and fails where its fault is put in."""
 
-import contextlib
 import copy
 import json
 from dataclasses import replace
@@ -92,10 +91,10 @@ def place(tmp_path, monkeypatch):
 
 def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
     """What the data's answers end with, and what is looked for, come from the recipe's own data and tokenizer."""
-    subject = prepare(place, contextlib.ExitStack())
+    subject = prepare(place)
     assert len(subject.last_tokens) > 10 and answers_end(subject).passed
     monkeypatch.setattr(engines, "end_tokens", lambda tokenizer, model, template: [258])
-    assert answers_end(prepare(place, contextlib.ExitStack())).passed is False
+    assert answers_end(prepare(place)).passed is False
 
 
 @pytest.mark.parametrize("loss", [None, ALONE])

@@ -157,8 +157,9 @@ def examine(recipe: Recipe, *, small: bool | None = None) -> Iterator[Finding]:
             yield finding._replace(seconds=time.perf_counter() - begun)
 
 
-def prepare(recipe: Recipe, opened: contextlib.ExitStack, *, small: bool | None = None) -> Subject:
-    """Load what `examine` looks at; the teacher is closed with `opened`."""
+def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small: bool | None = None) -> Subject:
+    """Load what `examine` looks at; the teacher is closed with `opened`, where that is given."""
+    opened = opened or contextlib.ExitStack()
     torch.manual_seed(recipe.train.seed)
     plain = _in_float32(recipe)
     source = source_of(plain)
