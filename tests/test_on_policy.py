@@ -292,6 +292,9 @@ def test_memory_is_counted(workplace):
     cache = 1.5 * 64 * 64 * 2 * 2 * 16 * 4  # batch, slots, keys and values, layers, their width, bytes
     assert with_own.parts["cache of rollouts"] == cache
     assert with_own.peak - without.peak == cache and "cache of rollouts" not in without.parts
+    situation = situation_of(parse(RECIPE, ["data.on_policy.ahead=1"]), find_device("cpu"), 1)
+    ahead = step_memory(situation)
+    assert ahead.parts["copy that answers"] == 4 * situation.student.shape.parameters == ahead.peak - with_own.peak
 
 
 @pytest.mark.parametrize(

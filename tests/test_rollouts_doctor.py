@@ -11,11 +11,12 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.doctor import rollouts
 from distill.doctor.examine import prepare
-from distill.doctor.invariants import every_difference_moves
+from distill.doctor.invariants import every_difference_moves, fused_equals_reference
 from distill.doctor.invariants_answers import ANSWER_CHECKS, answers_end, answers_follow_the_weights
 from distill.generation import engines
 from distill.generation.documents import Document
 from distill.recipe import parse
+from distill.recipe.loss import Loss
 
 ALONE = {"terms": [{"type": "policy_gradient"}]}
 MADE = {"answering": answering, "informed": informed_answering, "routed": routed_answering, "one": one,
@@ -95,6 +96,20 @@ def test_a_template_whose_end_the_engine_does_not_know(place, monkeypatch):
     assert len(subject.last_tokens) > 10 and answers_end(subject).passed
     monkeypatch.setattr(engines, "end_tokens", lambda tokenizer, model, template: [258])
     assert answers_end(prepare(place)).passed is False
+
+
+@pytest.mark.parametrize("make", [answering, informed_answering, routed_answering])
+def test_a_discount_is_held_to_its_definition(make, monkeypatch):
+    """With the ratio's settings, which change nothing where the student has just drawn."""
+    subject = make()
+    if make is routed_answering:
+        subject.teacher = type(subject.teacher)(list(subject.teacher.models.values())[:2], subject.teacher.routes)
+        subject.weights, subject.tokenizers = (1.0, 1.0), subject.tokenizers[:3]
+    term = {"type": "policy_gradient", "weight": 0.7, "discount": 0.5, "importance": True, "clip": 0.2}
+    subject.loss = Loss.model_validate({"terms": [term]})
+    assert fused_equals_reference(subject).passed
+    monkeypatch.setattr("distill.teachers.policy_gradient.discounted", lambda values, learned, discount: values)
+    assert fused_equals_reference(subject).passed is False
 
 
 @pytest.mark.parametrize("loss", [None, ALONE])

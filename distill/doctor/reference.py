@@ -65,7 +65,7 @@ class Reference:
             teachers = self.teacher_logits(rows, batch, keep)
         columns = columns or min(z.shape[-1] for z in (z_s, *(z for _, z in teachers)))
         cut = [(share, z[:, :columns]) for share, z in teachers]
-        return token_loss(z_s[:, :columns], cut, labels[keep], loss)
+        return token_loss(z_s[:, :columns], cut, labels[keep], loss, keep.flatten().nonzero()[:, 0])
 
     def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
         """Each model's share and full logits [N, V] at the trained positions, by its own forward; of a cache those of

@@ -20,9 +20,12 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
 
 
-def token_loss(student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss) -> torch.Tensor:
+def token_loss(
+    student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss, at: torch.Tensor | None = None
+) -> torch.Tensor:
     """The recipe's loss from the trained tokens' logits [N, V] and labels [N], straight from the definitions: their
-    mean, fp64. Teachers are pairs of a share and logits."""
+    mean, fp64. Teachers are pairs of a share and logits; `at` [N] is where the tokens stand, ascending, of which those
+    that are next to each other are of one answer."""
     z_s = student.double()
     log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
     log_t = mixed_log_probabilities(teachers, loss.temperature)
@@ -30,11 +33,15 @@ def token_loss(student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, l
         (term.weight * _divergence(term, log_s, log_t) for term in loss.terms if term.type not in NO_DIVERGENCE),
         start=z_s.new_zeros(len(z_s)),
     )
-    drawn = sum(term.weight for term in loss.terms if term.type == "policy_gradient")
-    if drawn:  # of the labels as they were drawn, at temperature 1
-        p_s, p_t = (z.double().softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
-        scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
-        soft = soft - drawn / scale * (p_t.log() - p_s.log()).detach() * p_s / p_s.detach()
+    for term in loss.terms:
+        if term.type == "policy_gradient":  # of the labels as they were drawn just now, at temperature 1
+            p_s, p_t = (z.double().softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
+            scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
+            gains = (p_t.log() - p_s.log()).tolist()
+            for place in range(len(gains) - 2, -1, -1):
+                if term.discount and at is not None and at[place + 1] == at[place] + 1:
+                    gains[place] += term.discount * gains[place + 1]
+            soft = soft - term.weight / scale * p_s.new_tensor(gains) * p_s / p_s.detach()
     return _mean(soft, z_s, labels, loss)
 
 

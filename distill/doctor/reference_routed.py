@@ -53,7 +53,8 @@ class RoutedReference(Reference):
                 route = document["route"][0]
                 with torch.no_grad():
                     teachers = [(share, logits(model, route)) for share, model in self.groups[route]]
-                total = total.to(device) + len(at) * token_loss(logits(student, route), teachers, labels[at + 1], loss)
+                mean = token_loss(logits(student, route), teachers, labels[at + 1], loss, at)
+                total = total.to(device) + len(at) * mean
                 count += len(at)
         return total / max(count, 1)
 
