@@ -154,9 +154,13 @@ def run(
     folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_first() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
     if processes > 1:
+        from distill.core.worlds import require_teacher_ranks
+        from distill.planning.ranks import training_ranks
         from distill.planning.steps import accumulation_steps
 
-        accumulation_steps(resolved.train, resolved.data, processes)  # what their number makes impossible
+        require_teacher_ranks(resolved.parallel.teacher_ranks or 0, processes)
+        # what their number makes impossible
+        accumulation_steps(resolved.train, resolved.data, training_ranks(resolved, processes))
         raise typer.Exit(launch.restart(processes))
     from distill.run import run as run_recipe
 

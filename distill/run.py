@@ -54,6 +54,7 @@ from distill.models.load import save_student
 from distill.models.meta import follows_model
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import is_sharded, whole_student
+from distill.planning.ranks import choose_ranks_here
 from distill.planning.sharing import plan_sharing
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
@@ -61,6 +62,7 @@ from distill.recipe.yaml_text import to_yaml
 from distill.reports.curves import draw_curves
 from distill.reports.model_card import licence_of, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
+from distill.serving.ranks import answer_ranks, worlds_of
 from distill.teachers.base import OpenContext, TeacherSource
 from distill.teachers.identity import model_name
 from distill.teachers.opening import Pair, compile_models, opened_pair, patch_models, use_plugin
@@ -122,11 +124,17 @@ def run(
     own_terms = allowed_plugin(recipe.loss, plugin)
     device = resolve_device(recipe.train)
     forget_accelerates_settings(os.environ)
-    process = PartialState(cpu=device.type == "cpu", **store_of_attempt())
     runs = runs_folder(recipe.output_dir)
-    folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume, runs=runs))
-    with explained(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
-        return _run(recipe, held, opened, process, resume, lock, own_terms)
+    recipe = choose_ranks_here(recipe, device, world_size(), lambda: (
+        run_folder(recipe.name, name=name, resume=True, runs=runs) / RECIPE_FILE if resume else None
+    ))  # fmt: skip
+    with worlds_of(recipe) as worlds:
+        process = PartialState(cpu=device.type == "cpu", **(worlds.own_group() if worlds else store_of_attempt()))
+        if worlds is not None and worlds.is_teacher:
+            answer_ranks(recipe, device, worlds)
+        folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume, runs=runs))
+        with explained(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
+            return _run(recipe, held, opened, process, resume, lock, own_terms)
 
 
 def _run(
@@ -191,17 +199,13 @@ def _run(
     notes = [] if resumed is None else resumed.notes(arguments, pair.student, rows=len(splits.train))
     progress = ProgressReport()
     trainer = DistillationTrainer(
-        pair.student,
-        pair.teacher,
-        arguments,
-        loss=recipe.loss,
-        vocab_size=pair.vocab_size,
+        pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
         train_dataset=splits.epochs,
         eval_dataset=splits.validation,
         processing_class=pair.tokenizer,
         callbacks=[MetricsFile(folder / "metrics.jsonl", held.check), progress],
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
-    )
+    )  # fmt: skip
     progress.measure = trainer.objective.measure
     trainer.remove_callback(transformers.PrinterCallback)
     has_kernels = runs_our_kernels(device)
@@ -363,13 +367,9 @@ def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
 
 
 def _save(
-    source: TeacherSource,
-    pair: Pair,
-    trainer: DistillationTrainer,
-    splits: Splits,
-    result: RunResult,
+    source: TeacherSource, pair: Pair, trainer: DistillationTrainer, splits: Splits, result: RunResult,
     answers: dict[str, list[str]],
-) -> None:
+) -> None:  # fmt: skip
     """The student with its card, samples, curves and the result; prints the table."""
     recipe, folder, sharded = source.recipe, result.folder, trainer.is_fsdp_enabled
     student: Any = trainer.accelerator.unwrap_model(trainer.model)

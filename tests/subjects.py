@@ -3,19 +3,23 @@
 import contextlib
 import functools
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
+from torch.distributed import PrefixStore, TCPStore
 from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.caching.make import load, make_cache
+from distill.core.worlds import Worlds
 from distill.data.formats import Format
+from distill.doctor.elsewhere import ELSEWHERE
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import Rows, SpanRows, nearest
 from distill.doctor.subject import Subject
-from distill.recipe import parse
+from distill.recipe import Teacher, parse
 from distill.recipe.loss import Loss
 from distill.teachers.cache.read import TeacherCache
 from distill.teachers.cache.settings import Settings
@@ -28,7 +32,10 @@ from distill.teachers.keep.store import Store
 from distill.teachers.keep.teacher import KeptTeacher
 from distill.teachers.mixture import MixtureTeacher
 from distill.teachers.model import LoadedTeacher
+from distill.teachers.ranks.link import StudentLink, TeacherLink
+from distill.teachers.ranks.teacher import RanksTeacher
 from distill.teachers.routed.teacher import RoutedTeacher
+from distill.teachers.server.teacher import ServerTeacher
 from distill.training.trainer import DistillationTrainer
 
 TWO_TERMS = {"temperature": 2.0, "terms": [{"type": "jsd", "beta": 0.3}, {"type": "cross_entropy", "weight": 0.5}]}
@@ -51,6 +58,29 @@ def rows(count=6):
             labels[masked] = -100
         made.append({"input_ids": ids, "labels": labels, "position_ids": [*range(half), *range(length - half)]})
     return made
+
+
+@functools.cache
+def link():
+    """To `one`'s teacher, which a thread of this process holds as a rank of its own would."""
+    from distill.serving.ranks import Answering, forward_of
+
+    store, cpu = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), torch.device("cpu")
+
+    def answer():
+        worlds, teacher = Worlds(PrefixStore("link", store.clone()), 1, 1, 1), LoadedTeacher(one().teacher.model)
+        answering = Answering(TeacherLink(worlds, cpu), functools.partial(forward_of, teacher, cpu), False)
+        answering.introduce(teacher)
+        answering.run()
+
+    threading.Thread(target=answer, daemon=True).start()
+    return StudentLink(Worlds(PrefixStore("link", store.clone()), 0, 1, 1), cpu)
+
+
+def apart():
+    """One teacher on a rank of its own."""
+    ELSEWHERE[RanksTeacher] = ELSEWHERE[ServerTeacher]  # doctor itself, one process, loads it
+    return replace(one(TWO_TERMS), teacher=RanksTeacher(link(), Teacher(model="none"), torch.float32))
 
 
 def several(loss=None, weights=(3.0, 1.0)):
@@ -278,6 +308,8 @@ SUBJECTS |= {"kept": kept, "informed": informed, "informed answering": informed_
 KINDS = {"model": ["one", "answering", "drawing"], "mixture": ["several"], "cross": ["across"]}
 SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
+SUBJECTS |= {"apart": apart}
+KINDS |= {"ranks": ["apart"]}
 KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED)}
 
 
@@ -285,6 +317,8 @@ COMMON = "train: {steps: 6, batch_size: 2, device: cpu}\n"
 TEXT = "data: {source: text.txt, max_length: 64, cache: false}\n" + COMMON
 RECIPES = {
     "one": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
+    "apart": "teacher: {model: teacher}\nparallel: {teacher: ranks, teacher_ranks: 1}\n"
+    "student: {from_teacher: {layers: 3}}\n" + TEXT,
     "kept": "teacher: {model: teacher, keep: kept}\nstudent: {from_teacher: {layers: 3}}\n" + TEXT,
     "answering": "teacher: {model: teacher}\nstudent: {from_teacher: {layers: 3}}\n"
     "data: {source: chat.jsonl, max_length: 96, cache: false, on_policy: {fraction: 0.5, max_new_tokens: 6}}\n"

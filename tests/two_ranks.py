@@ -1,4 +1,4 @@
-"""A test file as the program of two processes, which find each other as torchrun's do."""
+"""A test file as the program of two processes, or more, which find each other as torchrun's do."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from forked import PLACES, Forked, clean_environment
 from torch.distributed import TCPStore
 
 
-def run_as_two(*arguments: object, device: str = "cpu", timeout: int = 400, cwd: Path | None = None) -> str:
-    """What two processes of `python *arguments` print, gloo's on "cpu" or NCCL's on "cuda"; fails where either fails.
+def run_as_two(
+    *arguments: object, device: str = "cpu", timeout: int = 400, cwd: Path | None = None, processes: int = 2
+) -> str:
+    """What two `processes` of `python *arguments` print, gloo's on "cpu" or NCCL's on "cuda"; fails where either fails.
 
     On "cpu" both are forked from a process that has imported torch and transformers; where one fails, the other is
     ended. The test is skipped where "cuda" is asked for and there are not two devices. Packages that come through
@@ -25,30 +27,39 @@ def run_as_two(*arguments: object, device: str = "cpu", timeout: int = 400, cwd:
     """
     if device == "cuda":
         return _by_torchrun(list(map(str, arguments)), timeout)
-    patience = datetime.timedelta(seconds=timeout)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-              "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "two"}  # fmt: skip
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        processes = [
-            Forked(
-                list(map(str, arguments)), cwd=cwd or Path.cwd(), stdout=out, stderr=error,
-                env=clean_environment(**common, RANK=rank, LOCAL_RANK=rank),
-            )
-            for rank in "01"
-        ]  # fmt: skip
-        end = time.monotonic() + timeout
-        while time.monotonic() < end and {each.poll() for each in processes} in ({None}, {None, 0}):
-            time.sleep(0.02)
-        late = [each.poll() is None for each in processes]
-        for each in processes:
-            each.kill()
-        codes = [each.wait() for each in processes]
+        codes, late = codes_of(arguments, processes, cwd or Path.cwd(), (out, error), timeout)
         for file in (out, error):
             file.seek(0)
         written = out.read()
-        assert codes == [0, 0], f"{codes}, late: {late}\n{written[-3000:]}{error.read()[-6000:]}"
+        assert not any(codes), f"{codes}, late: {late}\n{written[-3000:]}{error.read()[-6000:]}"
     return written
+
+
+def codes_of(arguments, processes, cwd, streams, timeout, all_end=False):
+    """Exit codes of forked `processes`, and who was late; where one fails the others are ended, unless `all_end`."""
+    patience = datetime.timedelta(seconds=timeout)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+    common = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+              "TORCHELASTIC_RUN_ID": "two"}  # fmt: skip
+    started = [
+        Forked(
+            list(map(str, arguments)), cwd=cwd, stdout=streams[0], stderr=streams[1],
+            env=clean_environment(**common, RANK=rank, LOCAL_RANK=rank),
+        )
+        for rank in map(str, range(processes))
+    ]  # fmt: skip
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        codes = {each.poll() for each in started}
+        if None not in codes or not (all_end or codes <= {None, 0}):
+            break
+        time.sleep(0.02)
+    late = [each.poll() is None for each in started]
+    for each in started:
+        each.kill()
+    return [each.wait() for each in started], late
 
 
 def _by_torchrun(arguments: list[str], timeout: int) -> str:

@@ -21,6 +21,7 @@ from distill_kernels.launch import OLDER
 
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
+from distill.core.worlds import require_teacher_ranks
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.meta import meta_config, sizes_of
 from distill.models.precision import Precision, resolve_precision
@@ -30,6 +31,7 @@ from distill.models.source import resolve_tokenizer_source
 from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
 from distill.planning.memory import Memory, step_memory
+from distill.planning.ranks import choose_ranks, ranks_fault, teacher_side, training_ranks
 from distill.planning.sharing import as_requested, sharing_of
 from distill.planning.situation import Situation
 from distill.planning.step_time import StepTokens, step_time
@@ -48,7 +50,7 @@ class Preflight:
     """What `check` found; sizes in bytes, times in seconds, None where it cannot be known beforehand.
 
     Attributes:
-        device, gpus, strategy: what the run was planned for.
+        device, gpus, strategy: what the run was planned for; `training` of the GPUs train, others hold the teacher.
         teacher, student: sizes of the models.
         memory: of one device in a training step.
         fits: whether that fits.
@@ -66,6 +68,7 @@ class Preflight:
 
     device: Device
     gpus: int
+    training: int
     strategy: str
     teacher: Shape
     student: Shape
@@ -123,13 +126,15 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
         ValueError: a setting that no run can have.
     """
     require_arguments(recipe.train.arguments)
-    situation = situation_of(recipe, device, gpus)
+    recipe = choose_ranks(situation_of(recipe, device, gpus), device)
+    require_teacher_ranks(recipe.parallel.teacher_ranks or 0, gpus)
+    situation = situation_of(recipe, device, training_ranks(recipe, gpus))
     source, student = situation.source, situation.student
     sharing = _sharing(situation, device)
+    tokens = recipe.train.batch_size * recipe.data.max_length * situation.accumulation * situation.world
     report = Preflight(
-        device, gpus, sharing.short, _together(source.shapes()), student.shape, situation.accumulation,
-        recipe.train.batch_size * recipe.data.max_length * situation.accumulation * gpus,
-        recipe.train.steps,
+        device, gpus, situation.world, sharing.short, _together(source.shapes()), student.shape,
+        situation.accumulation, tokens, recipe.train.steps,
     )  # fmt: skip
     report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded, family=device.family)
     _check_lengths(situation, report)
@@ -145,6 +150,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
             f"memory: the peak of {memory.peak / GIB:.1f} GiB exceeds {USABLE:.0%} of the "
             f"{device.memory_bytes / GIB:.1f} GiB of {device.name}",
         )
+    if recipe.parallel.teacher_ranks is not None:
+        _teachers_ranks(situation, report)
     footprint = situation.footprint(sharing.teacher_sharded)
     report.host = footprint.host * gpus
     report.moved = footprint.moved * situation.accumulation * is_soft(recipe.loss)
@@ -170,6 +177,20 @@ def _sharing(situation: Situation, device: Device) -> Sharing:
     if situation.world == 1:
         return ALONE
     return sharing_of(situation) if device.cuda else as_requested(situation.recipe)
+
+
+def _teachers_ranks(situation: Situation, report: Preflight) -> None:
+    """What the ranks take that hold the teacher, beside those that train."""
+    side, count = teacher_side(situation), situation.recipe.parallel.teacher_ranks or 0
+    how = "shards" if side.sharded else "a copy each" if count > 1 else "whole"
+    report.strategy += f" on {situation.world}, teacher on {count}"
+    report.notes.append(
+        f"parallel.teacher: {count} of {report.gpus} hold the teacher ({how}, {side.held / GIB:.1f} GiB each); a step "
+        "takes as long as the slower side"
+    )
+    if report.device.cuda and (fault := ranks_fault(situation, side)):
+        report.fits = False
+        report.problems.append(fault)
 
 
 def _memory(situation: Situation, device: Device) -> Memory:
@@ -315,8 +336,8 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     report.data, report.trained_share = str(facts), facts.trained_share
     if facts.trained_share < 0.02:
         report.problems.append(f"data: only {facts.trained_share:.1%} of the tokens are learned; look at data.train_on")
-    report.steps = total_steps(train, len(splits.train), report.accumulation, report.gpus)
-    report.notes += small_data_notes(source.recipe, facts, report.accumulation, report.gpus)
+    report.steps = total_steps(train, len(splits.train), report.accumulation, report.training)
+    report.notes += small_data_notes(source.recipe, facts, report.accumulation, report.training)
     return (facts.tokens / max(facts.documents, 1) + 1) / 2
 
 

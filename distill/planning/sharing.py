@@ -73,7 +73,7 @@ def sharing_of(situation: Situation) -> Sharing:
     ways = [step_memory(situation, sharded=sharded) for sharded in (False, True)]
     others = [way.peak - way.parts["teacher"] for way in ways]
     needs = Needs(ways[0].parts["teacher"], situation.footprint(sharded=True).gathered, *others)
-    teachers = parallel.teacher if situation.source.shardable else "copied"
+    teachers = "copied" if parallel.teacher == "ranks" or not situation.source.shardable else parallel.teacher
     sharing = choose_sharing(parallel.strategy, needs, usable, world, teachers)
     why = (
         f"of {usable / GIB:.1f} GiB usable on each of {world} GPUs the teacher takes {needs.teacher / GIB:.1f} "

@@ -1,6 +1,7 @@
 """What an optimizer step takes: its arithmetic, what of an offloaded teacher crosses the bus, and the seconds of both.
 
     seconds = (student's FLOPs + recomputed ones) / rate + max(teacher's FLOPs / rate, bytes moved / bus)
+    with ranks of its own for the teacher: the larger of the student's and the teacher's, each at the rate of its ranks
 
 `rate` is half of the GPUs' dense bf16 peak; for a teacher in fp8, 36 % of their dense fp8 peak.
 Where a rate is not known there is no time rather than a guess.
@@ -55,9 +56,13 @@ def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepT
     if not device.flops or situation.precision.compute == torch.float32 or (moved and bus is None):
         return StepTime(flops, None)
     again = student.of(tokens.tokens, 0, tokens.pairs) / 3 if recipe.train.gradient_checkpointing else 0.0
-    rate = device.flops * SUSTAINED * situation.world
+    rate = device.flops * SUSTAINED
     sections = situation.source.sections.values()
     in_fp8 = bool(sections) and all(section.dtype == "fp8" for section in sections)
     peak = device.card.fp8 if in_fp8 and device.card is not None else None
-    teachers_rate = rate if peak is None else peak * 1e12 * SUSTAINED_FP8 * situation.world
-    return StepTime(flops, (of_student + again) / rate + max(of_teacher / teachers_rate, moved / bus if bus else 0.0))
+    teachers_rate = rate if peak is None else peak * 1e12 * SUSTAINED_FP8
+    apart = recipe.parallel.teacher_ranks
+    students, teachers = (of_student + again) / rate / situation.world, of_teacher / teachers_rate
+    if apart is not None:
+        return StepTime(flops, max(students, teachers / apart))
+    return StepTime(flops, students + max(teachers / situation.world, moved / bus if bus else 0.0))

@@ -37,6 +37,7 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "int8 teacher": lambda recipe: recipe.teacher.dtype == "int8",
     "offloaded teacher": lambda recipe: recipe.teacher.offload is not None,
     "sharded teacher": lambda recipe: recipe.parallel.teacher == "sharded",
+    "teacher's ranks": lambda recipe: recipe.parallel.teacher == "ranks",
     "kept teacher": lambda recipe: recipe.teacher.keep is not None,
     "cut student": lambda recipe: recipe.student.is_cut,
     "teacher's context": lambda recipe: recipe.teacher.context is not None,
@@ -55,6 +56,7 @@ class Conflict(NamedTuple):
     message: str
 
 
+_RANKS = "parallel.teacher: ranks holds one loaded teacher that reads the student's own rows and no cache; got {0}"
 _SAMPLED = "loss.terms: policy_gradient needs one loaded teacher a token, of the student's tokenizer, and no plugin"
 _ACROSS = "{0}: expected 0 with student.vocabulary: cross, whose cross-entropy is that of spans of text"
 CONFLICTS: tuple[Conflict, ...] = (
@@ -119,6 +121,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         "cross", "fp8 teacher",
         "teacher.dtype: fp8 does not work with student.vocabulary: cross; use bfloat16",
     ),
+    Conflict("cache", "teacher's ranks", _RANKS.format("teacher.type: cache")),
+    Conflict("server", "teacher's ranks", _RANKS.format("teacher.type: server")),
+    Conflict("keep", "teacher's ranks", _RANKS.format("teacher.keep")),
+    Conflict("mixture", "teacher's ranks", _RANKS.format("several teachers")),
+    Conflict("routed", "teacher's ranks", _RANKS.format("several teachers")),
+    Conflict("cross", "teacher's ranks", _RANKS.format("student.vocabulary: cross")),
+    Conflict("context", "teacher's ranks", _RANKS.format("teacher.context")),
     Conflict("mixture", "policy gradient", _SAMPLED),
     Conflict("plugin", "policy gradient", _SAMPLED),
     Conflict("cross", "label smoothing", _ACROSS.format("loss.label_smoothing")),
@@ -214,7 +223,7 @@ COMMANDS: dict[str, dict[Kind, str]] = {
         "context": "--teacher: this run's teacher read more than the student (teacher.context); name one",
     },
 }
-KINDS: tuple[Kind, ...] = ("model", "cache", "keep", "server", "mixture", "routed", "cross", "context")
+KINDS: tuple[Kind, ...] = ("model", "cache", "keep", "server", "ranks", "mixture", "routed", "cross", "context")
 
 
 def conflicts(recipe: Sections) -> Iterator[str]:

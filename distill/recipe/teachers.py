@@ -9,7 +9,7 @@ from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
 from distill.recipe.train import Parallel
 
-Kind = Literal["model", "cache", "keep", "server", "mixture", "routed", "cross", "context"]
+Kind = Literal["model", "cache", "keep", "server", "ranks", "mixture", "routed", "cross", "context"]
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
 
 
@@ -50,7 +50,9 @@ def kind_of(recipe: Sections) -> Kind:
         return recipe.teacher.type
     if recipe.teacher.context is not None:
         return "context"
-    return "model" if recipe.teacher.keep is None else "keep"
+    if recipe.teacher.keep is not None:
+        return "keep"
+    return "ranks" if recipe.parallel.teacher == "ranks" else "model"
 
 
 def loaded_section(recipe: Sections) -> Teacher:

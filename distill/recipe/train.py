@@ -127,9 +127,23 @@ class Parallel(Section):
     Attributes:
         strategy: how the student is held: `ddp` copies it to every device, `fsdp` shards it (FSDP2), `auto` copies it
             where that fits.
-        teacher: how the teacher is held: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time), or
-            `auto`: copied where that fits beside the student.
+        teacher: how the teacher is held: `copied` to every device, `sharded` (FSDP2, gathered a layer at a time), on
+            `ranks` of its own, while the others train, or `auto`: copied where that fits beside the student, and on
+            ranks of its own where `distill check`'s arithmetic says that this is faster.
+        teacher_ranks: how many ranks hold the teacher; the others train.
+        teacher_layout: how they hold it: each a copy, or shards of one; `auto` copies it where it fits.
     """
 
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
-    teacher: Literal["auto", "copied", "sharded"] = "auto"
+    teacher: Literal["auto", "copied", "sharded", "ranks"] = "auto"
+    teacher_ranks: Count | None = None
+    teacher_layout: Literal["auto", "copied", "sharded"] = "auto"
+
+    @model_validator(mode="after")
+    def _has_ranks_for_the_teacher(self) -> Self:
+        apart = self.teacher == "ranks"
+        if apart and self.teacher_ranks is None:
+            raise ValueError("teacher_ranks is missing: how many of the processes hold the teacher")
+        if not apart and (self.teacher_ranks is not None or self.teacher_layout != "auto"):
+            raise ValueError("teacher_ranks and teacher_layout belong to teacher: ranks")
+        return self

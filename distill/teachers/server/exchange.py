@@ -57,37 +57,92 @@ class TargetSpec(NamedTuple):
         }  # fmt: skip
 
 
+class Answer(Protocol):
+    """What is under way."""
+
+    def result(self) -> object:
+        """Wait for it.
+
+        Raises:
+            TeacherGone: it will not come.
+        """
+        ...
+
+
 class Exchange(Protocol):
     """Asks, and reads what comes.
 
     Attributes:
-        servers: that are asked.
         spec: of each position.
         most_logits: positions whose own logits it gives at a time; 0 where it gives none.
+        field: of the recipe that names who is asked.
     """
 
-    servers: Servers
     spec: TargetSpec
     most_logits: int = 0
+    field: str = "teacher.url"
 
-    def ask(self, query: TargetRequest) -> Future[bytes]:
-        """Ask in a thread."""
+    def ask(self, query: TargetRequest) -> Answer:
+        """Ask, and go on."""
         ...
 
-    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
+    def read(self, answer: Any, query: TargetRequest) -> TargetTensors:
         """`hidden` [M, H]; or `ids` int32 [M, K], `logprobs`, `tail`, `entropy`, `label_logprob`, as a cache's.
+
+        Args:
+            answer: the result of what `ask` gave.
+            query: the same.
 
         Raises:
             TeacherGone: it is not that.
         """
         ...
 
+    def exact(self, query: TargetRequest) -> TargetTensors:
+        """`hidden` as it is, whatever `spec` says of sending it."""
+        return self.read(self.ask(query).result(), query)
 
-class DistillExchange(Exchange):
+    def logits(self, query: TargetRequest) -> torch.Tensor:
+        """fp32 [M, V] as the model makes them by its own forward; of at most `most_logits` rows."""
+        ...
+
+    def cost(self) -> float:
+        """Bytes that have come for a learned token."""
+        ...
+
+    def close(self) -> None:
+        """Ask no more."""
+        return
+
+
+class ServerExchange(Exchange):
+    """Over HTTP.
+
+    Attributes:
+        servers: that are asked.
+    """
+
+    servers: Servers
+
+    def logits(self, query: TargetRequest) -> torch.Tensor:
+        return tensors_of(self.servers.ask("POST", "/v1/logits", content=query.body()))["logits"]
+
+    def cost(self) -> float:
+        return self.servers.received / max(self.servers.positions, 1)
+
+    def close(self) -> None:
+        self.servers.close()
+
+
+class DistillExchange(ServerExchange):
     """With `distill serve`."""
 
     def __init__(self, servers: Servers, spec: TargetSpec, most_logits: int) -> None:
         self.servers, self.spec, self.most_logits = servers, spec, most_logits
+
+    def exact(self, query: TargetRequest) -> TargetTensors:
+        plain = DistillExchange(self.servers, self.spec._replace(send="auto", deterministic=True), 0)
+        return plain.read(plain.ask(query).result(), query)
 
     def ask(self, query: TargetRequest) -> Future[bytes]:
         spec, params = self.spec, {"deterministic": int(self.spec.deterministic)}  # type: TargetSpec, dict[str, Any]
@@ -113,7 +168,9 @@ class DistillExchange(Exchange):
         return require_sound(values, len(query.rows), spec)
 
 
-def require_sound(values: TargetTensors, positions: int, spec: TargetSpec) -> TargetTensors:
+def require_sound(
+    values: TargetTensors, positions: int, spec: TargetSpec, field: str = Exchange.field
+) -> TargetTensors:
     """An answer that has the shapes that were asked for, and is finite where it must be.
 
     Raises:
@@ -128,12 +185,12 @@ def require_sound(values: TargetTensors, positions: int, spec: TargetSpec) -> Ta
     )  # fmt: skip
     for name, shape in shapes.items():
         if tuple(values[name].shape) != shape:
-            raise TeacherGone(f"teacher.url: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}")
+            raise TeacherGone(f"{field}: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}")
         value = values[name]
         # a probability may be 0, and its logarithm -inf
         fine = value.isfinite() | (value == -torch.inf) if k is not None else value.isfinite()
         if value.is_floating_point() and not bool(fine.all()):
-            raise TeacherGone(f"teacher.url: an answer's {name} is NaN or infinite at {int((~fine).sum())} places")
+            raise TeacherGone(f"{field}: an answer's {name} is NaN or infinite at {int((~fine).sum())} places")
     if k is not None and positions and not 0 <= int(values["ids"].min()) <= int(values["ids"].max()) < spec.columns:
-        raise TeacherGone(f"teacher.url: an answer's ids: expected 0 to {spec.columns - 1}")
+        raise TeacherGone(f"{field}: an answer's ids: expected 0 to {spec.columns - 1}")
     return values

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from distill.models.head import HeadWeights, LogitTransform
-from distill.teachers.server.exchange import DistillExchange, Exchange
-from distill.teachers.server.wire import TargetRequest, tensors_of
+from distill.teachers.server.exchange import Exchange
+from distill.teachers.server.wire import TargetRequest
 
 TOKENS = 64
 CAPS = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
@@ -56,19 +56,17 @@ def prove(teacher: LogitReading, query: TargetRequest) -> str:
     if not off <= allowed:
         why = "" if teacher.head is None else _reason(teacher, query, expected, allowed)
         raise ValueError(
-            f"teacher.url: log-probabilities made here are off by {off:.2g} nats from the server's own, over "
-            f"{len(query.rows)} tokens ({allowed:.1g} is rounding): {why or 'they are of other positions or columns'}"
+            f"{teacher.exchange.field}: log-probabilities made here are off by {off:.2g} nats from the teacher's own, "
+            f"over {len(query.rows)} tokens ({allowed:.1g} is rounding): "
+            f"{why or 'they are of other positions or columns'}"
         )
     return f"log-probabilities of {len(query.rows)} tokens are those of its own logits, to {off:.1g} nats"
 
 
 def own_logits(exchange: Exchange, query: TargetRequest) -> torch.Tensor:
     """fp32 [M, V] of the rows, as the server's model makes them, in as many requests as it wants."""
-    servers, parts = exchange.servers, []
-    for rows in np.array_split(query.rows, max(-(-len(query.rows) // exchange.most_logits), 1)):
-        body = servers.ask("POST", "/v1/logits", content=replace(query, rows=rows).body())
-        parts.append(tensors_of(body)["logits"])
-    return torch.cat(parts)
+    parts = np.array_split(query.rows, max(-(-len(query.rows) // exchange.most_logits), 1))
+    return torch.cat([exchange.logits(replace(query, rows=rows)) for rows in parts])
 
 
 def _dense(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
@@ -87,9 +85,7 @@ def _head(teacher: LogitReading) -> HeadWeights:
 
 def _plain_hidden(teacher: LogitReading, query: TargetRequest) -> torch.Tensor:
     """Hidden states as they are, also where the run takes them in fp8."""
-    exchange = teacher.exchange
-    plain = DistillExchange(exchange.servers, exchange.spec._replace(send="auto", deterministic=True), 0)
-    return plain.read(plain.ask(query).result(), query)["hidden"]
+    return teacher.exchange.exact(query)["hidden"]
 
 
 def _logits(teacher: LogitReading, hidden: torch.Tensor, transform: LogitTransform) -> torch.Tensor:

@@ -7,7 +7,6 @@ import functools
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.identity import model_name, teacher_identity
 from distill.teachers.measure import KL, Measure, over_stored
 from distill.teachers.server.client import Place, Servers, token_of
-from distill.teachers.server.exchange import DistillExchange, Exchange, TargetSpec, TargetTensors
+from distill.teachers.server.exchange import Answer, DistillExchange, Exchange, TargetSpec, TargetTensors
 from distill.teachers.server.proof import LogitReading, prove
 from distill.teachers.server.vllm import VllmExchange
 from distill.teachers.server.wire import FILES, Identity, TargetRequest, head_hash, tensors_of
@@ -90,7 +89,7 @@ class ServerTeacher(Teacher):
             else HiddenFormat(self.head, transform)
         )
         self.transform = transform
-        self._pending: OrderedDict[int, tuple[TargetRequest, Future[bytes]]] = OrderedDict()
+        self._pending: OrderedDict[int, tuple[TargetRequest, Answer]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServerTeacher:
         return self.small(())
@@ -174,8 +173,7 @@ class ServerTeacher(Teacher):
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
         self.targets(batch)
         weights = None if self.head is None else self.head.weights
-        servers = self.exchange.servers
-        each = servers.received / max(servers.positions, 1)
+        each = self.exchange.cost()
         proof = prove(LogitReading(self.exchange, weights, self.transform), self._asked(batch))
         return [f"{'served':<12}{each:,.0f} bytes a learned token; {proof}"]
 
@@ -191,7 +189,7 @@ class ServerTeacher(Teacher):
         return {"section": self.section.model_dump(mode="json"), "wanted": spec}
 
     def close(self) -> None:
-        self.exchange.servers.close()
+        self.exchange.close()
 
 
 def _rows(batch: Batch) -> torch.Tensor:
@@ -199,7 +197,7 @@ def _rows(batch: Batch) -> torch.Tensor:
 
 
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value if device.type == "cpu" else value.pin_memory().to(device, non_blocking=True)
+    return value if device.type == value.device.type else value.pin_memory().to(device, non_blocking=True)
 
 
 def _nothing(spec: TargetSpec) -> TargetTensors:

@@ -25,13 +25,13 @@ import torch
 
 from distill.core.faults import TeacherGone
 from distill.teachers.server.client import Servers
-from distill.teachers.server.exchange import Exchange, TargetSpec, TargetTensors, require_sound
+from distill.teachers.server.exchange import ServerExchange, TargetSpec, TargetTensors, require_sound
 from distill.teachers.server.wire import JSON, TargetRequest, documents
 
 LEAST = -1e4  # logprobs that stand for minus infinity come as -9999
 
 
-class VllmExchange(Exchange):
+class VllmExchange(ServerExchange):
     """With the completions of vLLM.
 
     Args:

@@ -1,0 +1,275 @@
+"""What passes between ranks that train and ranks that hold the teacher.
+
+    ask/S/T/n     in the launch's store: question n of the training rank S to the teacher's rank T: safetensors as
+                  /v1/targets takes them (`teachers/server/wire.py`), after a byte that says what is asked for
+    said/S/T/n    the answer is computed, and on its way: whoever asked posts its receive now
+    teacher       who the teacher is (`TeacherFacts`), once it is loaded
+
+Answers are tensors by send and receive in a group of all ranks (gloo, on GPUs NCCL), those of one pair in the order of
+its questions: hidden states [M, H] of the M learned rows in the teacher's dtype, or fp32 logits [M, V]. What a training
+rank asks for is under way while it trains: answers that are ready are received beside the step before the one that
+needs them. Questions go to the teacher's ranks in turn, so that they are equally busy.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+
+from distill.core.faults import TeacherGone
+from distill.core.worlds import LOOKS_S, Worlds, clone
+from distill.models.head import HeadWeights
+from distill.teachers.server.wire import TargetRequest, read_body
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+HIDDEN, LOGITS = 1, 2  # what is asked for
+HEADER = struct.Struct("<BQ")  # that, and how many answers of this pair have come
+STALLED = datetime.timedelta(minutes=30)  # of one transfer, with both ranks alive
+
+
+class TeacherFacts(NamedTuple):
+    """What training ranks are told of the teacher.
+
+    Attributes:
+        fingerprint: for the lock file.
+        scale, softcap: how its logits follow from its head's product.
+        rows, width: of its head; `bias`: whether it has one.
+        dtype: of hidden states and head.
+        parameters: its size, for people; `held`: copied or sharded.
+    """
+
+    fingerprint: dict[str, object]
+    scale: float
+    softcap: float | None
+    rows: int
+    width: int
+    bias: bool
+    dtype: str
+    parameters: str
+    held: str
+
+
+def joining_group(worlds: Worlds, device: torch.device) -> Any:
+    """A group of all ranks of the launch beside their default groups, for send and receive alone; untyped,
+    since torch's stubs know neither of them."""
+    import torch.distributed as dist
+
+    place = dist.PrefixStore("joint", clone(worlds.store)), worlds.rank, worlds.students + worlds.teachers
+    if device.type != "cuda":
+        return dist.ProcessGroupGloo(*place, STALLED)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = STALLED
+    return dist.ProcessGroupNCCL(*place, options)
+
+
+class Pair(NamedTuple):
+    """A training rank and one of the teacher's, both by their number on their own side."""
+
+    student: int
+    teacher: int
+
+    def key(self, what: str, number: int) -> str:
+        """In the store."""
+        return f"{what}/{self.student}/{self.teacher}/{number}"
+
+
+def pairs_of(worlds: Worlds) -> list[Pair]:
+    """Those that this rank is one of, in an order in which all ranks can meet one after another."""
+    return [
+        Pair(student, teacher)
+        for student in range(worlds.students)
+        for teacher in range(worlds.teachers)
+        if worlds.own_rank == (teacher if worlds.is_teacher else student)
+    ]
+
+
+class Arriving:
+    """An answer under way to a training rank."""
+
+    def __init__(self, link: StudentLink, pair: Pair, number: int, answer: torch.Tensor) -> None:
+        self.link, self.pair, self.number, self.answer = link, pair, number, answer
+        self.work: Work | None = None
+        self.here = False
+
+    def result(self) -> torch.Tensor:
+        """The tensor, which is here.
+
+        Raises:
+            TeacherGone: the rank that sends it is gone.
+        """
+        return self.link.receive(self)
+
+
+class StudentLink:
+    """The training rank's end.
+
+    Args:
+        worlds: of this process.
+        device: where answers are to lie.
+
+    Attributes:
+        facts: of the teacher, waited for.
+        head: its weights on the device.
+        received: bytes of hidden states so far, and `positions` that they were of.
+    """
+
+    def __init__(self, worlds: Worlds, device: torch.device) -> None:
+        self.worlds, self.device = worlds, device
+        self.group = joining_group(worlds, device)
+        self.pairs = pairs_of(worlds)
+        self._count = 0
+        self._numbers = dict.fromkeys(self.pairs, 0)
+        self._here = dict.fromkeys(self.pairs, 0)
+        self._waiting: dict[Pair, deque[Arriving]] = {pair: deque() for pair in self.pairs}
+        self.received = self.positions = 0
+        told = json.loads(worlds.wait("teacher", worlds.students))
+        self.facts = TeacherFacts(**told)
+        self.head = self._head()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of hidden states and head."""
+        dtype: torch.dtype = getattr(torch, self.facts.dtype)
+        return dtype
+
+    def _head(self) -> HeadWeights:
+        """From each of the teacher's ranks in turn, which makes the connections too."""
+        facts = self.facts
+        weight = torch.empty(facts.rows, facts.width, dtype=self.dtype, device=self.device)
+        bias = torch.empty(facts.rows, dtype=self.dtype, device=self.device) if facts.bias else None
+        for pair in self.pairs:
+            self.worlds.wait(pair.key("head", 0), self._rank(pair))
+            for tensor in filter(lambda each: each is not None, (weight, bias)):
+                self._wait(self.group.recv([tensor], self._rank(pair), 0), pair)
+        return HeadWeights(weight, bias, None)
+
+    def _rank(self, pair: Pair) -> int:
+        return self.worlds.students + pair.teacher
+
+    def ask(self, query: TargetRequest, what: int = HIDDEN) -> Arriving:
+        """Ask of at least one row; the answer is waited for by `result`."""
+        pair = self.pairs[(self._count * self.worlds.students + self.worlds.own_rank) % len(self.pairs)]
+        self._count += 1
+        number, self._numbers[pair] = self._numbers[pair], self._numbers[pair] + 1
+        shape, dtype = (len(query.rows), self.facts.width), self.dtype
+        if what == LOGITS:
+            shape, dtype = (len(query.rows), self.facts.rows), torch.float32
+        arriving = Arriving(self, pair, number, torch.empty(shape, dtype=dtype, device="meta"))
+        self._waiting[pair].append(arriving)
+        try:
+            self.worlds.store.set(pair.key("ask", number), HEADER.pack(what, self._here[pair]) + query.body())  # type: ignore[arg-type]
+        except RuntimeError as error:
+            self._lose(error, pair)
+        return arriving
+
+    def receive(self, arriving: Arriving) -> torch.Tensor:
+        """Wait for an answer; those before it of the same pair come first."""
+        while arriving.work is None:
+            first = self._waiting[arriving.pair][0]
+            self.worlds.wait(first.pair.key("said", first.number), self._rank(first.pair))
+            self._post(first)
+        if not arriving.here:  # gloo would wait again
+            self._wait(arriving.work, arriving.pair)
+            arriving.here = True
+            self._here[arriving.pair] = max(self._here[arriving.pair], arriving.number + 1)
+        return arriving.answer
+
+    def receive_ready(self) -> None:
+        """Begin to receive all answers that are ready, without waiting for them."""
+        for waiting in self._waiting.values():
+            while waiting and self.worlds.has(waiting[0].pair.key("said", waiting[0].number)):
+                self._post(waiting[0])
+
+    def _post(self, arriving: Arriving) -> None:
+        arriving.answer = torch.empty_like(arriving.answer, device=self.device)
+        try:
+            arriving.work = self.group.recv([arriving.answer], self._rank(arriving.pair), 0)
+            self.worlds.store.delete_key(arriving.pair.key("said", arriving.number))
+        except RuntimeError as error:
+            self._lose(error, arriving.pair)
+        self._waiting[arriving.pair].popleft()
+        if arriving.answer.shape[1] == self.facts.width:
+            self.received += arriving.answer.nbytes
+            self.positions += len(arriving.answer)
+
+    def _wait(self, work: Work, pair: Pair) -> None:
+        """For a transfer. gloo ends one whose other end is gone; NCCL's is looked after here."""
+        try:
+            while self.device.type == "cuda" and not work.is_completed():
+                if fault := self.worlds.fault([self._rank(pair)]):
+                    self.group.abort()
+                    self.worlds.lose(fault)
+                time.sleep(LOOKS_S / 10)
+            work.wait()
+        except RuntimeError as error:
+            self._lose(error, pair)
+
+    def _lose(self, error: RuntimeError, pair: Pair) -> NoReturn:
+        """A connection broke: the fault of the rank that is gone, where that shows soon, else what torch says."""
+        if isinstance(error, TeacherGone):
+            raise error
+        fault = self.worlds.fault_soon(self._rank(pair))
+        self.worlds.lose(fault or f"the connection to rank {self._rank(pair)} broke: {str(error).splitlines()[0]:.100}")
+
+
+class TeacherLink:
+    """The teacher's end, of one of its ranks.
+
+    Args:
+        worlds: of this process.
+        device: where answers are.
+    """
+
+    def __init__(self, worlds: Worlds, device: torch.device) -> None:
+        self.worlds, self.device = worlds, device
+        self.group = joining_group(worlds, device)
+        self.pairs = deque(pairs_of(worlds))
+        self._next = dict.fromkeys(self.pairs, 0)
+        self._sent: dict[Pair, deque[tuple[int, Work, torch.Tensor]]] = {pair: deque() for pair in self.pairs}
+
+    def introduce(self, facts: TeacherFacts, head: Sequence[torch.Tensor]) -> None:
+        """Tell all training ranks who the teacher is, and send them its head: weight, and bias where it has one."""
+        if self.worlds.own_rank == 0:
+            self.worlds.store.set("teacher", json.dumps(facts._asdict()))
+        for pair in list(self.pairs):
+            self.worlds.store.set(pair.key("head", 0), "")
+            for tensor in head:
+                self.group.send([tensor.contiguous()], pair.student, 0).wait()
+
+    def question(self) -> tuple[Pair, int, TargetRequest] | None:
+        """The next one, of the training rank whose turn it is; None where nobody asks."""
+        for _ in range(len(self.pairs)):
+            self.pairs.rotate(-1)
+            pair = self.pairs[-1]
+            key = pair.key("ask", self._next[pair])
+            if self.worlds.store.check([key]):
+                body = self.worlds.store.get(key)
+                self.worlds.store.delete_key(key)
+                what, come = HEADER.unpack_from(body)
+                self._forget(pair, come)
+                return pair, what, read_body(body[HEADER.size :], json_body=False)
+        return None
+
+    def answer(self, pair: Pair, values: torch.Tensor) -> None:
+        """Send the answer to the pair's next question; the device has made it when this returns."""
+        values = values.contiguous()
+        if values.is_cuda:
+            torch.cuda.current_stream(values.device).synchronize()
+        number, self._next[pair] = self._next[pair], self._next[pair] + 1
+        self._sent[pair].append((number, self.group.send([values], pair.student, 0), values))
+        self.worlds.store.set(pair.key("said", number), "")
+
+    def _forget(self, pair: Pair, come: int) -> None:
+        """Let go of answers that have come."""
+        sent = self._sent[pair]
+        while sent and sent[0][0] < come:
+            sent.popleft()[1].wait()

@@ -1,0 +1,104 @@
+"""When a teacher on ranks of its own is the faster way, what each side holds, and what a recipe may say of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from distill.planning import ranks as planning
+from distill.planning.devices import find_device
+from distill.planning.preflight import check, situation_of
+from distill.recipe import RecipeError, load, parse
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+DRY = ["teacher.init=random", "student.init=random", "data.source=synthetic"]
+
+
+def lora_70b(*overrides):
+    return load(ROOT / "recipes/llama3-70b-to-8b-lora.yaml", [*DRY, *overrides])
+
+
+def chosen(recipe, gpu="H100", gpus=4):
+    device = find_device(gpu)
+    return planning.choose_ranks(situation_of(recipe, device, gpus), device).parallel
+
+
+def test_an_fp8_teacher_that_fits_beside_no_student_gets_ranks():
+    """70B in fp8 on 3, the LoRA student on 1: it cannot be cut, and copies leave no room."""
+    parallel = chosen(lora_70b("teacher.dtype=fp8"))
+    assert (parallel.teacher, parallel.teacher_ranks) == ("ranks", 3)
+
+
+def test_where_all_can_do_both_ranks_lose():
+    """70B in bf16, on 2 + 2 as on 3 + 1: its products take longer than those of both models on all four."""
+    recipe, device = lora_70b(), find_device("H100")
+    situation = situation_of(recipe, device, 4)
+    assert planning.choose_ranks(situation, device) is recipe
+    together = planning._seconds_a_token(situation, device)
+    apart = {
+        each.recipe.parallel.teacher_ranks: planning._seconds_a_token(each, device)
+        for each in planning._with_ranks(situation)
+    }
+    assert apart.keys() == {2, 3} and min(apart.values()) > together  # three that train leave no whole micro-batches
+    # a device-second is 494.7e12 products; a token takes 2 x 69.5e9 of the teacher's, and 2 x 1.05e9 of its head's
+    assert 1 / apart[2] == pytest.approx(2 * 494.7e12 / (2 * 70.6e9), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "overrides, gpu",
+    [
+        (["teacher.dtype=fp8", "parallel.teacher=copied"], "H100"),
+        (["teacher.dtype=fp8"], "80GB"),  # whose rates nobody has said
+        (["teacher.dtype=fp8"], "cpu"),
+        (["teacher.dtype=fp8", "loss.terms=[{type: cross_entropy}]"], "H100"),  # nobody asks the teacher
+    ],
+)
+def test_nothing_is_chosen_that_was_not_asked_for_or_is_not_known(overrides, gpu):
+    assert chosen(lora_70b(*overrides), gpu).teacher_ranks is None
+
+
+def test_a_run_chooses_on_gpus_and_keeps_what_it_began_with(tmp_path, monkeypatch):
+    recipe, cuda = lora_70b("teacher.dtype=fp8"), torch.device("cuda", 0)
+    assert planning.choose_ranks_here(recipe, torch.device("cpu"), 4, lambda: None) is recipe
+    situation, device = situation_of(recipe, find_device("H100"), 4), find_device("H100")
+    monkeypatch.setattr(planning.Situation, "here", staticmethod(lambda *_: situation))
+    monkeypatch.setattr(planning, "find_device", lambda _: device)
+    assert planning.choose_ranks_here(recipe, cuda, 4, lambda: None).parallel.teacher_ranks == 3
+    begun = tmp_path / "recipe.yaml"
+    begun.write_text((ROOT / "recipes/llama3-70b-to-8b-lora.yaml").read_text())
+    assert planning.choose_ranks_here(recipe, cuda, 4, lambda: begun) is recipe
+    begun.write_text(begun.read_text() + "parallel: {teacher: ranks, teacher_ranks: 2}\n")
+    assert planning.choose_ranks_here(recipe, cuda, 4, lambda: begun).parallel.teacher_ranks == 2
+
+
+def test_check_says_what_both_sides_hold():
+    report = check(lora_70b("teacher.dtype=fp8"), find_device("H100"), gpus=4, look_at_data=False)
+    assert report.ok and report.fits and report.training == 1 and report.strategy.endswith("on 1, teacher on 3")
+    assert any("3 of 4 hold the teacher (a copy each, 70." in note for note in report.notes)
+    head = 128256 * 8192 * 2 / GIB
+    assert report.memory.parts["teacher"] / GIB == pytest.approx(head)
+    shards = check(
+        lora_70b("parallel={teacher: ranks, teacher_ranks: 2}"), find_device("H100"), gpus=4, look_at_data=False
+    )
+    assert any("(shards, 71." in note for note in shards.notes) and shards.ok
+    one = lora_70b("parallel={teacher: ranks, teacher_ranks: 1}", "train.tokens_per_step=98304")
+    whole = check(one, find_device("H100"), gpus=4, look_at_data=False)
+    assert not whole.ok and any("parallel.teacher_ranks: each takes 13" in problem for problem in whole.problems)
+    with pytest.raises(ValueError, match="one or more to train; got 1 in all"):
+        check(one, find_device("H100"), gpus=1, look_at_data=False)
+
+
+@pytest.mark.parametrize(
+    "parallel, told",
+    [
+        ("{teacher: ranks}", "parallel: teacher_ranks is missing"),
+        ("{teacher: copied, teacher_ranks: 1}", "teacher_ranks and teacher_layout belong to teacher: ranks"),
+        ("{teacher_layout: sharded}", "teacher_ranks and teacher_layout belong to teacher: ranks"),
+        ("{teacher: ranks, teacher_ranks: 0}", "parallel.teacher_ranks"),
+    ],
+)
+def test_what_a_recipe_may_say(parallel, told):
+    text = "teacher: {model: t}\nstudent: {model: s}\ndata: {source: x.jsonl}\ntrain: {steps: 3}\n"
+    with pytest.raises(RecipeError, match=told):
+        parse(text + f"parallel: {parallel}\n")
