@@ -93,13 +93,13 @@ class KeepSource(ModelSource):
         if self.folder is None:
             return []
         left = sum(self.required[key] for key in self.missing()) * self._width()
-        there = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
-        free = shutil.disk_usage(there).free
+        ancestor = next(place for place in (self.folder, *self.folder.absolute().parents) if place.exists())
+        free = shutil.disk_usage(ancestor).free
         if left <= free:
             return []
         return [
             f"teacher.keep: {left / GIB:,.1f} GiB more are stored ({self._width():,} bytes a learned token), and "
-            f"{there} has {free / GIB:,.1f} GiB free; use keep_as: hidden_fp8 or top_k, or another disk"
+            f"{ancestor} has {free / GIB:,.1f} GiB free; use keep_as: hidden_fp8 or top_k, or another disk"
         ]
 
     def footprint(self, context: FootprintContext) -> Footprint:
@@ -118,8 +118,8 @@ class KeepSource(ModelSource):
         if not count:
             some = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
         text = f"{super().size_text()}; keep: {self.section.keep}, {width:,} bytes a learned token, {some}"
-        if count and (there := count - sum(self.required[key] for key in self.missing())):
-            text += f", {there / count:.0%} of them stored already" + (": it is not loaded" * (there == count))
+        if count and (present := count - sum(self.required[key] for key in self.missing())):
+            text += f", {present / count:.0%} of them stored already" + (": it is not loaded" * (present == count))
         return text
 
     def _width(self) -> int:
@@ -203,8 +203,8 @@ class KeepSource(ModelSource):
         """
         same = ("kind", "dtype", "hidden", "scale", "softcap", "weights", *(["k"] if begun["kind"] == "top_k" else []))
         flat = [{**plan, "teacher.dtype": plan.get("teacher", {}).get("dtype")} for plan in (begun, now)]
-        known = [name for name in (*same, "teacher.dtype") if all(plan.get(name) is not None for plan in flat)]
-        first, second = ({name: plan[name] for name in known} for plan in flat)
+        names = [name for name in (*same, "teacher.dtype") if all(plan.get(name) is not None for plan in flat)]
+        first, second = ({name: plan[name] for name in names} for plan in flat)
         for name, old, new in differences(first, second):
             raise ValueError(
                 f"teacher.keep: {self.folder} was begun with other settings: {name} was {old!r}, now {new!r}; name "

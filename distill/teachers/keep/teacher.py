@@ -97,50 +97,50 @@ class KeptTeacher(Teacher):
     def targets(self, batch: Batch) -> Targets:
         """What is stored of a batch, after the teacher was asked for what is not."""
         rows = documents_in(batch)
-        unknown = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
+        new_rows = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
         fresh = None
-        if self._any_process(bool(unknown)):
-            fresh = self._ask(batch, rows, unknown)
+        if self._any_process(bool(new_rows)):
+            fresh = self._ask(batch, rows, new_rows)
         documents = [document for row in rows for document in row]
         if fresh is None:
             fresh = {name: value.to(batch["input_ids"].device) for name, value in self.store.gather(documents).items()}
         self.store.forget()
         return targets_of(self.store.manifest, {**batch, **fresh}, self.parts.head.weight.dtype)
 
-    def _any_process(self, unknown: bool) -> bool:
+    def _any_process(self, here: bool) -> bool:
         """Whether the teacher is to be called: of a sharded one all processes call it, or none does."""
         if not self.is_collective:
-            return unknown
-        flag = torch.tensor(int(unknown), device=self.parts.device)
+            return here
+        flag = torch.tensor(int(here), device=self.parts.device)
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
 
     def _ask(
-        self, batch: Batch, rows: Sequence[Sequence[Document]], unknown: Sequence[int]
+        self, batch: Batch, rows: Sequence[Sequence[Document]], new_rows: Sequence[int]
     ) -> dict[str, torch.Tensor] | None:
         """Ask the teacher for rows and store what it says; returns that of a batch that was all new, in its order."""
         plain = self.student_batch(batch, True)
-        known = sum(map(len, rows)) - len({d.key for row in rows for d in row if not self.store.has(d.key)})
-        asked = list(unknown) or list(range(len(batch["input_ids"])))  # a process with nothing to ask goes along
-        if any(row and n not in set(asked) for n, row in enumerate(rows)):
-            plain = {name: plain[name][asked] for name in ("input_ids", "position_ids", "labels") if name in plain}
+        repeats = sum(map(len, rows)) - len({d.key for row in rows for d in row if not self.store.has(d.key)})
+        indices = list(new_rows) or list(range(len(batch["input_ids"])))  # a process with nothing to ask goes along
+        if any(row and n not in set(indices) for n, row in enumerate(rows)):
+            plain = {name: plain[name][indices] for name in ("input_ids", "position_ids", "labels") if name in plain}
         else:
-            asked = list(range(len(batch["input_ids"])))
+            indices = list(range(len(batch["input_ids"])))
         hidden = self.parts.hidden_states(plain)
-        if not unknown:
+        if not new_rows:
             return None
         width, places, ends = batch["input_ids"].shape[1], [], 0
         for n, row in enumerate(rows):  # of each row's learned positions, where they are among the rows asked
             begins, ends = ends, ends + sum(len(document.predicting) for document in row)
-            if n in asked:
-                places.append(batch["valid_rows"][begins:ends] + (asked.index(n) - n) * width)
-        place, documents = torch.cat(places), [document for n in asked if n < len(rows) for document in rows[n]]
+            if n in indices:
+                places.append(batch["valid_rows"][begins:ends] + (indices.index(n) - n) * width)
+        place, documents = torch.cat(places), [document for n in indices if n < len(rows) for document in rows[n]]
         labels = shift_labels(plain["labels"]).flatten()[place]
         seed = int.from_bytes(documents[0].key[:7], "little") ^ int(self.store.manifest["seed"])
         generator = torch.Generator(hidden.device).manual_seed(seed)
         tensors = stored_tensors(self.store.manifest, hidden.flatten(0, 1)[place], labels, self.parts, generator)
         self.store.add(documents, tensors)
-        if known or not self.store.is_hidden:
+        if repeats or not self.store.is_hidden:
             return None
         return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
 

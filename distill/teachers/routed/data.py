@@ -65,8 +65,8 @@ class RoutedEncoder(Encoder):
                     name = row.get(self.column)
                 if name not in self.routes:
                     tally.rows_read += 1
-                    known = ", ".join(self.routes)
-                    raise RowFault("no teacher of this name", f"column {self.column!r}: {name!r:.40}, not of {known}")
+                    names = ", ".join(self.routes)
+                    raise RowFault("no teacher of this name", f"column {self.column!r}: {name!r:.40}, not of {names}")
                 groups[self.routes.index(name)].append((number, row))
         for route, rows in enumerate(groups):
             for document in super().documents(rows, tally):
@@ -116,25 +116,25 @@ class RoutedCollator:
         batch = self.plain([{name: row[name] for name in OWN} for row in rows])
         width = batch["input_ids"].shape[1]
         routes = torch.full_like(batch["input_ids"], -1)
-        read: dict[int, list[list[int]]] = {}  # by route, the teacher's rows: ids, positions, student's flat positions
+        by_route: dict[int, list[list[int]]] = {}  # the teachers' rows: row and offset in the batch, positions in it
         for number, row in enumerate(rows):
             at = (width - len(row["input_ids"])) * self.on_the_left
             bounds = document_bounds(row["position_ids"])
-            mine: dict[int, list[int]] = {}
+            places_of: dict[int, list[int]] = {}
             for (start, end), route in zip(bounds, row["route"], strict=True):
                 routes[number, at + start : at + end] = route
-                mine.setdefault(route, []).extend(range(start, end))
-            for route, places in mine.items():
-                read.setdefault(route, []).append([number, at, *places])
-        learned = torch.zeros(batch["labels"].numel(), dtype=torch.bool)
-        learned[batch["valid_rows"]] = True
-        for route, groups in sorted(read.items()):
+                places_of.setdefault(route, []).extend(range(start, end))
+            for route, places in places_of.items():
+                by_route.setdefault(route, []).append([number, at, *places])
+        is_learned = torch.zeros(batch["labels"].numel(), dtype=torch.bool)
+        is_learned[batch["valid_rows"]] = True
+        for route, groups in sorted(by_route.items()):
             own = [{name: [rows[n][name][p] for p in places] for name in OWN} for n, _, *places in groups]
             made = (self.members[route] if self.members else self.teacher)(own)
             longest, at_teacher, at_student = made["input_ids"].shape[1], [], []
             for line, (number, at, *places) in enumerate(groups):
                 flat = number * width + at + torch.tensor(places)
-                positions = learned[flat].nonzero().squeeze(1)
+                positions = is_learned[flat].nonzero().squeeze(1)
                 at_teacher.append(line * longest + positions)
                 at_student.append(flat[positions])
             batch |= {f"route{route}_{name}": value for name, value in made.items()}
