@@ -288,7 +288,9 @@ def test_new_answers_after_another_prompt_are_found(monkeypatch):
     subject = informed_answering()
     answered = Document.answered
     monkeypatch.setattr(
-        Document, "answered", lambda self, prompt, answer: answered(self, self.teacher_ids[: len(prompt)], answer)
+        Document,
+        "answered",
+        lambda self, prompt, answer, *more: answered(self, self.teacher_ids[: len(prompt)], answer, *more),
     )
     fresh = subject.rollouts.answered(subject.student, subject.documents(), 2)
     subject.rows = [row for row in fresh if any(label != -100 for label in row["labels"])]
