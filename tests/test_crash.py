@@ -31,6 +31,10 @@ train: {{steps: {STEPS}, batch_size: 2, tokens_per_step: 128, learning_rate: 3e-
 generate: {{prompts: []}}
 """
 TEXT = "\n".join(f"The teacher explains line {number} and the student listens to it once more." for number in range(80))
+# who gets a signal is forked, or in the full run started; of those that are killed one is started always
+FORKED = pytest.mark.parametrize(
+    "forked", [True, pytest.param(False, marks=pytest.mark.full)], ids=["forked", "started"]
+)
 TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_memory_gib", "tokens_seen", "mfu", "time_")
 
 
@@ -130,30 +134,34 @@ def test_twenty_kills(workplace, undisturbed):
     check(workplace, undisturbed, "twenty", 20, seed=2)
 
 
-def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed):
-    process = start(workplace, "--name", "stopped")
-    folder = workplace / "runs" / "stopped"
+@FORKED
+def test_sigterm_of_a_run_is_a_checkpoint_and_code_0(workplace, undisturbed, forked):
+    name = f"stopped-{forked}"
+    process, folder = start(workplace, "--name", name, forked=forked), workplace / "runs" / name
     while process.poll() is None and not list(folder.glob("checkpoint-*")):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=300) == 0
     assert "stopped by SIGTERM after step" in (workplace / "out.txt").read_text()
     assert not (folder / "student").exists()
-    finish(workplace, "--name", "stopped", "--resume")
+    finish(workplace, "--name", name, "--resume")
     assert rows(folder) == rows(undisturbed)
 
 
-def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed):
+@FORKED
+def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed, forked):
     """The terminal's end is closed, as by a broken ssh: SIGHUP, and errors for whoever writes there."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         pytest.skip("SIGHUP is ignored here, as under nohup, and so it is by a run")
     terminal, theirs = pty.openpty()
+    takes = {"terminal": True} if forked else {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}
+    name = f"hung-up-{forked}"
     process = start(
-        workplace, "--name", "hung-up", "train.save_every=null", stdin=theirs, stdout=theirs, stderr=theirs,
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        workplace, "--name", name, "train.save_every=null", forked=forked, stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True, **takes,
     )  # fmt: skip
     os.close(theirs)
-    folder = workplace / "runs" / "hung-up"
+    folder = workplace / "runs" / name
     metrics = folder / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 1):
         if select.select([terminal], [], [], 0.01)[0]:
@@ -161,24 +169,26 @@ def test_a_lost_terminal_is_a_checkpoint_and_code_0(workplace, undisturbed):
     os.close(terminal)
     assert process.wait(timeout=300) == 0
     assert list(folder.glob("checkpoint-*")) and not (folder / "student").exists()
-    finish(workplace, "--name", "hung-up", "--resume", "train.save_every=null")
+    finish(workplace, "--name", name, "--resume", "train.save_every=null")
     assert rows(folder) == rows(undisturbed)
 
 
-def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace):
-    folder, steps = workplace / "runs" / "pressed", 80
+@FORKED
+def test_ctrl_c_of_a_run_without_checkpoints_leaves_one_to_resume_from(workplace, forked):
+    name = f"pressed-{forked}"
+    folder, steps = workplace / "runs" / name, 2 * STEPS
     never = ["train.save_every=null", f"train.steps={steps}"]
     metrics = folder / "metrics.jsonl"
-    process = start(workplace, *never, "--name", "pressed")
+    process = start(workplace, *never, "--name", name, forked=forked)
     while process.poll() is None and not (metrics.exists() and metrics.read_bytes().count(b"\n") > 1):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=300) == 130
     said = (workplace / "out.txt").read_text()
     assert "Ctrl-C again stops at once" in said and "Traceback" not in said
-    assert f"continue with: distill run recipe.yaml {' '.join(never)} --name pressed --resume" in said
+    assert f"continue with: distill run recipe.yaml {' '.join(never)} --name {name} --resume" in said
     assert len(list(folder.glob("checkpoint-*"))) == 1 and not (folder / "student").exists()
-    finish(workplace, *never, "--name", "pressed", "--resume")
+    finish(workplace, *never, "--name", name, "--resume")
     assert [row["step"] for row in rows(folder)] == list(range(1, steps + 1))
 
 

@@ -10,6 +10,8 @@ False): with a cache, packed documents would attend to each other.
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import re
 from pathlib import Path
@@ -148,12 +150,7 @@ def load_config(section: ModelSection, field: str) -> Any:
     if section.init == "random":
         assert section.config is not None
         path = find_architecture(section.config, f"{field}.config")
-        values = read_json(path, f"{field}.config")
-        check_config(values, f"{field}.config", str(path), trusted=trusted)
-        with loading(str(path), ModelSource(str(path)), f"{field}.config"):
-            if not isinstance(kind := values.pop("model_type", None), str):
-                raise ValueError("it is not a model configuration: it has no model_type")
-            return AutoConfig.for_model(kind, **values)
+        return copy.deepcopy(_config_of(path, path.stat().st_mtime_ns, f"{field}.config", trusted))
     assert section.model is not None
     spec, field = section.model, f"{field}.model"
     source = resolve_model_source(spec, field)
@@ -166,6 +163,17 @@ def load_config(section: ModelSection, field: str) -> Any:
         check_config(values, field, spec, trusted=trusted)
     with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, **arguments)
+
+
+@functools.lru_cache(maxsize=32)
+def _config_of(path: Path, modified: int, field: str, trusted: bool) -> Any:
+    """What a config.json holds; `modified`, when it was written, has a changed file read again."""
+    values = read_json(path, field)
+    check_config(values, field, str(path), trusted=trusted)
+    with loading(str(path), ModelSource(str(path)), field):
+        if not isinstance(kind := values.pop("model_type", None), str):
+            raise ValueError("it is not a model configuration: it has no model_type")
+        return AutoConfig.for_model(kind, **values)
 
 
 def _named_dtype(name: str) -> torch.dtype | None:
