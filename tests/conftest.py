@@ -170,9 +170,9 @@ def pytest_configure(config):
 
 # Files whose tests take longest begin first, so that no worker ends long after the others.
 LONGEST = (
-    "test_compiles.py", "test_crash.py", "test_launch.py", "test_conformance.py", "test_flash_attention.py",
-    "test_cache_processes.py", "test_invariants.py", "test_cache_sharded.py", "test_even_batches.py",
-    "test_attention_parts.py", "test_examples.py", "test_cache_runs.py", "test_compiling.py", "test_sharded_run.py",
+    "test_conformance.py", "test_crash.py", "test_keep.py", "test_resume_smaller.py", "test_launch.py",
+    "test_cache_sharded.py", "test_other_systems.py", "test_trainer.py", "test_several_teachers.py",
+    "test_locking.py", "test_server_teacher.py", "test_sharded_run.py", "test_compiling.py",
 )  # fmt: skip
 
 

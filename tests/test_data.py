@@ -53,9 +53,6 @@ def all_rows(splits):
     return [*splits.train, *splits.validation]
 
 
-# formats
-
-
 def test_text_is_learned_whole_and_ended(tmp_path, tokenizer):
     splits = load(texts(tmp_path / "a.jsonl"), tokenizer)
     assert splits.report.format == "text (text)"

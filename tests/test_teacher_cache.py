@@ -108,9 +108,6 @@ def some(loaded, count=6):
     return [loaded.splits.train[number] for number in range(count)]
 
 
-# ------------------------------------------------------------------ what is stored
-
-
 def test_size_is_as_promised(bucket):
     assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 49_152}) == 262
     assert layout.bytes_a_token({"kind": "top_k", "dtype": "float16", "k": 64, "vocabulary": 128_256}) == 270
