@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def stored_layer_indices(cut: FromTeacher, cache: TeacherCache) -> list[int]:
     return expected
 
 
-def stored_footprint(stored: Mapping[str, Any], shape: Shape) -> Footprint:
+def stored_footprint(stored: Plan, shape: Shape) -> Footprint:
     """Of what a plan says is stored, by a model of this shape: its head, and what is said of each token."""
     number = DTYPES[stored["dtype"]].itemsize
     if stored.get("kind") == "hidden":

@@ -219,7 +219,7 @@ class Servers:
 
     # ------------------------------------------------------------- who they are
 
-    def of_each(self, path: str, method: str = "GET", **more: Any) -> dict[str, bytes]:
+    def of_each(self, path: str, method: str = "GET", **more: object) -> dict[str, bytes]:
         """The answer of every server, by its address; of those that answer, where others do not.
 
         Raises:
