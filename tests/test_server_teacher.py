@@ -367,11 +367,11 @@ def test_an_answer_that_is_no_answer(place, url):
 # ------------------------------------------------------------------ what is left of it
 
 
-def _left(url):
-    """Threads and connections of clients, once those under way had time to end."""
+def _left(url, before):
+    """Threads of clients that were not there before, and connections, once those under way had time to end."""
     port, until = int(url.rpartition(":")[2]), time.monotonic() + 10
     while True:
-        threads = [thread for thread in threading.enumerate() if thread.name == "asking"]
+        threads = [thread for thread in threading.enumerate() if thread.name == "asking" and thread not in before]
         ends = [end for end in psutil.Process().net_connections("tcp") if end.raddr and end.raddr.port == port]
         open_ends = [end for end in ends if end.status == psutil.CONN_ESTABLISHED]
         if not (threads or open_ends) or time.monotonic() > until:
@@ -380,18 +380,18 @@ def _left(url):
 
 
 def test_nothing_is_left_of_a_run_or_a_doctor(place, engine, monkeypatch):
-    held, close = [], Servers.close
+    held, close, before = [], Servers.close, set(threading.enumerate())
     monkeypatch.setattr(Servers, "close", lambda servers: (held.append(len(servers._threads)), close(servers)))
     with serving(engine) as address:
         trained(place, "closes", *from_server(address, prefetch=3))
-        assert held == [3] and _left(address) == ([], []), "the run's"
+        assert held == [3] and _left(address, before) == ([], []), "the run's"
         with monkeypatch.context() as patch:
             shifted_by_one(engine, patch)
             with pytest.raises(ValueError, match="shifted"):
                 trained(place, "fails", *from_server(address))
-        assert len(held) == 2 and _left(address) == ([], []), "of one that failed"
+        assert len(held) == 2 and _left(address, before) == ([], []), "of one that failed"
         monkeypatch.setattr(examine, "CHECKS", (invariants.fused_equals_reference,))
         monkeypatch.setattr(examine, "RUN_CHECKS", (invariants_runs.ranks_change_nothing,))
         findings = list(examine.examine(recipe_in(place, *from_server(address))))
         assert [finding.passed for finding in findings] == [True, True], findings
-        assert len(held) == 4 and _left(address) == ([], []), "the doctor's"
+        assert len(held) == 4 and _left(address, before) == ([], []), "the doctor's"
