@@ -1,6 +1,8 @@
 """A loss term of one's own through --plugin: the same as ours where it computes the same, and never run unasked."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,3 +188,55 @@ def test_without_a_plugin_a_strange_type_is_a_mistake(workplace, capsys):
     assert "unknown type 'own_kl'" in capsys.readouterr().err
     assert cli.run_command(["validate", "r.yaml", "loss.terms=[{type: plugin, function: own_kl}]"]) == 2
     assert "need distill run RECIPE --plugin FILE.py" in capsys.readouterr().err
+
+
+@pytest.fixture
+def selective(tmp_path):
+    """The file of the page's example."""
+    page = (Path(__file__).parents[1] / "docs/how-to/plugin.md").read_text()
+    path = tmp_path / "selective.py"
+    path.write_text(re.search(r"```python\n(# selective\.py\n.*?)```", page, re.DOTALL)[1])
+    return path
+
+
+def test_the_pages_weights_choose_what_they_say(selective):
+    """Of three tokens: both sure, the student unsure, both unsure; at a fourth the models are the same."""
+    sure, other, flat = torch.zeros(3, 12, dtype=torch.float64)
+    sure[0], other[1] = 20.0, 20.0
+    flat[:] = torch.linspace(0, 0.3, 12)
+    student = torch.stack([other, flat, flat.flip(0), flat]).requires_grad_()
+    teacher = torch.stack([sure, sure, flat, flat])
+    labels = torch.zeros(4, dtype=torch.int64)
+    s, t = student.detach().log_softmax(-1), teacher.log_softmax(-1)
+    forward, reverse = (t.exp() * (t - s)).sum(-1), (s.exp() * (s - t)).sum(-1)
+    terms = load_plugin(selective).terms
+    chosen = terms["unsure_tokens"](student, teacher, labels)
+    torch.testing.assert_close(chosen, torch.tensor([0.0, 1, 1, 1]).double() * reverse)
+    (gradient,) = torch.autograd.grad(chosen.sum(), student)
+    assert (gradient[0] == 0).all() and gradient[1].norm() > 0.1
+    mixed = terms["by_teachers_entropy"](student, teacher, labels)
+    torch.testing.assert_close(mixed[:2], reverse[:2], rtol=1e-3, atol=0)
+    share = 1 - 1 / (-(t[2].exp() * t[2]).sum()).exp()
+    torch.testing.assert_close(mixed[2], share * forward[2] + (1 - share) * reverse[2])
+    overlap = terms["by_overlap"](student, teacher, labels)
+    common = torch.tensor([8, 8, 4, 8]) / 8  # ties are broken by the lowest index
+    common[:2] = (2 - overlap[:2] / forward[:2]).detach()
+    assert ((common >= 0) & (common <= 1)).all()
+    torch.testing.assert_close(overlap, (2 - common.double()) * forward)
+    assert mixed[3] == overlap[3] == 0
+
+
+@pytest.mark.parametrize("name", ["unsure_tokens", "by_teachers_entropy", "by_overlap"])
+def test_a_student_learns_by_the_pages_weights(selective, name):
+    torch.manual_seed(0)
+    student, teacher = tiny_model(), tiny_model(seed=1, hidden=64)
+    objective = with_plugin(teacher, student, [{"type": "plugin", "function": name}], selective)
+    optimizer = torch.optim.Adam(student.parameters(), lr=3e-3)
+    seen = []
+    for _ in range(12):
+        output = student(**objective.compare(batch()))
+        seen.append(output["statistics"][0].item())
+        output["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[-1] < 0.7 * seen[0]
