@@ -60,6 +60,7 @@ from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.curves import draw_curves
+from distill.reports.first_look import first_look
 from distill.reports.model_card import licence_of, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
 from distill.serving.ranks import answer_ranks, worlds_of
@@ -211,10 +212,9 @@ def _run(
     has_kernels = runs_our_kernels(device)
     if device.type == "cuda":
         patch_models(pair, attention)
-    proof = pair.teacher.prove(
-        _first_held_out(trainer, splits, arguments.per_device_train_batch_size),
-        trainer.objective.student, trainer.objective.pairing,
-    )  # fmt: skip
+    first = _first_held_out(trainer, splits, arguments.per_device_train_batch_size)
+    proof = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
+    proof += first_look(trainer, first, splits.train, recipe.data)
     if recipe.train.compile:
         compile_models(pair)
     trainer.on_policy = on_policy_of(

@@ -154,6 +154,13 @@ class TargetFormat(Protocol):
         """The terms that the statistics' divergence is of."""
         return loss.terms
 
+    def likeliest(
+        self, targets: Targets, rows: torch.Tensor, most: int
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        """Of flat `rows`, at most the first `most` of each route, and the teacher's likeliest token after each, both
+        int64; by route, "" where there are none. Empty where these targets do not tell it at once."""
+        return {}
+
     def needs_targets(self, loss: TargetLoss) -> bool:
         """Whether the teacher has to be asked at all for this loss."""
         return bool(loss.objective.needs_teacher)

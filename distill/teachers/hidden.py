@@ -105,6 +105,12 @@ class HiddenFormat(FusedFormat):
             both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
             return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))
 
+    def likeliest(
+        self, targets: object, rows: torch.Tensor, most: int
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        assert isinstance(targets, torch.Tensor)
+        return {"": (rows[:most], self.logits(targets.flatten(0, 1)[rows[:most]]).argmax(-1))}
+
     def logits(self, targets: torch.Tensor) -> torch.Tensor:
         """fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""
         with self.head.open() as teacher:

@@ -110,6 +110,13 @@ class RoutedFormat(TargetFormat):
         assert isinstance(loss, RoutedLoss)
         return self.members[0].measured_terms(loss.members[0])
 
+    def likeliest(
+        self, targets: object, rows: torch.Tensor, most: int
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        assert isinstance(targets, dict)
+        told = {n: self.members[n].likeliest(own.hidden, own.rows, most) for n, own in targets.items()}
+        return {self.routes[number]: each for number, of_one in told.items() for each in of_one.values()}
+
     def needs_targets(self, loss: TargetLoss) -> bool:
         """Always: which tokens are whose."""
         return True

@@ -1,0 +1,65 @@
+"""What is looked at before a run trains: does the teacher say what the data say, and is there room for answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+import torch
+
+from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
+from distill.generation.documents import documents_of
+from distill.recipe import Data
+from distill.teachers.base import Batch, Collate
+from distill.teachers.objective import DistillationObjective
+from distill.training.trainer import DistillationTrainer
+
+TOKENS, ROWS = 256, 256  # looked at, of each route and of the training data
+FEW = 0.1  # a teacher that agrees with the data's answers less often than this may read them in a wrong form
+
+
+def first_look(
+    trainer: DistillationTrainer, batch: Batch, rows: Sequence[Mapping[str, Sequence[int]]], data: Data
+) -> list[str]:
+    """The lines on a trainer's first held-out batch and on its training rows."""
+    fits = room_for_answers(rows, trainer.data_collator, data)  # type: ignore[arg-type]
+    return agreement_with_data(trainer.objective, batch) + fits
+
+
+@torch.no_grad()
+def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[str]:
+    """A line on how often the teacher's likeliest token is the data's; none of a teacher that is not asked so.
+
+    Args:
+        objective: of the run.
+        batch: collated by it, on the device; the same in all processes.
+    """
+    teacher = objective.teacher
+    if not (teacher.models and teacher.judges_new_rows and teacher.format.needs_targets(objective.loss)):
+        return []
+    labels = shift_labels(within_documents(batch["labels"], batch.get("position_ids"))).flatten()
+    rows = (labels != IGNORE_INDEX).nonzero()[:, 0]
+    shares = {}
+    for route, (own, tokens) in teacher.format.likeliest(objective.targets(batch), rows, TOKENS).items():
+        if len(own):
+            shares[route] = (tokens == labels[own]).float().mean().item(), len(own)
+    if not shares:
+        return []
+    said = ", ".join(f"{share:.1%} of {count:,}{route and f' by {route}'}" for route, (share, count) in shares.items())
+    low = min(share for share, _ in shares.values()) < FEW
+    advice = "; that is little: is the chat template the teacher's own, and the answers in its language?" if low else ""
+    return [f"{'answers':<12}the teacher's likeliest token is the data's: {said} held-out tokens{advice}"]
+
+
+def room_for_answers(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collate, data: Data) -> list[str]:
+    """A line on how many prompts leave room for the longest answers of the student's; none where it gives none."""
+    section = data.on_policy
+    if section is None or section.fraction == 0:
+        return []
+    documents = documents_of(collate(list(islice(rows, ROWS))))
+    fitting = sum(document.prompt_length + section.max_new_tokens <= data.max_length for document in documents)
+    line = (
+        f"{fitting / max(len(documents), 1):.1%} of {len(documents):,} leave room for all of "
+        f"data.on_policy.max_new_tokens {section.max_new_tokens} within data.max_length {data.max_length}"
+    )
+    return [f"{'prompts':<12}{line}"]

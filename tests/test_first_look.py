@@ -1,0 +1,84 @@
+"""What is said before a run trains: whether the teacher says what the data say, and whether answers have room."""
+
+import json
+
+import pytest
+import torch
+from subjects import across, informed, one, routed
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.core.labels import shift_labels
+from distill.data.collator import Collator
+from distill.recipe import Data, parse
+from distill.reports import first_look
+from distill.reports.first_look import agreement_with_data, room_for_answers
+from distill.run import run
+
+
+@pytest.mark.parametrize("make", [one, informed], ids=["one", "context"])
+def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
+    """Of dense logits, document by document, as the teacher reads them; the first so many tokens."""
+    monkeypatch.setattr(first_look, "TOKENS", 7)
+    subject = make()
+    (model,) = subject.teacher.models.values()
+    prefix, hits = subject.teacher.prefix, []
+    for part in subject.documents():
+        best = model(torch.tensor([part[f"{prefix}input_ids"]])).logits[0, :-1].argmax(-1)
+        labels = torch.tensor(part["labels"][1:])
+        best = best[len(best) - len(labels) :]
+        hits += (best == labels)[labels != -100].tolist()
+    (line,) = agreement_with_data(subject.objective(), subject.batch())
+    assert f"likeliest token is the data's: {sum(hits[:7]) / 7:.1%} of 7 held-out tokens" in line
+
+
+def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch):
+    subject = routed()
+    batch, objective = subject.batch(), subject.objective()
+    labels = shift_labels(batch["labels"]).flatten()
+    good = objective.teacher.format.members[0]
+    rows = batch["route0_rows"]
+    monkeypatch.setattr(good, "likeliest", lambda targets, own, most: {"": (own[:most], labels[own[:most]])})
+    (line,) = agreement_with_data(objective, batch)
+    assert f"100.0% of {len(rows)} by {objective.routes[0]} held-out tokens" in line  # the other one is a mixture
+    assert objective.routes[1] not in line and "that is little" not in line
+    monkeypatch.setattr(good, "likeliest", lambda targets, own, most: {"": (own[:most], labels[own[:most]] + 1)})
+    (line,) = agreement_with_data(objective, batch)
+    assert f"0.0% of {len(rows)}" in line and "that is little" in line
+
+
+def test_a_teacher_of_another_kind_is_not_asked():
+    subject = across()
+    assert agreement_with_data(subject.objective(), subject.batch()) == []
+
+
+def test_hard_labels_ask_no_teacher():
+    subject = one({"terms": [{"type": "cross_entropy"}]})
+    assert agreement_with_data(subject.objective(), subject.batch()) == []
+
+
+def test_prompts_that_leave_no_room_are_counted():
+    rows = [
+        {"input_ids": [5] * n, "labels": [-100] * (n - 2) + [5, 5], "position_ids": list(range(n))}
+        for n in (4, 8, 12, 16)
+    ]
+    data = Data(source="x.jsonl", max_length=16, on_policy={"max_new_tokens": 8})
+    (line,) = room_for_answers(rows, Collator(0), data)
+    assert "50.0% of 4 leave room for all of data.on_policy.max_new_tokens 8 within data.max_length 16" in line
+    assert room_for_answers(rows, Collator(0), data.model_copy(update={"on_policy": None})) == []
+
+
+def test_a_run_says_both(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    for seed, name in enumerate(("student", "teacher")):
+        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed), tokenizer)
+    rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}."} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    run(parse(
+        "teacher: {model: teacher}\nstudent: {model: student}\ntrain: {steps: 1}\ngenerate: {prompts: []}\n"
+        "loss: {terms: [{type: reverse_kl}]}\n"
+        "data: {source: rows.jsonl, max_length: 64, cache: false, on_policy: {max_new_tokens: 4}}\n"
+    ))  # fmt: skip
+    said = capsys.readouterr().out
+    assert "answers     the teacher's likeliest token is the data's: " in said
+    assert "prompts     100.0% of " in said
