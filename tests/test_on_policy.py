@@ -275,7 +275,7 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, mon
     import distill.run
 
     Path("plain.txt").write_text("Running text, line by line.\n" * 60)
-    monkeypatch.setattr(distill.run, "open_pair", lambda *args, **kwargs: pytest.fail("the models are read"))
+    monkeypatch.setattr(distill.run, "opened_pair", lambda *args, **kwargs: pytest.fail("the models are read"))
     with pytest.raises(ValueError, match=r"data\.on_policy: needs prompts"):
         distill.run.run(parse(RECIPE, ["data.source=plain.txt"]))
 
