@@ -250,7 +250,7 @@ def test_a_dead_student_ends_the_teacher(place):
     assert len(lines) == 1 and "so the teacher's " in lines[0], lines
 
 
-def test_what_the_user_got_wrong_is_said_once_more_by_nobody(place):
+def test_what_the_user_got_wrong_ends_both_sides(place):
     codes, lines = failed(place, "no_teacher")
     assert codes[0] == 2 and codes[1] == 2, (codes, lines)
     assert any("teacher.model" in line for line in lines), lines

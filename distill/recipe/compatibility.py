@@ -161,6 +161,11 @@ CONFLICTS: tuple[Conflict, ...] = (
         "loss.schedule: with type: server, which is asked ahead, expected a divergence of weight above 0 in every step",
     ),
     Conflict(
+        "ranks", "teacher for some steps",
+        "loss.schedule: with parallel.teacher: ranks, asked ahead, expected a divergence of weight above 0 in every "
+        "step",
+    ),
+    Conflict(
         "context", "running text",
         "teacher.context: running text (data.format: text) has no answers that could be read after another prompt",
     ),

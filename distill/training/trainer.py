@@ -34,6 +34,7 @@ from distill.core.faults import RunError, TeacherGone
 from distill.core.files import sync
 from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
+from distill.core.worlds import Worlds
 from distill.data.collator import Collator, PlainRows, padding_token
 from distill.data.mixing import MixedRows
 from distill.generation.on_policy import OnPolicy
@@ -105,7 +106,8 @@ class DistillationTrainer(Trainer):
         args.average_tokens_across_devices = True
         args.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
         if args.n_gpu > 1:
-            log.warning("%d GPUs are visible to one process; using one. Start with torchrun to use all.", args.n_gpu)
+            if Worlds.current is None:  # else the teacher's ranks have the others
+                log.warning("%d GPUs are visible to one process; using one. Start with torchrun for all.", args.n_gpu)
             args._n_gpu = 1
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         for whose, owned in {"student": model, **loaded}.items():
