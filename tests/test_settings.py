@@ -67,6 +67,8 @@ def test_types_and_defaults_are_those_of_the_schema():
         ("parallel", ["parallel", "parallel.strategy", "parallel.teacher"]),
         ("num_train_epochs", ["train.epochs"]),
         ("micro_batch_size", ["train.batch_size"]),
+        ("lr", ["train.learning_rate"]),
+        ("lora.save", ["student.lora.save"]),
         ("data.on_policy.fr", ["data.on_policy.fraction"]),
         ("smoothing", ["loss.label_smoothing"]),
     ],

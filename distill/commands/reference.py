@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from distill import __version__
 from distill.core.faults import Section, did_you_mean
 from distill.recipe import Recipe
-from distill.recipe.aliases import OTHER_TOOLS
+from distill.recipe.aliases import ALIASES, OTHER_TOOLS
 from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
 
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}
@@ -61,8 +61,7 @@ def settings() -> list[Setting]:
 
 
 def find_settings(name: str) -> list[Setting]:
-    """The settings that a name means: a path, a section, a field of any section, the beginning of one of these, another
-    tool's name, or a part of a name.
+    """The settings that a name means: a path or its end, a section, a beginning, another tool's name, a part of a name.
 
     Raises:
         ValueError: none is near; offers the nearest.
@@ -72,9 +71,10 @@ def find_settings(name: str) -> list[Setting]:
     last = {path: path.rpartition(".")[2] for path in paths}
     tests = (
         lambda path: path == plain or path.startswith(plain + "."),
-        lambda path: last[path] == plain,
+        lambda path: path.endswith("." + plain),
         lambda path: path.startswith(plain),
         lambda path: any(plain in re.findall(r"[\w.]+", text) for text in paths[path].elsewhere.values()),
+        lambda path: plain in ALIASES and path == ALIASES[plain].field,
         lambda path: plain in last[path],
     )
     for test in tests if plain else ():
