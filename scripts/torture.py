@@ -60,7 +60,10 @@ class Runs:
         program = ["-m", "distill"] if self.processes == 1 else ["-c", launch]
         command = [sys.executable, *program, "run", "r.yaml", "--name", name, "--resume-if-any"]
         limit = (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))) if full else None
-        with (self.folder / f"{name}.txt").open("ab") as out:
+        log = self.folder / f"{name}.txt"
+        if full:
+            log.write_bytes(b"")  # what it prints has room; what it saves has none
+        with log.open("ab") as out:
             return subprocess.Popen(
                 command, cwd=self.folder, env=environment, stdout=out, stderr=out, start_new_session=True,
                 preexec_fn=limit,
