@@ -130,13 +130,13 @@ class RoutedCollator:
         is_learned[batch["valid_rows"]] = True
         for route, groups in sorted(by_route.items()):
             own = [{name: [rows[n][name][p] for p in places] for name in OWN} for n, _, *places in groups]
-            made = (self.members[route] if self.members else self.teacher)(own)
-            longest, at_teacher, at_student = made["input_ids"].shape[1], [], []
+            teacher_batch = (self.members[route] if self.members else self.teacher)(own)
+            longest, at_teacher, at_student = teacher_batch["input_ids"].shape[1], [], []
             for line, (number, at, *places) in enumerate(groups):
                 flat = number * width + at + torch.tensor(places)
                 positions = is_learned[flat].nonzero().squeeze(1)
                 at_teacher.append(line * longest + positions)
                 at_student.append(flat[positions])
-            batch |= {f"route{route}_{name}": value for name, value in made.items()}
+            batch |= {f"route{route}_{name}": value for name, value in teacher_batch.items()}
             batch |= {f"route{route}_at": torch.cat(at_teacher), f"route{route}_rows": torch.cat(at_student)}
         return batch | {"routes": routes}

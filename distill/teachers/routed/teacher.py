@@ -364,7 +364,7 @@ class RoutedVocabulary(MixtureVocabulary):
 
         def encoder(format: Format, part: Part) -> RoutedEncoder:
             own = part.data
-            made = RoutedEncoder(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
-            return made.by(own.fields.teacher, routes, part.teacher)
+            rows = RoutedEncoder(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
+            return rows.by(own.fields.teacher, routes, part.teacher)
 
         return load_rows(data, encoder, [template], seed=seed)
