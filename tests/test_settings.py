@@ -13,7 +13,7 @@ from distill.cli import run_command
 from distill.commands import reference
 from distill.commands.reference import find_settings, json_schema, settings
 from distill.core.faults import Section
-from distill.recipe import RecipeError, parse, shipped
+from distill.recipe import Parallel, RecipeError, parse, shipped
 from distill.recipe.aliases import OTHER_TOOLS
 from distill.recipe.shipped import MODELINE, SCHEMA_FILE, copy_recipe, shipped_folder
 
@@ -64,7 +64,7 @@ def test_types_and_defaults_are_those_of_the_schema():
         ("train.batch_size", ["train.batch_size"]),
         ("loss.terms.0.beta", ["loss.terms[].beta"]),
         ("lora", ["student.lora"]),
-        ("parallel", ["parallel", "parallel.strategy", "parallel.teacher"]),
+        ("parallel", ["parallel", *(f"parallel.{name}" for name in Parallel.model_fields)]),
         ("num_train_epochs", ["train.epochs"]),
         ("micro_batch_size", ["train.batch_size"]),
         ("lr", ["train.learning_rate"]),
