@@ -356,6 +356,7 @@ def test_learning_rate_as_tensor_and_by_schedule(any_device):
     assert_as_good_as_torch(flat(ours), flat(eager), flat(eager), torch.float32)
 
 
+@pytest.mark.few(1)
 def test_many_tensors_of_mixed_dtypes_share_launches(any_device):
     shapes = [(1 + 7 * i % 61,) for i in range(120)]
     ours, eager = make(shapes, device=any_device), make(shapes)

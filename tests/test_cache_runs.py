@@ -106,6 +106,7 @@ def test_a_run_from_a_cache_is_the_online_run(here, capsys):
     assert "measure" in out and "another measure" in out and "KL over 260 outcomes" in out
 
 
+@pytest.mark.full
 def test_hidden_states_take_every_divergence(here, capsys):
     assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "float32", "--out", "states"]) == 0
     assert "128 bytes each" in capsys.readouterr().out
@@ -256,6 +257,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(here, monkeypatch):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.full
 def test_hidden_states_in_fp8_say_what_they_cost(here, capsys):
     assert run_command(["cache", "tiny.yaml", "--hidden", "--dtype", "fp8", "--out", "fp8"]) == 0
     out = capsys.readouterr().out

@@ -106,6 +106,7 @@ def test_intervals_are_those_of_now(undisturbed, tmp_path):
     assert state["train_batch_size"] == 2
 
 
+@pytest.mark.full
 def test_answers_of_the_student_are_the_same_in_other_micro_batches(tmp_path):
     def run(name, batch_size, checkpoint=None):
         student = tiny_model(dtype=torch.float64)
@@ -257,6 +258,7 @@ def test_what_would_be_another_run_is_refused(stopped, capsys, overrides, expect
     assert (stopped / "runs/whole/recipe.yaml").read_bytes() == before
 
 
+@pytest.mark.full
 def test_a_step_of_one_micro_batch_becomes_one_of_several(finished, stopped, capsys):
     """Without tokens_per_step, the step's size was batch_size's alone: given now, it keeps that."""
     path = stopped / "runs/whole/recipe.yaml"

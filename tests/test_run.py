@@ -74,6 +74,7 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys
         assert expected in out, expected
 
 
+@pytest.mark.full
 def test_lora_and_another_loss(workplace):
     result = run(
         recipe(

@@ -92,6 +92,7 @@ def test_packed_with_others_it_differs_by_rounding(place, url, in_process):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_fp8_on_the_wire_costs_little(place, url, in_process):
     _, figures, _ = trained(place, "fp8", *ACCUMULATED, *from_server(url, send="fp8"))
     losses = [(one["loss"], other["loss"]) for one, other in zip(figures, in_process[1], strict=True)]

@@ -172,6 +172,7 @@ def test_tiles_around_one():
         assert all(16 <= each.keys <= 128 and 16 <= each.queries <= 128 and each.stages for each in near)
 
 
+@pytest.mark.full
 def test_attention_times_its_tiles_and_agrees(kernel_device, clock):
     if kernel_device.type == "cuda":
         pytest.skip("a fake timer, and tiles of the interpreter")
