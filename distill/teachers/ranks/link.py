@@ -19,7 +19,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -58,17 +58,26 @@ class TeacherFacts(NamedTuple):
     held: str
 
 
-def joining_group(worlds: Worlds, device: torch.device) -> Any:
-    """A group of all ranks of the launch beside their default groups, for send and receive alone; untyped,
-    since torch's stubs know neither of them."""
+class Transfers(Protocol):
+    """What is used of ProcessGroupGloo and ProcessGroupNCCL, whose stubs in torch lack it."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+def joining_group(worlds: Worlds, device: torch.device) -> Transfers:
+    """A group of all ranks of the launch beside their default groups, for send and receive alone."""
     import torch.distributed as dist
 
     place = dist.PrefixStore("joint", clone(worlds.store)), worlds.rank, worlds.students + worlds.teachers
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(*place, STALLED)
+        return dist.ProcessGroupGloo(*place, STALLED)  # type: ignore[return-value]
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = STALLED
-    return dist.ProcessGroupNCCL(*place, options)
+    return dist.ProcessGroupNCCL(*place, options)  # type: ignore[return-value]
 
 
 class Pair(NamedTuple):
@@ -148,7 +157,7 @@ class StudentLink:
         bias = torch.empty(facts.rows, dtype=self.dtype, device=self.device) if facts.bias else None
         for pair in self.pairs:
             self.worlds.wait(pair.key("head", 0), self._rank(pair))
-            for tensor in filter(lambda each: each is not None, (weight, bias)):
+            for tensor in (weight, *([] if bias is None else [bias])):
                 self._wait(self.group.recv([tensor], self._rank(pair), 0), pair)
         return HeadWeights(weight, bias, None)
 
