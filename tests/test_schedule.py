@@ -6,13 +6,16 @@ import shutil
 
 import pytest
 import torch
+from subjects import one
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 
+from distill.doctor.invariants import fused_equals_reference
 from distill.recipe import Loss, RecipeError, dump, load, parse
 from distill.run import run
 from distill.teachers.objective import DistillationObjective
 from distill.training.progress import read_metrics
+from distill.training.scheduling import LossSchedule
 from distill.training.trainer import DistillationTrainer
 
 BASE = (
@@ -167,3 +170,23 @@ def test_the_largest_weight_is_known_to_the_loss_alone():
         "terms": [{"type": "reverse_kl"}], "schedule": [{"setting": "terms.0.weight", "steps": [0], "values": [3]}]
     })  # fmt: skip
     assert loss.terms[0].weight == 3.0 and loss.at(0).terms[0].weight == 3.0
+
+
+def test_a_teacher_that_is_asked_ahead_is_asked_in_every_step():
+    """Whatever its kind: several with routes may have one among them that is."""
+    fading = recipe_of("{setting: terms.0.weight, steps: [0, 9], values: [1, 0]}", "terms: [{type: forward_kl}, "
+                       "{type: cross_entropy}]").loss  # fmt: skip
+    objective = DistillationObjective(tiny_model(seed=1), tiny_model(), fading)
+    LossSchedule(objective, fading)
+    objective.teacher.ahead = 2
+    with pytest.raises(ValueError, match="asked ahead"):
+        LossSchedule(objective, fading)
+
+
+def test_doctor_looks_at_every_term_that_is_scheduled():
+    """A term that begins at 0 as well: a fault of it is found."""
+    later = recipe_of("{setting: terms.1.weight, steps: [5, 9], values: [0, 1]}", "terms: [{type: forward_kl}, "
+                      "{type: reverse_kl}]").loss  # fmt: skip
+    subject = one(later)
+    assert fused_equals_reference(subject).passed
+    assert [term.weight for term in subject.objective().terms] == [1.0, 1.0]

@@ -35,7 +35,9 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
         batch: collated by it, on the device; the same in all processes.
     """
     teacher = objective.teacher
-    if not (teacher.models and teacher.judges_new_rows and teacher.format.needs_targets(objective.loss)):
+    if teacher.ahead or not (
+        teacher.models and teacher.judges_new_rows and teacher.format.needs_targets(objective.loss)
+    ):
         return []
     labels = shift_labels(within_documents(batch["labels"], batch.get("position_ids"))).flatten()
     rows = (labels != IGNORE_INDEX).nonzero()[:, 0]

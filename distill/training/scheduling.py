@@ -31,6 +31,10 @@ class LossSchedule:
         self.section = loss if isinstance(loss, Loss) and loss.schedule else None
         self.now: Loss | None = None
         if self.section is not None:
+            if objective.teacher.ahead and self.section.leaves_the_teacher_out:
+                raise ValueError(
+                    "loss.schedule: this teacher is asked ahead; expected a divergence of weight above 0 in every step"
+                )
             for step in {0, *(step for line in self.section.schedule for step in line.steps)}:
                 objective.teacher.format.loss(self.section.at(step), objective.pairing)
         self.begin(0)
