@@ -1,12 +1,14 @@
 """Several sources with shares: what an epoch holds of each, which documents, and the same again after a stop."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
+from distill.cli import run_command
 from distill.data.load import load_data
 from distill.data.mixing import MixedRows, mix_of
 from distill.recipe import Data, RecipeError, dump, load, parse
@@ -195,3 +197,14 @@ def test_routes_that_no_teacher_has():
 def test_a_share_of_less_than_a_row_is_refused(here):
     with pytest.raises(ValueError, match=r"data.sources.0.weight: expected at least one of an epoch's \d+ rows"):
         load_data(data_of((1e-6, 1.0)), here, seed=0)
+
+
+def test_commands_look_at_each_source(here, tmp_path, capsys):
+    text = TRAIN + "data: {sources: [{source: many.jsonl}, {source: few.jsonl}], max_length: 96, cache: false}\n"
+    (tmp_path / "mix.yaml").write_text(text)
+    assert run_command(["validate", "mix.yaml"]) == 0
+    assert "does not exist" not in (said := capsys.readouterr()).err and "sources:" in said.out
+    assert run_command(["validate", "mix.yaml", "data.sources.1.source=nowhere.jsonl"]) == 0
+    assert "data.sources.1.source: expected a local file" in capsys.readouterr().err
+    assert run_command(["check", "mix.yaml"]) == 0
+    assert re.search(r"few\.jsonl: \d+ of an epoch's \d+ rows \(5\d\.\d%\)", capsys.readouterr().out)

@@ -35,7 +35,8 @@ def _of_models(recipe: Recipe) -> Iterator[str]:
 
 def _of_data(recipe: Recipe) -> Iterator[str]:
     data = recipe.data
-    for field, name in (("data.source", data.source), ("data.validation.source", data.validation.source)):
+    named = [(part.field, part.data.source) for part in data.parts]
+    for field, name in (*named, ("data.validation.source", data.validation.source)):
         if name is None or name == STDLIB or name.startswith("synthetic"):
             continue
         place = name if local_path(name).exists() else name.rpartition(":")[0] or name

@@ -43,7 +43,8 @@ def probe(recipe: Recipe) -> Measured:
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
     # random tokens take the same memory; `epochs` and figures along the way are of no interest here
     quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "log_every": 1}
-    data = recipe.data.model_copy(update={"source": "synthetic", "max_rows": max(rows, 8), "cache": False})
+    update = {"source": "synthetic", "sources": [], "max_rows": max(rows, 8), "cache": False}
+    data = recipe.data.model_copy(update=update)
     recipe = recipe.model_copy(
         update={"train": recipe.train.model_copy(update=quick | {"report_to": []}), "data": data}
     )
