@@ -14,7 +14,7 @@ Numbers are rounded to what is stored before they are compared.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
@@ -118,12 +118,8 @@ def measure(
     """
     s = sample
     _, p = log_probabilities(s.teacher_hidden, s.teacher_head, s.teacher_transform, s.columns, temperature)
-    full = FusedKLLoss(
-        temperature=temperature, **LogitTransforms(s.student_transform, s.teacher_transform),
-    )  # fmt: skip
-    shared = {
-        "student_bias": s.student_head.bias, "student_lora": s.student_head.lora, "vocab_size": s.columns,
-    }  # fmt: skip
+    full = FusedKLLoss(temperature=temperature, **LogitTransforms(s.student_transform, s.teacher_transform))
+    shared = {"student_bias": s.student_head.bias, "student_lora": s.student_head.lora, "vocab_size": s.columns}
     exact = _differentiated(
         s, lambda x, w: full(
             x, w, s.teacher_hidden.to(s.teacher_head.weight.dtype), s.teacher_head.weight,
@@ -150,7 +146,7 @@ def measure(
             table.append(
                 Lossiness(
                     k, tail, float(p.gather(-1, ids.long()).exp().sum(-1).mean()), divergence(p, stored, given, tail),
-                    *(_ratio(a, b) for a, b in zip(made[:1], exact[:1], strict=True)),
+                    float(made[0] / exact[0]),
                     *(_distance(a, b) for a, b in zip(made[1:], exact[1:], strict=True)),
                 )
             )  # fmt: skip
@@ -172,7 +168,7 @@ def divergence(p: torch.Tensor, stored: TopK, given: torch.Tensor, tail: str) ->
     return float(torch.where(p > -torch.inf, p.exp() * (p - spread), 0.0).sum(-1).mean())
 
 
-def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor], Any]) -> list[torch.Tensor]:
+def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
     """Loss and gradients for the student's hidden states and head, at its present state."""
     weight = sample.student_head.weight.detach().clone().requires_grad_()
     hidden = sample.student_hidden.detach().to(weight.dtype).requires_grad_()
@@ -180,10 +176,6 @@ def _differentiated(sample: Sample, loss: Callable[[torch.Tensor, torch.Tensor],
     value.backward()
     assert hidden.grad is not None and weight.grad is not None
     return [value.detach(), hidden.grad, weight.grad]
-
-
-def _ratio(made: torch.Tensor, exact: torch.Tensor) -> float:
-    return float(made / exact)
 
 
 def _distance(made: torch.Tensor, exact: torch.Tensor) -> float:

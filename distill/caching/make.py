@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from distill.caching.write import (
-    Job,
-    missing_shards,
-    open_folder,
-    plan_work,
-    require_room,
-    write_shards,
-)
+from distill.caching.write import Job, missing_shards, open_folder, plan_work, require_room, write_shards
 from distill.core.files import write_json
 from distill.core.ranks import is_first, of_the_first, world_size
 from distill.core.units import counted
@@ -31,10 +26,7 @@ from distill.planning.caching import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
 from distill.teachers.base import OpenContext
-from distill.teachers.cache.format import (
-    ANSWERS,
-    bytes_a_token,
-)
+from distill.teachers.cache.format import ANSWERS, Plan, bytes_a_token
 from distill.teachers.cache.plan import EncodableTeacher, Origin, close_cache, encodable, plan_of, write_companions
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
@@ -61,7 +53,7 @@ class Loaded(NamedTuple):
     precision: Precision
     teacher: EncodableTeacher
     student_transform: LogitTransform
-    cut: Any = None
+    cut: PreTrainedModel | None = None
     ids_below: int | None = None
     sharing: Sharing = ALONE
 
@@ -71,7 +63,7 @@ class Loaded(NamedTuple):
         return self.pair.vocab_size or len(self.teacher.head.weight)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Of the data."""
         return self.pair.tokenizer
 
@@ -131,8 +123,8 @@ def make_cache(
     settings: Settings,
     *,
     say: Callable[[str], None],
-    progress: Callable[[int], Any],
-) -> dict[str, Any] | None:
+    progress: Callable[[int], AbstractContextManager[Callable[[int], None]]],
+) -> Plan | None:
     """Write the cache, or what is missing of it.
 
     Args:
@@ -158,7 +150,6 @@ def make_cache(
         shard_bytes=settings.shard_bytes,
     )  # fmt: skip
     plan["work"] = work.digest()
-
     job = Job(folder, plan, work)
 
     def begin() -> list[int]:
@@ -171,22 +162,16 @@ def make_cache(
     batch_size = settings.batch_size or recipe.train.batch_size
     with progress(work.learned) as advance:
         write_shards(job, splits, loaded.teacher, batch_size=batch_size, missing=missing, advance=advance)
-    answers = _answers(loaded)  # shards answer together
+    asked = recipe.generate
+    answers = loaded.pair.teacher.respond(asked.prompts, asked) if asked.prompts else None  # shards answer together
     if not is_first():
         return None
     if answers is not None:
-        write_json(folder / ANSWERS, {"max_new_tokens": recipe.generate.max_new_tokens, "answers": answers})
+        paired = dict(zip(asked.prompts, answers, strict=True))
+        write_json(folder / ANSWERS, {"max_new_tokens": asked.max_new_tokens, "answers": paired})
     (model,) = loaded.pair.teacher.models.values()
     write_companions(folder, model, loaded.tokenizer, loaded.teacher.head if settings.hidden else None, loaded.cut)
     return close_cache(folder, plan)
-
-
-def _answers(loaded: Loaded) -> dict[str, str] | None:
-    """What the teacher answers the recipe's prompts; None where there are none, or no tokenizer."""
-    settings = loaded.recipe.generate
-    if not settings.prompts or (answers := loaded.pair.teacher.respond(settings.prompts, settings)) is None:
-        return None
-    return dict(zip(settings.prompts, answers, strict=True))
 
 
 def _announce(loaded: Loaded, job: Job, say: Callable[[str], None], finished: bool) -> None:

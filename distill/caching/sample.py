@@ -106,7 +106,9 @@ def sample(
     if who == "teacher":
         require_command(recipe, "sample --from teacher")
     section: Any = recipe.teacher if who == "teacher" else recipe.student
-    tokenizer = _tokenizer(recipe, who)
+    own = who == "student" and recipe.student.has_tokenizer
+    answering = recipe.student if own else source_of(recipe).tokenizer_section
+    tokenizer = load_tokenizer(answering, "student" if own else "teacher")
     template = load_template(recipe.data.chat_template, tokenizer)
     longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
     usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, longest=longest - 1)
@@ -116,10 +118,7 @@ def sample(
     made_by |= {"revision": section.revision} if section.revision else {}
     processes = _processes(recipe, who, settings)
 
-    def look() -> int:
-        return _finished(out, usable.prompts, made_by)
-
-    done = of_the_first(look) if processes > 1 else look()
+    done = of_the_first(lambda: _finished(out, usable.prompts, made_by))
     result = Sampled(done, dropped=dict(usable.dropped))
     progress(done, len(usable.prompts))
     if done == len(usable.prompts):
@@ -147,7 +146,7 @@ def sample(
                 batch_size=batch_size,
             )
             for prompt, tokens, cut in zip(group, answers.tokens, answers.truncated, strict=True):
-                row = prompt.answered(tokenizer.decode(tokens, skip_special_tokens=True))
+                row = prompt.answered(str(tokenizer.decode(tokens, skip_special_tokens=True)))
                 file.write(json.dumps(row | {"truncated": cut, "sampled": made_by}, ensure_ascii=False) + "\n")
                 result.made += 1
                 result.tokens += len(tokens)
@@ -200,13 +199,6 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
         with out.open("r+b") as file:
             file.truncate(len(whole))
     return len(lines)
-
-
-def _tokenizer(recipe: Recipe, who: str) -> Any:
-    """The tokenizer of the model that answers."""
-    if who == "student" and recipe.student.has_tokenizer:
-        return load_tokenizer(recipe.student, "student")
-    return load_tokenizer(source_of(recipe).tokenizer_section)
 
 
 def _positions(recipe: Recipe, who: str) -> int:

@@ -182,14 +182,6 @@ def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch,
     return step
 
 
-def flops_of(teacher: nn.Module, student: nn.Module, batch: Batch) -> float:
-    """Model FLOPs of one step, by the formulas of `distill.training.metrics`."""
-    rows, length = batch["input_ids"].shape
-    pairs = rows * length * (length + 1) / 2
-    work = [work_of(teacher, trains=False), work_of(student, trains=True)]
-    return sum(w.of(rows * length, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
-
-
 def bench_step(
     load: Callable[[], tuple[nn.Module, nn.Module]],
     batch_size: int,
@@ -237,7 +229,9 @@ def _bench_variant(
     teacher, student = load()
     vocabulary = min(read_head(find_head(model)).weight.shape[0] for model in (teacher, student))
     batch = make_batch(batch_size, length, vocabulary, seed)
-    flops, tokens = flops_of(teacher, student, batch), batch["input_ids"].numel()
+    work, tokens = [work_of(teacher, trains=False), work_of(student, trains=True)], batch_size * length
+    learned, pairs = batch["valid_rows"].numel(), tokens * (length + 1) / 2
+    flops = sum(w.of(tokens, learned, pairs) for w in work if w is not None)
     student.train()
     note = ""
     if variant.startswith("distill"):

@@ -13,8 +13,7 @@ from distill.core.units import counted
 
 def doctor(
     recipe: Annotated[
-        str | None,
-        typer.Argument(metavar="[RECIPE]", help="Also examine this recipe.", autocompletion=complete_recipe),
+        str | None, typer.Argument(metavar="[RECIPE]", help="Also examine this recipe.", autocompletion=complete_recipe)
     ] = None,
     overrides: Overrides = None,
     small: Annotated[

@@ -64,9 +64,11 @@ def evaluate(
     from distill.core.ranks import world_size
     from distill.evaluation import targets
     from distill.evaluation.judge import judge
+    from distill.evaluation.judge_spans import judge_spans
     from distill.models.load import load_tokenizer
     from distill.models.packed import keeps_apart
     from distill.models.vocabulary import compare as compare_vocabularies
+    from distill.teachers.cross.vocabularies import compare_by_bytes, readers_of
     from distill.teachers.measure import shown as figure_shown
 
     found = targets.find_target(target)
@@ -89,7 +91,9 @@ def evaluate(
         student, own = targets.load_target(found)
         packing = all(keeps_apart(model) for model in (student, large))
         if by_spans:
-            look = _across(found, own, tokenizer)
+            assert found.recipe is not None
+            readers = readers_of(own, tokenizer, found.recipe.data.chat_template)
+            look = functools.partial(judge_spans, shared=compare_by_bytes(*readers).shared)
             rows = targets.held_out_rows(found, data, own, max_rows, max_length, tokenizer, packing=packing)
         else:
             heads = [model.get_output_embeddings().weight.shape[0] for model in (large, student)]
@@ -123,16 +127,6 @@ def evaluate(
     drawn = "rows" if by_spans else "documents"
     over = f"{counted(after.tokens, measure.unit)} in {counted(after.rows, 'row')}"
     console.say(f"over {over}; intervals by resampling {drawn}")
-
-
-def _across(found: Any, student_tokenizer: Any, teacher_tokenizer: Any) -> Any:
-    """What judges a student that keeps its own tokenizer."""
-    from distill.evaluation.judge_spans import judge_spans
-    from distill.teachers.cross.vocabularies import compare_by_bytes, readers_of
-
-    template = found.recipe.data.chat_template
-    readers = readers_of(student_tokenizer, teacher_tokenizer, template)
-    return functools.partial(judge_spans, shared=compare_by_bytes(*readers).shared)
 
 
 def _run_tasks(
@@ -187,7 +181,7 @@ def compare(
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
     """
-    from distill.reports.compare_runs import curves_page, differently_judged, group_runs, mean_and_spread
+    from distill.reports.compare_runs import Group, curves_page, differently_judged, group_runs, mean_and_spread
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]
@@ -206,7 +200,7 @@ def compare(
     measures = {group.measure.name for group in groups}
     name = measures.pop() if len(measures) == 1 else ""  # of several each line names its own
 
-    def p_of(group: Any) -> str:
+    def p_of(group: Group) -> str:
         if group is groups[0] or group.measure != groups[0].measure:
             return "" if group is groups[0] else "another measure"
         return "one seed" if group.p_value is None else f"{group.p_value:.3f}"

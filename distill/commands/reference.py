@@ -52,11 +52,14 @@ def settings() -> list[Setting]:
     found: dict[str, Setting] = {}
     for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
         kind, other = _type(node), found.get(name)
-        default = "required" if is_required else _default(node)
+        default = "" if "$ref" in node else node.get("default", "")
+        default = default if isinstance(default, str) else json.dumps(default)
         if other is not None:  # a field that several types of term have
             kind = " | ".join(dict.fromkeys([*other.type.split(" | "), *kind.split(" | ")]))
         meaning = other.meaning if other is not None and other.meaning else node["description"]
-        found[name] = Setting(name, kind, default, meaning, node["x-since"], OTHER_TOOLS.get(name, {}))
+        found[name] = Setting(
+            name, kind, "required" if is_required else default, meaning, node["x-since"], OTHER_TOOLS.get(name, {})
+        )
     return list(found.values())
 
 
@@ -178,9 +181,3 @@ def _type(node: Node) -> str:
         return "anything"
     bounds = [f"{sign} {node[key]:,}" for key, sign in BOUNDS.items() if key in node and node[key] < LARGEST]
     return " ".join([WORDS.get(node["type"], "section"), ", ".join(bounds)]).strip()
-
-
-def _default(node: Node) -> str:
-    if "default" not in node or "$ref" in node:
-        return ""
-    return node["default"] if isinstance(node["default"], str) else json.dumps(node["default"])

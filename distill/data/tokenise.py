@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatTemplate, Span
+from distill.data.chat import ChatTemplate, Message, Span
 from distill.data.formats import KNOWN_ROLES, Format, Sample
 from distill.data.sources import Row, RowFault
 from distill.data.token_cache import tokenizer_hash
@@ -85,7 +85,7 @@ class Tally:
         shown = f"row {number}: {fault.detail}"[:300]
         self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in shown))
 
-    def see_roles(self, messages: Iterable[Mapping[str, Any]]) -> None:
+    def see_roles(self, messages: Iterable[Message]) -> None:
         """Count a chat's unusual roles; of endlessly many the first ones."""
         for role in sorted({str(message.get("role")) for message in messages} - KNOWN_ROLES):
             if role in self.roles or len(self.roles) < MOST_ROLES:
@@ -123,7 +123,7 @@ class RowEncoder:
     format: Format
     columns: Mapping[str, tuple[str, ...]]
 
-    def __call__(self, batch: Batch) -> tuple[list[Any], Tally]:
+    def __call__(self, batch: Batch) -> tuple[list[Document], Tally]:
         """The documents of numbered rows, and what happened to the rows."""
         tally = Tally()
         return list(self.documents(batch, tally)), tally
@@ -136,7 +136,7 @@ class RowEncoder:
         """
         raise NotImplementedError
 
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         """All that decides the result, as plain JSON."""
         raise NotImplementedError
 
@@ -168,7 +168,7 @@ class Encoder(RowEncoder):
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.beginning = beginning_of(tokenizer)
 
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         template = self.template.source if self.template else None
         return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, self.train_on]
 

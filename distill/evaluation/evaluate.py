@@ -145,7 +145,7 @@ def _sums(
     sums = torch.zeros(9, dtype=torch.float64, device=device)
     own = [first + rank for first in range(0, len(starts), world)]
 
-    def batches() -> Iterator[dict[str, Any]]:
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
         for number in own:
             # wrapped models communicate in forward: a process without a batch of its own repeats one, counting nothing
             start = starts[number] if number < len(starts) else 0
@@ -161,6 +161,6 @@ def _sums(
     return sums
 
 
-def as_trained(device: torch.device, dtype: torch.dtype | None) -> Any:
+def as_trained(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
     """Autocast to `dtype`, or nothing where that is None."""
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)

@@ -22,7 +22,7 @@ from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, intervals, share_interval
 from distill.evaluation.evaluate import HeldOut, as_trained, perplexity
-from distill.models.head import LogitTransform, call_head, decoder_of, find_head, probe_logits
+from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
 
 BINS = 15
 CHUNK = 512  # tokens whose full logits exist together
@@ -124,10 +124,10 @@ def judge(
     return Judgement(int(counts.sum()), len(rows), figures, errors[0], errors[1], sums, counts)
 
 
-def _log_probabilities(model: Any, hidden: torch.Tensor, transform: LogitTransform, columns: int) -> torch.Tensor:
+def _log_probabilities(model: nn.Module, hidden: torch.Tensor, transform: LogitTransform, columns: int) -> torch.Tensor:
     """Natural logarithms [N, columns] in float32, scale and soft cap as the model has them."""
 
-    def compute(x: torch.Tensor, head: Any) -> torch.Tensor:
+    def compute(x: torch.Tensor, head: HeadWeights) -> torch.Tensor:
         logits = _product(x.to(head.weight.dtype), head.weight)
         if head.bias is not None:
             logits = logits + head.bias

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.core.folders import RECIPE_FILE, RUNS
 from distill.data.load import columns_of, load_data
@@ -63,7 +64,7 @@ def device_here() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_target(target: Target) -> tuple[Any, Any]:
+def load_target(target: Target) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The student in eval mode, and its tokenizer."""
     device = device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -72,7 +73,7 @@ def load_target(target: Target) -> tuple[Any, Any]:
     )
 
 
-def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype | None) -> Any:
+def load_merged(target: Target, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
     """The student in train mode, an adapter merged into its base model; without `dtype` in that of its files."""
     student = load_student(target.student, device=device, dtype=dtype)
     return student if target.adapter is None else load_and_merge(student, str(target.adapter), "student")
@@ -115,7 +116,7 @@ def measure_of_target(target: Target, teacher: str | None) -> Measure:
     return measure_of(target.recipe.model_copy(update=alone))
 
 
-def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> Any:
+def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = False) -> PreTrainedModel:
     """The teacher named, else the recipe's; with `in_shards` over all processes, which must have found each other."""
     section, device = its_teacher(target, teacher), device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -150,8 +151,8 @@ def knows_one_teacher(target: Target) -> bool:
 
 
 def held_out_rows(
-    target: Target, data: str | None, tokenizer: Any, max_rows: int, max_length: int, teacher_tokenizer: Any = None,
-    *, packing: bool = True,
+    target: Target, data: str | None, tokenizer: PreTrainedTokenizerBase, max_rows: int, max_length: int,
+    teacher_tokenizer: PreTrainedTokenizerBase | None = None, *, packing: bool = True,
 ) -> Sequence[Any]:  # fmt: skip
     """The rows that the run held out, or of `data` up to `max_rows` texts or chats, read as the run reads its own.
 

@@ -39,6 +39,6 @@ def compile_layers(model: nn.Module, backend: str = "inductor", **options: Any) 
     return len(layers)
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
+def uncompiled() -> contextlib.AbstractContextManager[object]:
     """Within it compiled layers run as if they were not: for answers that grow by one token a call."""
     return torch.compiler.set_stance("force_eager")

@@ -9,7 +9,6 @@ row into its place and hands attention a view of the filled part.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 from distill_kernels.attention.kv_cache import KVCache
@@ -50,7 +49,7 @@ class PreallocatedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [B, Hkv, S, D] keys and values; views [B, Hkv, filled, D] of all there are."""
         if self.cache is None:

@@ -23,7 +23,7 @@ def is_lora_linear(module: nn.Module) -> bool:
     return type(base) is nn.Linear and not base.weight.requires_grad
 
 
-def lora_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """What takes the place of a LoRA layer's forward."""
     weights = None if args or kwargs else _plain(self, x)
     if weights is None:
@@ -42,7 +42,9 @@ def down_of_gated(down: Any, gated: Callable[..., torch.Tensor], *parts: torch.T
     return down(gated(*parts))
 
 
-def _plain(layer: Any, x: torch.Tensor) -> tuple[Any, Any, Any, Any, float] | None:
+def _plain(
+    layer: Any, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, float] | None:
     """Weight, bias, A, B and scale, where the layer is the plain case."""
     name, base = _only_adapter(layer), layer.get_base_layer()
     device = x.device.type

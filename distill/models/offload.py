@@ -200,11 +200,11 @@ class _Travels(ModelHook):
     def __init__(self, conveyor: Conveyor, number: int) -> None:
         self.conveyor, self.number = conveyor, number
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, *args: object, **kwargs: object) -> tuple[object, object]:
         self.conveyor.bring(self.number)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: object) -> object:
         self.conveyor.take_back(self.number)
         return output
 

@@ -50,7 +50,7 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take in [B, Hkv, S, D]: of prompts from slot 0 on, and give them back; of newest tokens, and give all."""
         if not self.is_initialized:

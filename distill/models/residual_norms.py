@@ -39,16 +39,16 @@ def _takes_residual(norm: Any) -> bool:
     return "forward" in norm.__dict__ and "residual" in inspect.signature(norm.forward).parameters
 
 
-def _attend(layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+def _attend(layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, object]) -> torch.Tensor:
     return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
 
 
-def _pre_norm_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _pre_norm_forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     normed, residual = self.post_attention_layernorm(_attend(self, hidden_states, kwargs), hidden_states)
     return residual + self.mlp(normed)
 
 
-def _sandwich_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _sandwich_forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     attended = self.post_attention_layernorm(_attend(self, hidden_states, kwargs))
     normed, residual = self.pre_feedforward_layernorm(attended, hidden_states)
     return residual + self.post_feedforward_layernorm(self.mlp(normed))
@@ -60,9 +60,9 @@ LAYER_FORWARDS: dict[str, Callable[..., Any]] = {"pre_norm": _pre_norm_forward, 
 @torch.no_grad()
 def layer_matches(layer: nn.Module, *, model: nn.Module, forward: Callable[..., Any]) -> bool:
     """Run one whole layer both ways, called as the decoder calls it."""
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    seen: list[tuple[tuple[object, ...], dict[str, object]]] = []
 
-    def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def remember(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         seen.append((args, kwargs))
 
     hook = layer.register_forward_pre_hook(remember, with_kwargs=True)

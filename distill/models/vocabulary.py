@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,8 @@ class Verdict:
 
 
 def compare(
-    teacher_tokenizer: Any,
-    student_tokenizer: Any,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    student_tokenizer: PreTrainedTokenizerBase,
     teacher_vocab_size: int | None = None,
     student_vocab_size: int | None = None,
 ) -> Verdict:
@@ -172,11 +172,11 @@ def compare(
     )  # fmt: skip
 
 
-def _by_id(tokenizer: Any) -> dict[int, str]:
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     return {number: token for token, number in tokenizer.get_vocab().items()}
 
 
-def _probe(teacher: Any, student: Any) -> str | None:
+def _probe(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> str | None:
     for text in PROBES:
         ours, theirs = (
             tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for tokenizer in (teacher, student)
@@ -193,7 +193,9 @@ def _probe(teacher: Any, student: Any) -> str | None:
     return None
 
 
-def _notes(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> list[str]:
+def _notes(
+    teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase, teacher_rows: int, student_rows: int
+) -> list[str]:
     """Habits that differ: they stop nothing, since one tokenizer makes the data, yet surprise at generation."""
     notes = []
     for name in ("bos_token", "eos_token", "pad_token"):
@@ -213,7 +215,9 @@ def _notes(teacher: Any, student: Any, teacher_rows: int, student_rows: int) -> 
     return notes
 
 
-def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tokenizer: Any) -> tuple[str, ...]:
+def extend_student(
+    student: PreTrainedModel, student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, ...]:
     """Give the student the tokens that only the teacher has; afterwards the teacher's tokenizer serves both.
 
     A new token's rows, in the input embedding and in the head, start as the mean of the rows of the tokens that the
@@ -259,7 +263,9 @@ def extend_student(student: PreTrainedModel, student_tokenizer: Any, teacher_tok
     return added
 
 
-def shared_columns(teacher: Any, student: Any, *rows: int) -> tuple[int, str]:
+def shared_columns(
+    teacher: PreTrainedTokenizerBase | None, student: PreTrainedTokenizerBase, *rows: int
+) -> tuple[int, str]:
     """How many columns a loss over two heads has, and the verdict that a person reads.
 
     Args:

@@ -101,13 +101,7 @@ def _share(
 
 
 def asked_in_shards(
-    recipe: Recipe,
-    device: torch.device,
-    world: int,
-    *,
-    batch_size: int,
-    cached_tokens: int = 0,
-    alone: bool = False,
+    recipe: Recipe, device: torch.device, world: int, *, batch_size: int, cached_tokens: int = 0, alone: bool = False
 ) -> bool:
     """Whether other commands that ask the recipe's teacher over `world` processes hold it in shards, as caching would.
 

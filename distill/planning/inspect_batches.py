@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
 
@@ -96,7 +97,9 @@ def rich_text(tokens: Sequence[Token]) -> Any:
 
 
 @torch.no_grad()
-def shade_rows(rows: Sequence[dict[str, Any]], by: str, teacher: Any, student: Any | None) -> list[list[float | None]]:
+def shade_rows(
+    rows: Sequence[dict[str, Any]], by: str, teacher: nn.Module, student: nn.Module | None
+) -> list[list[float | None]]:
     """A figure for each learned token: the teacher's `entropy`, or the student's `divergence` (forward KL), nats.
 
     The figure of a token is that of the distribution that predicts it, one position earlier.

@@ -24,7 +24,7 @@ the allocator's fragments take comes on top, and is why a device counts as full 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from distill_kernels.losses.plan import plan_chunks
@@ -137,7 +137,8 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
     rollouts = _rollout_cache(recipe, student, compute)
-    answering = student.parameters * weight if _has_snapshot(recipe, sharded) else 0.0
+    own = recipe.data.on_policy
+    answering = student.parameters * weight if own and own.fraction > 0 and (sharded or own.ahead) else 0.0
     held = teacher_weights + weights + states + buckets + rollouts + answering
     kept = gradients if accumulation > 1 else 0.0
     forward = held + kept + copies + activations
@@ -167,11 +168,7 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     moments = {"loss": in_loss, "backward": max(start, end), "optimizer": held + gradients + temporary}
     if teacher.loading:
         moments[LOADING] = teacher.loading
-    return Memory(
-        parts,
-        moments,
-        logits_avoided=float(models) * tokens * columns * 4,
-    )
+    return Memory(parts, moments, logits_avoided=float(models) * tokens * columns * 4)
 
 
 def _rollout_cache(recipe: Recipe, student: Shape, compute: int) -> float:
@@ -182,16 +179,11 @@ def _rollout_cache(recipe: Recipe, student: Shape, compute: int) -> float:
     return 1.5 * section.batch_size * recipe.data.max_length * 2 * student.layers * student.key_value * compute
 
 
-def _has_snapshot(recipe: Recipe, sharded: bool) -> bool:
-    section = recipe.data.on_policy
-    return section is not None and section.fraction > 0 and bool(sharded or section.ahead)
-
-
 def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int, models: int) -> float:
     precision = situation.precision
     narrow = precision.student != torch.float32
     logit = 4 if precision.compute == torch.float32 else 2
-    plan: Any = plan_chunks(
+    plan = plan_chunks(
         rows, columns, logit_bytes=logit, models=models, weight_bytes=head_gradient,
         memory_bytes=situation.memory_bytes, narrow_weight=narrow,
     )  # fmt: skip

@@ -143,7 +143,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     vocabulary = _check_vocabulary(source, report)
     pairs = _check_data(source, vocabulary, report) if look_at_data else None
     report.memory = memory = _memory(situation, device)
-    report.fits = _fits(memory, situation)
+    report.fits = memory.peak <= situation.usable
     if not report.fits:
         report.problems.insert(
             0,
@@ -198,10 +198,6 @@ def _memory(situation: Situation, device: Device) -> Memory:
     return step_memory(situation, sharded=sharing.student_sharded, teacher_sharded=sharing.teacher_sharded)
 
 
-def _fits(memory: Memory, situation: Situation) -> bool:
-    return memory.peak <= situation.usable
-
-
 def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
@@ -254,7 +250,7 @@ def advise(situation: Situation, device: Device) -> list[tuple[str, float, bool]
         changed.source.follow(situation.source)
         memory = _memory(changed, device)
         if (saved := (now - memory.peak) / GIB) >= 0.05:
-            advice.append((label, saved, _fits(memory, changed)))
+            advice.append((label, saved, memory.peak <= changed.usable))
     return sorted(advice, key=lambda row: -row[1])
 
 

@@ -13,7 +13,7 @@ import html
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Group(NamedTuple):
     differs: dict[str, object]
     p_value: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For JSON: the divergence by its key in `metrics.jsonl`."""
         found = self._asdict()
         figures = found.pop("divergence")

@@ -73,11 +73,7 @@ def write_model_card(
         f"| data | {escape(data)} |",
     ]
     if before is not None and after is not None:
-        parts += [
-            "## Held-out figures",
-            figures_table(before, after, measure),
-            _explanation(before, after, measure),
-        ]
+        parts += ["## Held-out figures", figures_table(before, after, measure), _explanation(before, after, measure)]
     parts += [
         "## Use",
         fenced(

@@ -156,7 +156,7 @@ def bytes_a_token(plan: Plan) -> int:
 # ------------------------------------------------------------------ files
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> Plan | None:
     """A JSON file's content, a dictionary; None where there is no such file.
 
     Raises:
@@ -242,7 +242,7 @@ def sizes_of(folder: Path, count: int) -> Sequence[int]:
     return sizes
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Path) -> Plan:
     """The manifest of a complete cache.
 
     Raises:

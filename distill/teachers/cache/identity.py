@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from distill.data.chat import load_template
 from distill.data.token_cache import tokenizer_hash
 from distill.recipe import Recipe
+from distill.teachers.cache.format import Plan
 from distill.teachers.identity import teacher_identity
 
 
-def text_hashes(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
+def text_hashes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
     """Hashes of the tokenizer and of the chat template that the data are made with; None where there is none."""
     if tokenizer is None:
         return {"tokenizer": None, "template": None}
@@ -22,7 +23,7 @@ def text_hashes(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     return {"tokenizer": tokenizer_hash(tokenizer), "template": text}
 
 
-def require_same_teacher(recipe: Recipe, tokenizer: Any, manifest: Mapping[str, Any], path: Path) -> None:
+def require_same_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, manifest: Plan, path: Path) -> None:
     """Hold a recipe against the cache it names: the teacher, if it names one, the tokenizer and the template.
 
     Raises:
@@ -47,7 +48,7 @@ def require_same_teacher(recipe: Recipe, tokenizer: Any, manifest: Mapping[str, 
             raise ValueError(f"{field}: the {name} differs from the one that the cache {path} was made with")
 
 
-def description(manifest: Mapping[str, Any]) -> str:
+def description(manifest: Plan) -> str:
     """What a cache holds, in words."""
     if manifest["kind"] == "hidden":
         held = f"hidden states of {manifest['hidden']:,} and its head"

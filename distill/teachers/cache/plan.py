@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from distill.core.environment import environment
 from distill.core.files import replacing_folder, write_json
@@ -94,7 +95,7 @@ class Origin(NamedTuple):
 
     recipe: Recipe
     digest: str
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase | None
     ids_below: int | None
     layer_indices: list[int] | None
 
@@ -169,7 +170,7 @@ def write_companions(folder: Path, model: Any, tokenizer: Any, head: HeadWeights
             save_student(cut, None, beside)
 
 
-def close_cache(folder: Path, plan: Plan) -> dict[str, Any]:
+def close_cache(folder: Path, plan: Plan) -> Plan:
     """Write the manifest, which makes the cache complete; its shards are numbered without a gap."""
     count = next(number for number in range(1 << 30) if not shard_path(folder, number).is_file())
     ends = [map_tensors(shard_path(folder, number))["offsets"] for number in range(count)]

@@ -200,7 +200,7 @@ class TeacherCache(Shards):
         self.shards = [map_tensors(shard_path(self.path, number)) for number in range(len(sizes))]
         self._index()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[TeacherCache], tuple[Path]]:
         return TeacherCache, (self.path,)  # a worker maps the files itself
 
     def require(self, rows: Any, name: str, hint: str = "") -> None:

@@ -6,7 +6,6 @@ import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -171,7 +170,7 @@ class CacheSource(TeacherSource):
         self.folder = Path(recipe.teacher.path or "").expanduser()
 
     @property
-    def manifest(self) -> dict[str, Any] | None:
+    def manifest(self) -> Plan | None:
         """Of a complete cache; None where there is none yet."""
         return read_json(self.folder / MANIFEST)
 

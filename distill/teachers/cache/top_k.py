@@ -11,6 +11,7 @@ from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, To
 from distill.models.head import LogitTransform
 from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
 from distill.teachers.cache.encode import normalised, surplus_of
+from distill.teachers.cache.format import Plan
 from distill.teachers.losses import (
     HeldOutLoss,
     LogitTransforms,
@@ -79,7 +80,7 @@ class TopKFormat(TargetFormat):
         manifest: of the cache.
     """
 
-    def __init__(self, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, manifest: Plan) -> None:
         self.manifest = manifest
         self.tail, self.temperature = manifest["tail"], float(manifest["temperature"])
         self.transform = LogitTransform(manifest["scale"], manifest["softcap"])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,7 +93,7 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-def token_ends(ids: Any, spelled: list[bytes | None], text: bytes) -> np.ndarray | None:
+def token_ends(ids: Iterable[int], spelled: list[bytes | None], text: bytes) -> np.ndarray | None:
     """Where each token ends in `text`, int64 [n], in bytes; None where the tokens do not spell the text.
 
     A space that a tokenizer puts before a word of its own accord (SentencePiece at the beginning of a text) is no part

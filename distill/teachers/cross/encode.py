@@ -150,7 +150,7 @@ class PairEncoder(RowEncoder):
         self.max_length, self.train_on = max_length, train_on
         self.ends = [[student.end], [teacher.end]] if None not in (student.end, teacher.end) else [[], []]
 
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         templates = [side.template and side.template.source for side in self.sides]
         tokenizers = [tokenizer_hash(side.tokenizer) for side in self.sides]
         return ["pairs", tokenizers, templates, asdict(self.format), self.max_length, self.train_on]

@@ -96,7 +96,7 @@ class _CrossFunction(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
+    def backward(ctx: Any, upstream: torch.Tensor, _: object) -> Any:
         if ctx.gradients is None:
             raise RuntimeError(SECOND_BACKWARD)
         gradients, ctx.gradients = ctx.gradients, None
@@ -120,7 +120,7 @@ class CrossTokenizerLoss(nn.Module):
     def __init__(self, plain: FusedDistillationLoss, shared: tuple[torch.Tensor, ...]) -> None:
         super().__init__()
         self.terms, self.objective, self.shared = plain.terms, plain.objective, shared
-        self._outcomes: dict[Any, Outcomes] = {}
+        self._outcomes: dict[tuple[int, int, torch.device], Outcomes] = {}
 
     def outcomes(self, student_rows: int, teacher_rows: int, device: torch.device) -> Outcomes:
         """The vocabularies for two heads of that many rows, made once."""
@@ -166,7 +166,8 @@ class CrossTokenizerLoss(nn.Module):
             sums = HeadGradients(narrow, wanted, len(narrow.weight), wide)
             rows = _span_rows(spans.student, widths[0], targets.student_ids)
             own = _Part(narrow.cut(len(narrow.weight), dtype), o.student_scale, o.student_softcap, *rows)
-            losses, figures = [narrow.hidden.new_zeros((), dtype=wide)], []
+            losses = [narrow.hidden.new_zeros((), dtype=wide)]
+            figures = [losses[0].new_zeros((len(TokenStats._fields), 0), dtype=torch.float32)]
             for start, stop in chunks:
                 x, z = own.logits(start, stop, dtype)
                 _, z_teacher = of_teacher.logits(start, stop, dtype)
@@ -187,13 +188,7 @@ class CrossTokenizerLoss(nn.Module):
                     if o.student_softcap:
                         g *= 1 - (z / o.student_softcap).square()
                     sums.add(own.head, x, g.mul_(o.student_scale), own.rows[own._slice(start, stop)])
-            stats = None
-            if return_stats:
-                stats = (
-                    torch.cat(figures, 1)
-                    if figures
-                    else losses[0].new_zeros((len(TokenStats._fields), 0), dtype=torch.float32)
-                )
+            stats = torch.cat(figures, 1) if return_stats else None
             return torch.stack(losses).sum(), stats, list(sums.finished())
 
         loss, stats = _CrossFunction.apply(run, *leaves)

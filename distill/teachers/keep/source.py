@@ -23,16 +23,7 @@ from distill.models.precision import resolve_device, resolve_precision
 from distill.models.pruning import layer_indices, layers_of
 from distill.recipe import Data, Recipe
 from distill.teachers.base import Footprint, FootprintContext, OpenContext, TeacherSource
-from distill.teachers.cache.format import (
-    MANIFEST,
-    PLAN,
-    STUDENT,
-    Plan,
-    bytes_a_token,
-    documents_of,
-    read_json,
-    rows_of,
-)
+from distill.teachers.cache.format import MANIFEST, PLAN, STUDENT, Plan, bytes_a_token, documents_of, read_json, rows_of
 from distill.teachers.cache.identity import require_same_teacher
 from distill.teachers.cache.plan import EncodableTeacher, Origin, encodable, plan_of, write_companions
 from distill.teachers.cache.read import TeacherCache

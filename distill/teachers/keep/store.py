@@ -232,18 +232,15 @@ class Store(Shards):
             self._land()
         _wait()
         if is_first() and self.writes:
-            self._publish()
+            self._map(self._listed())
+            if any(self.find(key) is None for key in self.missing):
+                parts = [name for name in self._names if name.startswith(PART)]
+                write_json(self.folder / SETTLED, {"parts": parts})
+            else:
+                self.close()
         _wait()
         self._map(self._listed())
         self.missing = [key for key in self.missing if self.find(key) is None]
-
-    def _publish(self) -> None:
-        assert self.folder is not None
-        self._map(self._listed())
-        if any(self.find(key) is None for key in self.missing):
-            write_json(self.folder / SETTLED, {"parts": [name for name in self._names if name.startswith(PART)]})
-        else:
-            self.close()
 
     def close(self) -> None:
         """Make a complete cache of the folder, whose every document is there: all shards that are mapped."""

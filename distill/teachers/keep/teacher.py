@@ -62,13 +62,6 @@ class WithDocuments:
         return {**batch, DOCUMENTS: documents}  # type: ignore[dict-item]
 
 
-def documents_in(batch: Batch) -> Sequence[Sequence[Document]]:
-    """The documents of each row of a batch that `WithDocuments` made."""
-    documents: object = batch[DOCUMENTS]
-    assert isinstance(documents, RowDocuments)
-    return documents.rows
-
-
 class KeptTeacher(Teacher):
     """A loaded teacher, and the store of what it says.
 
@@ -96,7 +89,9 @@ class KeptTeacher(Teacher):
 
     def targets(self, batch: Batch) -> Targets:
         """What is stored of a batch, after the teacher was asked for what is not."""
-        rows = documents_in(batch)
+        batched: object = batch[DOCUMENTS]
+        assert isinstance(batched, RowDocuments)
+        rows = batched.rows
         new_rows = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
         fresh = None
         if self._any_process(bool(new_rows)):
