@@ -141,12 +141,15 @@ def test_every_free_setting_is_left_out(name):
     )
     if name.startswith("teacher.") and name != "teacher.offload":
         text = text.replace("teacher: {model: a}", "teacher: {type: server, url: 'http://a'}")
+    if name.startswith("student.lora."):
+        text = text.replace("student: {model: b}", "student: {model: b, lora: {r: 4}}")
     before = parse(text)
     values = {bool: "true", int: "7", list: "[wandb]", str: "elsewhere"}
     found = before.model_dump()
     for part in name.split("."):
         found = found[part]
     special = {
+        "student.lora.save": "adapter",
         "teacher.offload": "cpu",
         "train.cuda_graph": "false",
         "teacher.url": "http://b",
