@@ -210,6 +210,7 @@ def test_checkpointing_compiling_and_evaluation(head_outputs):
         assert_same(output.logits + 0, original(**batch()).logits)
 
 
+@pytest.mark.full
 def test_the_compiled_model_learns_the_same():
     model = make("llama")
     original = copy.deepcopy(model)

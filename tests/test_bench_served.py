@@ -15,6 +15,7 @@ def engine(tmp_path_factory):
     return engine_in(write_models(tmp_path_factory.mktemp("place")))
 
 
+@pytest.mark.full
 def test_rates_latencies_and_bytes(engine, monkeypatch):
     monkeypatch.setattr(served, "CLIENTS", (1, 8))
     own, *rows = served.compare(engine, length=32, requests=24, limits=Limits(4096, 256, 1 << 16), shape="tiny")

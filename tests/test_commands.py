@@ -131,6 +131,7 @@ def test_a_failed_check_is_1(capsys):
 # ---------------------------------------------------------------- completion
 
 
+@pytest.mark.full
 def test_the_shell_completes_commands_options_recipes_and_runs(tmp_path):
     def complete(words: str, number: int, cwd: Path = ROOT) -> list[str]:
         answer = subprocess.run(

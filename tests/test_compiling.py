@@ -82,6 +82,7 @@ def test_answers_are_not_compiled():
     assert counter.frame_count > 0
 
 
+@pytest.mark.full
 def test_a_run_may_compile(tmp_path, monkeypatch, capsys):
     from distill.models import compiling
     from distill.run import run

@@ -300,6 +300,7 @@ for number in range(first, 6):
 """
 
 
+@pytest.mark.full
 def test_a_kernel_that_ends_its_process_is_the_finding_and_the_next_are_run(monkeypatch):
     monkeypatch.setattr(machine, "CHILD", [sys.executable, "-c", CHILD])
     monkeypatch.setattr(machine, "JOBS", [(f"job {number}", None) for number in range(6)])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import doc_blocks
+import pytest
 from served import recipe_in, write_models
 
 from distill.recipe import dump
@@ -16,6 +17,7 @@ from distill.run import run
 PAGE = doc_blocks.ROOT / "docs" / "how-to" / "teacher-elsewhere.md"
 
 
+@pytest.mark.full
 def test_it_trains_as_with_the_teacher_loaded_and_leaves_no_server(tmp_path):
     (command,) = (b.text for b in doc_blocks.blocks("sh") if b.page == PAGE and "distill serve quickstart &" in b.text)
     cut = ["student={from_teacher: {layers: 2}}", "train.steps=3"]

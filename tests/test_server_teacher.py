@@ -380,6 +380,7 @@ def _left(url, before):
         time.sleep(0.05)
 
 
+@pytest.mark.full
 def test_nothing_is_left_of_a_run_or_a_doctor(place, engine, monkeypatch):
     held, close, before = [], Servers.close, set(threading.enumerate())
     monkeypatch.setattr(Servers, "close", lambda servers: (held.append(len(servers._threads)), close(servers)))

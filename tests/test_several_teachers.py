@@ -164,6 +164,7 @@ def test_order_plays_no_part(kernel_device):
         assert_as_good_as_torch(one, other, other, torch.float32)
 
 
+@pytest.mark.full
 def test_chunks_and_chosen_rows(kernel_device):
     """A workspace of a few rows, rows given beforehand, per-token losses: the same figures."""
     x, w, teachers, labels = tensors(kernel_device, torch.float32)

@@ -61,15 +61,15 @@ def both(folder, device, *cases):
 
     save = distill.run._save
 
-    def save_shards(recipe, pair, trainer, *more):
-        sharded = recipe.parallel.strategy == "fsdp"
+    def save_shards(source, pair, trainer, *more):
+        sharded = source.recipe.parallel.strategy == "fsdp"
         for model in (
             *pair.teacher.models.values(),
             trainer.model,
         ):  # the head may still be gathered from the last forward
             layers = [p for name, p in model.named_parameters() if ".layers." in name]
             assert all(isinstance(p, DTensor) == sharded for p in layers), "not as asked"
-        save(recipe, pair, trainer, *more)
+        save(source, pair, trainer, *more)
 
     distill.run._save = save_shards
     os.chdir(folder)

@@ -78,6 +78,7 @@ def tiny_study(tmp_path, monkeypatch, capsys):
     return study
 
 
+@pytest.mark.full
 def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
     objectives = ["--objectives", BASELINE, "forward KL", "--no-rates"]
     code, said = tiny_study(*objectives, "--seeds", "1", "--minutes", "0")

@@ -69,6 +69,7 @@ def test_a_cached_teacher_beside_the_loaded_one(tiny_study, tmp_path):  # noqa: 
     assert code == 0 and "3 have their row" in said.out, "nothing is run twice"
 
 
+@pytest.mark.full
 def test_a_student_goes_on_with_its_own_words(tiny_study, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("scripts.study.teacher_runs.LONGEST", 6)
     kept = {name: SECOND[name] for name in (OFF, "on-policy, reverse KL")}

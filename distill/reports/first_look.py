@@ -49,7 +49,7 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
         return []
     said = ", ".join(f"{share:.1%} of {count:,}{route and f' by {route}'}" for route, (share, count) in shares.items())
     low = min(share for share, _ in shares.values()) < FEW
-    advice = "; that is little: is the chat template the teacher's own, and the answers in its language?" if low else ""
+    advice = "; that is little: are template and language of the data the teacher's own?" if low else ""
     return [f"{'answers':<12}the teacher's likeliest token is the data's: {said} held-out tokens{advice}"]
 
 
