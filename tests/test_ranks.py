@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from two_ranks import codes_of, run_as_two
 
 from distill.core.ranks import leave
+from distill.core.worlds import Worlds
 
 RECIPE = """
 name: tiny
@@ -286,3 +287,16 @@ if __name__ == "__main__":
     os.chdir(folder)
     globals()[program](device)
     leave(0)
+
+
+def test_time_in_which_a_rank_itself_stood_still_is_no_silence_of_others():
+    """A machine that was paused pauses both sides; a sign that stays the same while one looks is silence."""
+    store = dist.HashStore()
+    worlds = Worlds(store, 0, 1, 1)
+    store.set("sign/1", "3 1 elsewhere")
+    assert worlds._fault_of(1, 100.0) is None and worlds._fault_of(1, 200.0) is None
+    looks = [worlds._fault_of(1, 200.0 + second) for second in range(1, 20)]
+    assert looks[:14] == [None] * 14 and looks[-1].startswith("rank 1 (process 1 on elsewhere) has given no sign")
+    store.set("sign/1", "4 1 elsewhere")
+    assert worlds._fault_of(1, 220.0) is None
+    worlds._ended.set()

@@ -53,7 +53,7 @@ class Worlds:
     def __init__(self, store: Store, rank: int, students: int, teachers: int) -> None:
         self.store, self.rank, self.students, self.teachers = store, rank, students, teachers
         self.is_teacher = rank >= students
-        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._seen: dict[int, tuple[bytes, float, float]] = {}  # a rank's sign, for how long the same, when looked at
         self._looked = 0.0
         self._ended = threading.Event()
         self._before: dict[str, str] = {}  # variables that `split` has changed
@@ -142,15 +142,17 @@ class Worlds:
                 return None
             return f"rank {rank} has ended" + (f": {end['text']}" if end["text"] else "")
         sign = self.store.get(f"sign/{rank}") if self.store.check([f"sign/{rank}"]) else b""
-        before, since = self._seen.get(rank, (None, now))
-        self._seen[rank] = sign, (since if sign == before else now)
+        before, silent, looked = self._seen.get(rank, (None, 0.0, now))
+        # time in which this rank itself stood still says nothing of others, which may have stood still with it
+        silent = silent + min(max(now - looked, 0.0), BEAT_S) if sign == before else 0.0
+        self._seen[rank] = sign, silent, now
         if not sign:
-            return f"rank {rank} has not begun" if now - since > BEGINS_S else None
+            return f"rank {rank} has not begun" if silent > BEGINS_S else None
         _, pid, host = sign.decode().split(" ", 2)
         who = f"rank {rank} (process {pid} on {host})"
         if host == socket.gethostname() and not _runs(int(pid)):
             return f"{who} is gone"
-        return f"{who} has given no sign of life for {now - since:.0f} s" if now - since > SILENT_S else None
+        return f"{who} has given no sign of life for {silent:.0f} s" if silent > SILENT_S else None
 
     def wait(self, key: str, rank: int) -> bytes:
         """The value of a key that another rank sets.
