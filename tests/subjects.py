@@ -1,5 +1,6 @@
 """What the invariants look at in tests: several teachers, two tokenizers, a teacher on disk, a student that answers."""
 
+import atexit
 import contextlib
 import functools
 import json
@@ -72,9 +73,21 @@ def link():
         answering = Answering(TeacherLink(worlds, cpu), functools.partial(forward_of, teacher, cpu), False)
         answering.introduce(teacher)
         answering.run()
+        worlds.end()
 
-    threading.Thread(target=answer, daemon=True).start()
-    return StudentLink(Worlds(PrefixStore("link", store.clone()), 0, 1, 1), cpu)
+    teacher = threading.Thread(target=answer, daemon=True)
+    teacher.start()
+    worlds = Worlds(PrefixStore("link", store.clone()), 0, 1, 1)
+    made = StudentLink(worlds, cpu)
+
+    def close():
+        """Threads have left store and group before the process takes them down."""
+        worlds.end()
+        teacher.join()
+        made.group = None
+
+    atexit.register(close)
+    return made
 
 
 def apart():
