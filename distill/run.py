@@ -160,7 +160,7 @@ def _run(
     sharing = plan_sharing(recipe, device, world_size())
     if is_first():
         for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
-            follows_model(section, field)  # warns of a `config` that another model has left behind
+            follows_model(section, field)  # warns of a `config` that is another model's
     if not sharing.student_sharded:  # what a launcher or an earlier run of this process left; the recipe decides
         os.environ.pop("ACCELERATE_USE_FSDP", None)
     wanted = None if lock is None else read_lock(lock)

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from served import serving
+from served import opened, serving
 from subjects import Silent
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.caching.make import load, make_cache
+from distill.commands.paths import path_notes
 from distill.core.faults import RunError, TeacherGone
+from distill.data.collator import Collator
 from distill.doctor.examine import examine
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
@@ -136,6 +138,35 @@ def test_doctor(place, urls, cache, kind):
     talk = urls["talk"] if kind == "server" else f"type: cache, path: {cache}"
     findings = list(examine(recipe_of(place, {"talk": talk}, "train.steps=2")))
     assert len(findings) > 8 and not [finding for finding in findings if not finding.passed]
+
+
+def test_a_served_route_is_asked_ahead_and_proves_itself(place, urls):
+    """What `submit` asks for is what `targets` reads; a head that is not the server's is found by the first batch."""
+    recipe = recipe_of(place, urls)
+    teacher, vocabulary = opened(recipe)
+    rows = vocabulary.read(recipe.data, 0).train
+    batch = teacher.collate(Collator(0))([rows[number] for number in range(4)])
+    counts = [member.exchange.servers.positions for member in teacher.members]
+    teacher.submit(batch)
+    assert teacher.ahead == 2 and teacher.fault_of([batch]) is None
+    asked = [member.exchange.servers.positions for member in teacher.members]
+    assert all(after > before for before, after in zip(counts, asked, strict=True))
+    assert set(teacher.targets(batch)) == {0, 1}
+    assert [member.exchange.servers.positions for member in teacher.members] == asked
+    assert sum("log-probabilities of" in line for line in teacher.prove(batch, None, None)) == 2
+    teacher.members[1].head.weights.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="log-probabilities made here are off by"):
+        teacher.prove(batch, None, None)
+    teacher.close()
+
+
+@pytest.mark.parametrize("name", ["path", "adapter"])
+def test_validate_looks_at_the_paths_of_every_route(place, tmp_path, name):
+    """Also of the second one."""
+    (tmp_path / "cachet").mkdir()
+    given = "type: cache, path" if name == "path" else f"model: {place}/talk, adapter"
+    notes = path_notes(recipe_of(place, {"talk": f"{given}: {tmp_path}/cache"}))
+    assert [note for note in notes if note.startswith(f"teachers.1.{name}: ")], notes
 
 
 def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 from distill.core.files import near_path
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.source import resolve_model_source
-from distill.recipe import ModelSection, Recipe
+from distill.recipe import ModelSection, Recipe, Teacher
 
 
 def path_notes(recipe: Recipe) -> list[str]:
@@ -17,8 +17,9 @@ def path_notes(recipe: Recipe) -> list[str]:
 
 
 def _of_models(recipe: Recipe) -> Iterator[str]:
-    teachers = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
-    sections: dict[str, ModelSection] = {**(teachers or {"teacher": recipe.teacher}), "student": recipe.student}
+    several = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
+    teachers: dict[str, Teacher] = {**several} or {"teacher": recipe.teacher}
+    sections: dict[str, ModelSection] = {**teachers, "student": recipe.student}
     for name, section in sections.items():
         if section.model is not None and section.init == "pretrained":
             try:
@@ -26,11 +27,11 @@ def _of_models(recipe: Recipe) -> Iterator[str]:
                 yield "" if source.local else _taken_for_a_hub_id(f"{name}.model", section.model)
             except ValueError as error:
                 yield str(error)
-    if (path := recipe.teacher.path) is not None and not Path(path).expanduser().exists():
-        yield f"teacher.path: {path} does not exist yet{near_path(path)}; distill cache makes it"
-    adapter = recipe.teacher.adapter
-    if adapter is not None and not Path(adapter).expanduser().exists():
-        yield _taken_for_a_hub_id("teacher.adapter", adapter)
+    for name, teacher in teachers.items():
+        if teacher.path is not None and not Path(teacher.path).expanduser().exists():
+            yield f"{name}.path: {teacher.path} does not exist yet{near_path(teacher.path)}; distill cache makes it"
+        if teacher.adapter is not None and not Path(teacher.adapter).expanduser().exists():
+            yield _taken_for_a_hub_id(f"{name}.adapter", teacher.adapter)
 
 
 def _of_data(recipe: Recipe) -> Iterator[str]:

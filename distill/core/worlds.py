@@ -105,8 +105,8 @@ class Worlds:
 
     def ends(self) -> list[dict[str, object]] | None:
         """`code` and `text` of the other side's ranks, once one has failed or all have ended; None before."""
-        found = [json.loads(self.store.get(f"end/{rank}")) for rank in self.others if self.store.check([f"end/{rank}"])]
-        return found if len(found) == len(self.others) or any(end["code"] for end in found) else None
+        ends = [json.loads(self.store.get(f"end/{rank}")) for rank in self.others if self.store.check([f"end/{rank}"])]
+        return ends if len(ends) == len(self.others) or any(end["code"] for end in ends) else None
 
     # ---------------------------------------------------------- signs of life
 
@@ -122,7 +122,7 @@ class Worlds:
         """Which of some ranks (by default the other side's) is gone, in words; looked at once in a while.
 
         Raises:
-            ValueError: it ended by what the user gave it.
+            ValueError: it ended by a mistake of the user's, which its text names.
         """
         now = time.monotonic()
         if now - self._looked < BEAT_S / 4:

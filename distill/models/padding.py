@@ -106,7 +106,7 @@ def cumulative_lengths(ones: torch.Tensor, starts: torch.Tensor) -> tuple[torch.
 
     Returns:
         Of queries and of keys, int32 [2*B*T + 1] each. A zero makes two documents, one with its query and no key, one
-        with its key and no query. What is left over are empty documents behind the last position.
+        with its key and no query. What is left over are empty documents after the last position.
     """
     zeros, total = ~ones.flatten(), ones.numel()
     begins = torch.stack([starts.flatten() | zeros, zeros], 1).flatten()

@@ -185,7 +185,7 @@ _CURES = {
     "loss.beta": "as in loss.terms: [{type: jsd, beta: 0.5}]",
     "loss.alpha loss.lambda loss.kd_ratio loss.kd_weight loss.kl_weight loss.ce_weight loss.ce_ratio "
     "loss.hard_weight": (
-        "the loss is the plain weighted sum of loss.terms, nothing is traded off behind it: set each term's "
+        "the loss is the plain weighted sum of loss.terms, no weight follows from another: set each term's "
         "weight, as in terms: [{type: forward_kl, weight: 0.5}, {type: cross_entropy, weight: 0.5}]"
     ),
 }

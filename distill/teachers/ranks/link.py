@@ -2,7 +2,7 @@
 
     ask/S/T/n     in the launch's store: question n of the training rank S to the teacher's rank T: safetensors as
                   /v1/targets takes them (`teachers/server/wire.py`), after a byte that says what is asked for
-    said/S/T/n    the answer is computed, and on its way: whoever asked posts its receive now
+    ready/S/T/n   the answer is computed, and on its way: whoever asked posts its receive now
     teacher       who the teacher is (`TeacherFacts`), once it is loaded
 
 Answers are tensors by send and receive in a group of all ranks (gloo, on GPUs NCCL), those of one pair in the order of
@@ -102,12 +102,19 @@ def pairs_of(worlds: Worlds) -> list[Pair]:
 
 
 class Arriving:
-    """An answer under way to a training rank."""
+    """An answer under way to a training rank.
 
-    def __init__(self, link: StudentLink, pair: Pair, number: int, answer: torch.Tensor) -> None:
-        self.link, self.pair, self.number, self.answer = link, pair, number, answer
+    Args:
+        link: which asked.
+        pair: the two ranks.
+        number: of the question, among the pair's; `what` it asks for.
+        answer: [M, H] of hidden states or fp32 [M, V] of logits; on the meta device until its receive is posted.
+    """
+
+    def __init__(self, link: StudentLink, pair: Pair, number: int, what: int, answer: torch.Tensor) -> None:
+        self.link, self.pair, self.number, self.what, self.answer = link, pair, number, what, answer
         self.work: Work | None = None
-        self.here = False
+        self.complete = False
 
     def result(self) -> torch.Tensor:
         """The tensor, which is here.
@@ -127,7 +134,7 @@ class StudentLink:
 
     Attributes:
         facts: of the teacher, waited for.
-        head: its weights on the device.
+        head: its weights on the device, in `dtype` as hidden states are.
         received: bytes of hidden states so far, and `positions` that they were of.
     """
 
@@ -137,18 +144,12 @@ class StudentLink:
         self.pairs = pairs_of(worlds)
         self._count = 0
         self._numbers = dict.fromkeys(self.pairs, 0)
-        self._here = dict.fromkeys(self.pairs, 0)
+        self._complete = dict.fromkeys(self.pairs, 0)  # answers
         self._waiting: dict[Pair, deque[Arriving]] = {pair: deque() for pair in self.pairs}
         self.received = self.positions = 0
-        told = json.loads(worlds.wait("teacher", worlds.students))
-        self.facts = TeacherFacts(**told)
+        self.facts = TeacherFacts(**json.loads(worlds.wait("teacher", worlds.students)))
+        self.dtype: torch.dtype = getattr(torch, self.facts.dtype)
         self.head = self._head()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of hidden states and head."""
-        dtype: torch.dtype = getattr(torch, self.facts.dtype)
-        return dtype
 
     def _head(self) -> HeadWeights:
         """From each of the teacher's ranks in turn, which makes the connections too."""
@@ -169,13 +170,11 @@ class StudentLink:
         pair = self.pairs[(self._count * self.worlds.students + self.worlds.own_rank) % len(self.pairs)]
         self._count += 1
         number, self._numbers[pair] = self._numbers[pair], self._numbers[pair] + 1
-        shape, dtype = (len(query.rows), self.facts.width), self.dtype
-        if what == LOGITS:
-            shape, dtype = (len(query.rows), self.facts.rows), torch.float32
-        arriving = Arriving(self, pair, number, torch.empty(shape, dtype=dtype, device="meta"))
+        width, dtype = (self.facts.rows, torch.float32) if what == LOGITS else (self.facts.width, self.dtype)
+        arriving = Arriving(self, pair, number, what, torch.empty(len(query.rows), width, dtype=dtype, device="meta"))
         self._waiting[pair].append(arriving)
         try:
-            self.worlds.store.set(pair.key("ask", number), HEADER.pack(what, self._here[pair]) + query.body())  # type: ignore[arg-type]
+            self.worlds.store.set(pair.key("ask", number), HEADER.pack(what, self._complete[pair]) + query.body())  # type: ignore[arg-type]
         except RuntimeError as error:
             self._lose(error, pair)
         return arriving
@@ -184,29 +183,29 @@ class StudentLink:
         """Wait for an answer; those before it of the same pair come first."""
         while arriving.work is None:
             first = self._waiting[arriving.pair][0]
-            self.worlds.wait(first.pair.key("said", first.number), self._rank(first.pair))
+            self.worlds.wait(first.pair.key("ready", first.number), self._rank(first.pair))
             self._post(first)
-        if not arriving.here:  # gloo would wait again
+        if not arriving.complete:  # gloo would wait again
             self._wait(arriving.work, arriving.pair)
-            arriving.here = True
-            self._here[arriving.pair] = max(self._here[arriving.pair], arriving.number + 1)
+            arriving.complete = True
+            self._complete[arriving.pair] = max(self._complete[arriving.pair], arriving.number + 1)
         return arriving.answer
 
     def receive_ready(self) -> None:
         """Begin to receive all answers that are ready, without waiting for them."""
         for waiting in self._waiting.values():
-            while waiting and self.worlds.has(waiting[0].pair.key("said", waiting[0].number)):
+            while waiting and self.worlds.has(waiting[0].pair.key("ready", waiting[0].number)):
                 self._post(waiting[0])
 
     def _post(self, arriving: Arriving) -> None:
         arriving.answer = torch.empty_like(arriving.answer, device=self.device)
         try:
             arriving.work = self.group.recv([arriving.answer], self._rank(arriving.pair), 0)
-            self.worlds.store.delete_key(arriving.pair.key("said", arriving.number))
+            self.worlds.store.delete_key(arriving.pair.key("ready", arriving.number))
         except RuntimeError as error:
             self._lose(error, arriving.pair)
         self._waiting[arriving.pair].popleft()
-        if arriving.answer.shape[1] == self.facts.width:
+        if arriving.what == HIDDEN:
             self.received += arriving.answer.nbytes
             self.positions += len(arriving.answer)
 
@@ -263,8 +262,8 @@ class TeacherLink:
             if self.worlds.store.check([key]):
                 body = self.worlds.store.get(key)
                 self.worlds.store.delete_key(key)
-                what, come = HEADER.unpack_from(body)
-                self._forget(pair, come)
+                what, complete = HEADER.unpack_from(body)
+                self._forget(pair, complete)
                 return pair, what, read_body(body[HEADER.size :], json_body=False)
         return None
 
@@ -275,10 +274,10 @@ class TeacherLink:
             torch.cuda.current_stream(values.device).synchronize()
         number, self._next[pair] = self._next[pair], self._next[pair] + 1
         self._sent[pair].append((number, self.group.send([values], pair.student, 0), values))
-        self.worlds.store.set(pair.key("said", number), "")
+        self.worlds.store.set(pair.key("ready", number), "")
 
-    def _forget(self, pair: Pair, come: int) -> None:
-        """Let go of answers that have come."""
+    def _forget(self, pair: Pair, complete: int) -> None:
+        """Let go of the first so many answers, which have arrived."""
         sent = self._sent[pair]
-        while sent and sent[0][0] < come:
+        while sent and sent[0][0] < complete:
             sent.popleft()[1].wait()

@@ -176,11 +176,10 @@ class RoutedTeacher(AnyTeacher):
         self.ahead = max(member.ahead for member in self.members)
         self.judges_new_rows = all(member.judges_new_rows for member in self.members)
         self.whole_documents = any(member.whole_documents for member in self.members)
-        formats = [member.format for member in self.members]
-        fitting = [each for each in formats if isinstance(each, HiddenFormat | MixtureFormat)]
-        if len(fitting) < len(formats):
+        formats = [each.format for each in self.members if isinstance(each.format, HiddenFormat | MixtureFormat)]
+        if len(formats) < len(self.members):
             raise ValueError("teachers: expected routed teachers that give hidden states, got one that gives top k")
-        self.format = RoutedFormat(fitting, self.routes)
+        self.format = RoutedFormat(formats, self.routes)
 
     def collate(self, plain: Collate) -> Collate:
         return RoutedCollator(plain, 0, [member.collate for member in self.members])
@@ -214,11 +213,11 @@ class RoutedTeacher(AnyTeacher):
         shape, targets = batch["input_ids"].shape, {}
         for number, member, own in self.batches(batch):
             at, rows, hidden = own["at"], own["rows"], member.targets(own)
-            placed = tuple(
+            spread_out = tuple(
                 spread(each.flatten(0, 1)[at], rows, shape)
                 for each in (hidden if isinstance(hidden, tuple) else (hidden,))
             )
-            targets[number] = RouteTargets(placed if isinstance(hidden, tuple) else placed[0], rows)
+            targets[number] = RouteTargets(spread_out if isinstance(hidden, tuple) else spread_out[0], rows)
         if not targets:  # padding alone: a loss of 0 with a graph
             width, rows = self.head_widths(0), batch["valid_rows"]
             nothing = tuple(torch.zeros(*shape, size, device=rows.device, dtype=dtype) for size, dtype in width)
@@ -253,10 +252,11 @@ class RoutedTeacher(AnyTeacher):
         return None
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
-        """How many tokens of the first held-out batch are whose."""
+        """How many tokens of the first held-out batch are whose; and what each teacher that occurs has to prove."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
-        return [f"{'routes':<12}of the first held-out batch's learned tokens {shares}"]
+        proofs = [line for _, member, own in self.batches(batch) for line in member.prove(own, student, pairing)]
+        return [f"{'routes':<12}of the first held-out batch's learned tokens {shares}", *proofs]
 
     def small(self, layers: Sequence[int]) -> RoutedTeacher:
         return RoutedTeacher([member.small(layers) for member in self.members], self.routes)
