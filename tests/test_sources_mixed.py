@@ -53,7 +53,7 @@ def test_an_epoch_holds_each_sources_share(here):
     assert few == splits.mix.counts[1] == round(len(rows) * 0.75)
     report = str(splits.report)
     assert f"few.jsonl: {few} of an epoch's {len(rows)} rows (75.2%)" in report, report
-    assert splits.report.as_dict()["parts"][1]["drawn"] == few
+    assert splits.report.as_dict()["parts"][1]["epoch_rows"] == few
     assert splits.report.documents == sum(part.documents for part in splits.report.parts)
     assert splits.report.trained_tokens == sum(part.trained_tokens for part in splits.report.parts)
 

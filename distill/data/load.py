@@ -138,7 +138,7 @@ def load_rows(
         chosen = _chosen(texts, data.validation.max_rows or len(texts), data.validation.seed)
         held_out = [(other, np.flatnonzero(np.isin(pieces, chosen)))] * len(sources)
         rests = [np.arange(len(documents.origin)) for documents, _, _ in sources]
-    made, twice = [], 0
+    parts, twice = [], 0
     for number, (documents, report, key) in enumerate(sources):
         others = [o.origin[c] for n, (o, c) in enumerate(held_out) if not (own and n == number)]
         rest = rests[number]
@@ -146,10 +146,10 @@ def load_rows(
             rest = rest[~np.isin(documents.origin[rest], np.concatenate(others))]
             twice += len(rests[number]) - len(rest)
         settings = ("-".join([key, *keys[:number], *keys[number + 1 :]]), sections[number])
-        made.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
+        parts.append(_pack(data, (documents, rest), held_out[number], report, seed, settings))
     if twice:
         logger.warning("%d documents of the training data are also held out: not trained", twice)
-    return made[0] if len(made) == 1 else _mixed_splits(made, data, own)
+    return parts[0] if len(parts) == 1 else _mixed_splits(parts, data, own)
 
 
 def _share_of(section: Validation, part: Part) -> Validation:
@@ -158,17 +158,17 @@ def _share_of(section: Validation, part: Part) -> Validation:
     return section.model_copy(update={"max_rows": most})
 
 
-def _mixed_splits(made: list[Splits], data: Data, own: bool) -> Splits:
+def _mixed_splits(parts: list[Splits], data: Data, own: bool) -> Splits:
     """Several sources as one; each has held out `own` documents, or all the same."""
     import datasets
 
-    reports = [splits.report for splits in made]
+    reports = [splits.report for splits in parts]
     if not own:
         for report in reports[1:]:
             report.validation_documents = report.validation_tokens = report.validation_rows = 0
-    mix = mix_of([len(splits.train) for splits in made], [part.share for part in data.parts])
-    train = datasets.concatenate_datasets([splits.train for splits in made])
-    held_out = datasets.concatenate_datasets([splits.validation for splits in made]) if own else made[0].validation
+    mix = mix_of([len(splits.train) for splits in parts], [part.share for part in data.parts])
+    train = datasets.concatenate_datasets([splits.train for splits in parts])
+    held_out = datasets.concatenate_datasets([splits.validation for splits in parts]) if own else parts[0].validation
     return Splits(train, held_out, type(reports[0]).of(reports, mix.counts), mix)
 
 

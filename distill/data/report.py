@@ -31,7 +31,7 @@ class DataReport(Tally):
         frozen_date: the day a chat template stamps instead of today, if it stamps one.
         from_cache: nothing was tokenised anew.
         parts: of several sources the report of each, of which the counts above are the sums.
-        drawn: of one of several sources, rows of it that an epoch holds.
+        epoch_rows: of one of several sources, rows of it that an epoch holds.
     """
 
     source: str = ""
@@ -48,20 +48,20 @@ class DataReport(Tally):
     frozen_date: str | None = None
     from_cache: bool = False
     parts: list[DataReport] = field(default_factory=list)
-    drawn: int = 0
+    epoch_rows: int = 0
 
     @classmethod
-    def of(cls, parts: list[Self], drawn: Sequence[int]) -> Self:
-        """The sums over several sources, of which an epoch holds `drawn` rows each."""
+    def of(cls, parts: list[Self], epoch_rows: Sequence[int]) -> Self:
+        """The sums over several sources, of which an epoch holds `epoch_rows` each."""
         total = cls(source=" + ".join(part.source for part in parts), max_length=parts[0].max_length)
         total.digest = key_of([part.digest for part in parts])
         total.format = ", ".join(sorted({part.format for part in parts}, key=lambda name: not name.startswith("text")))
         total.frozen_date = max((part.frozen_date for part in parts if part.frozen_date), default=None)
         total.from_cache = all(part.from_cache for part in parts)
         tallied = {one.name for one in fields(Tally)}
-        for part, count in zip(parts, drawn, strict=True):
+        for part, count in zip(parts, epoch_rows, strict=True):
             total.add(part)
-            part.drawn = count
+            part.epoch_rows = count
             for one in fields(cls):
                 if one.type == "int" and one.name not in {"max_length", *tallied}:
                     setattr(total, one.name, getattr(total, one.name) + getattr(part, one.name))
@@ -114,11 +114,11 @@ class DataReport(Tally):
 
     def _shares(self) -> Iterator[str]:
         """Of several sources a line each: what an epoch holds of it."""
-        learned = [part.trained_tokens * part.drawn / max(part.rows, 1) for part in self.parts]
+        learned = [part.trained_tokens * part.epoch_rows / max(part.rows, 1) for part in self.parts]
         for part, tokens in zip(self.parts, learned, strict=True):
-            times = part.drawn / max(part.rows, 1)
+            share, times = part.epoch_rows / self.rows, part.epoch_rows / max(part.rows, 1)
             yield (
-                f"{part.source}: {part.drawn:,} of an epoch's {self.rows:,} rows ({part.drawn / self.rows:.1%}), "
+                f"{part.source}: {part.epoch_rows:,} of an epoch's {self.rows:,} rows ({share:.1%}), "
                 f"{times:.2f} times its {counted(part.rows, 'row')} ({counted(part.documents, 'document')}); "
                 f"{tokens / max(sum(learned), 1):.1%} of the learned tokens"
             )

@@ -173,7 +173,7 @@ class _Scores:
     def __init__(self, columns: int | None, remembers: bool) -> None:
         self.columns, self.remembers = columns, remembers
         self.latest: torch.Tensor | None = None
-        self.drawn: list[torch.Tensor] = []
+        self.of_tokens: list[torch.Tensor] = []
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores [B, V] of the next tokens of [B, S]."""
@@ -187,11 +187,11 @@ class _Scores:
     def log_probs(self, ids: torch.Tensor) -> list[list[float]]:
         """Of the tokens drawn, those of padding after an answer's end among them, from all [B, S] in the end."""
         self._see(ids)
-        return torch.cat(self.drawn, 1).tolist()
+        return torch.cat(self.of_tokens, 1).tolist()
 
     def _see(self, ids: torch.Tensor) -> None:
         if self.latest is not None:
-            self.drawn.append(self.latest.gather(1, ids[:, -1:]))
+            self.of_tokens.append(self.latest.gather(1, ids[:, -1:]))
 
 
 class VllmEngine(Engine):
