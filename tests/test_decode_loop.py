@@ -254,7 +254,7 @@ def test_the_captured_step_on_the_gpu(kind):
 AFTER_OTHERS = """
 import gc, sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from distill.generation.decode_loop import DecodeLoop
+from distill.generation.decode_loop import DecodeLoop, EngineSettings
 
 config = AutoConfig.from_pretrained("recipes/architectures/llama-3.2-1b", num_hidden_layers=2)
 def loop(seed):

@@ -15,7 +15,7 @@ from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.core.folders import RUN_LOCK
-from distill.doctor import examine, invariants
+from distill.doctor import examine, invariants, invariants_runs
 from distill.models import attention, patching
 from distill.recipe import load
 
@@ -205,7 +205,7 @@ def test_all_invariants_hold(there, machine, capsys):
     code = run_command(["doctor", "recipe.yaml", PLAIN, "--small", "--json"])
     told = json.loads(capsys.readouterr().out)
     findings = {row["name"]: row for row in told["recipe"]}
-    assert len(findings) == 10
+    assert len(findings) == len(invariants.CHECKS) + len(invariants_runs.RUN_CHECKS)
     assert all(row["passed"] for row in findings.values()), [row for row in findings.values() if not row["passed"]]
     # two ranks of NCCL cannot share a GPU: with one, the CPU answers, and the line says so
     how = {0: "gloo, CPU)", 1: "gloo, CPU, for want of a second GPU)"}.get(torch.cuda.device_count(), "NCCL)")

@@ -136,6 +136,10 @@ class DeviceFacts(NamedTuple):
         return self.has_kernels and FAMILIES[self.family].fp8
 
     @property
+    def warp_size(self) -> int:
+        return FAMILIES[self.family].warp_size if self.has_kernels else 32
+
+    @property
     def measured(self) -> bool:
         return self.has_kernels and FAMILIES[self.family].measured
 
