@@ -5,10 +5,10 @@ A table stands between two comments, the first of which says what it shows:
     <!-- rows: case=losses shape="8192 x 128256 ..." columns=ms,floor_ratio,peak_mib,error -->
     <!-- end rows -->
 
-The README's table of one line a claim stands after `<!-- headlines -->`, see HEADLINES; what is left out of all of them
-after `<!-- left out -->`. The study's tables and its verdict in words stand between `<!-- study -->` and
-`<!-- end rows -->`, those of its second plan after `<!-- study teachers -->`, made from the rows in
-scripts/study/results. Of a plan without rows the block is empty: its first line comes with the rows too.
+The README's table of one line a claim stands after `<!-- headlines -->`, see HEADLINES; what is left out of all of
+them after `<!-- left out -->`. The study's tables and its verdict in words stand between `<!-- study -->` and `<!--
+end rows -->`, those of its other plans after `<!-- study teachers -->` and `<!-- study privileged -->`, made from the
+rows in scripts/study/results. Of a plan without rows the block is empty: its first line comes with the rows too.
 
 Of each candidate the newest row counts whose commit is known. Nothing in such a block is typed by hand.
 """
@@ -35,6 +35,11 @@ STUDIES = {
         "teachers",
         "A teacher on disk beside the loaded one, and a second stage on the student's own words "
         "(`python -m scripts.study --plan teachers`):",
+    ),
+    "<!-- study privileged -->": (
+        "privileged",
+        "SmolLM2-135M-Instruct and itself with more to read, exact answers to held-out questions "
+        "(`python -m scripts.study.privileged`):",
     ),
 }  # fmt: skip
 STUDY_RESULTS = ROOT / "scripts" / "study" / "results"
@@ -283,13 +288,7 @@ def study(plan: str, title: str, folder: Path = STUDY_RESULTS) -> list[str]:
     newest = max(rows, key=lambda row: row["date"])
     made = f"{newest['gpu']}, torch {newest['torch']}, commit {newest['commit']}, {newest['date']}"
     known = plan_of(plan)
-    tables, picture = (STUDY_RESULTS.relative_to(ROOT) / name for name in known.names)
-    where = f"every figure, with intervals and tests: `{tables}`"
-    return [
-        title,
-        "",
-        known.overview(rows),
-        f"<sub>{made}; {where}</sub>",
-        "",
-        f"![quality over tokens](assets/{picture.name})",
-    ]
+    tables, picture = known.names
+    where = f"; every figure, with intervals and tests: `{STUDY_RESULTS.relative_to(ROOT) / tables}`" if picture else ""
+    drawn = ["", f"![quality over tokens](assets/{picture})"] if picture else []
+    return [title, "", known.overview(rows), f"<sub>{made}{where}</sub>", *drawn]

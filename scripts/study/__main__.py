@@ -50,7 +50,11 @@ class Plan(NamedTuple):
 
 
 def plan_of(name: str) -> Plan:
-    """The plan called `name`."""
+    """The plan called `name`; of `privileged`, which scripts/study/privileged.py runs, what is made of its rows."""
+    if name == "privileged":
+        from scripts.study.privileged_verdict import markdown
+
+        return Plan(None, None, None, markdown, markdown, None, "-privileged.jsonl", ("privileged.md", ""))
     if name == "teachers":
         from scripts.study import teacher_runs, teacher_verdict
 

@@ -1,0 +1,93 @@
+"""Tables of the plan of teachers that see more: exact answers to held-out questions, with what chance leaves open.
+
+A cell is the mean over seeds with Student's 95 % interval of it (of one seed without), and beside it the interval that
+the choice of the held-out questions leaves: questions are drawn anew, the same ones for all seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distill.evaluation.bootstrap import intervals
+from distill.reports.compare_runs import welch
+from scripts.study.verdict import shown_p
+
+Rows = Sequence[Mapping[str, Any]]
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's quantile by degrees of freedom
+COMPARED = {  # of each part the method that the others are tested against
+    "few-shot prompt": "cross-entropy, the teacher's answers",
+    "worked solutions": "cross-entropy, the solutions",
+    "two teachers": "one teacher tuned on both",
+    "two prompts": "one prompt with half of each",
+}
+
+
+def shares(rows: Rows, domain: str) -> list[float]:
+    """Share of right answers of each row, in the order of the rows."""
+    return [row["right"][domain].count("1") / len(row["right"][domain]) for row in rows]
+
+
+def mean_and_interval(values: Sequence[float]) -> str:
+    """The mean in per cent, of several values with half of Student's 95 % interval."""
+    mean = f"{100 * statistics.fmean(values):.1f}"
+    if len(values) < 2:
+        return mean
+    half = T_975[min(len(values) - 2, len(T_975) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean} ± {100 * half:.1f}"
+
+
+def of_questions(rows: Rows, domain: str) -> str:
+    """What the choice of the questions leaves open, in per cent: the 95 % interval of the mean over the rows' seeds."""
+    right = np.array([[int(bit) for bit in row["right"][domain]] for row in rows], dtype=np.float64).mean(0)
+    (found,) = intervals(right[:, None], np.ones(len(right)))
+    return f"{100 * found.low:.0f} to {100 * found.high:.0f}"
+
+
+def table(rows: Rows, part: str, task: str) -> str:
+    """One task of one part as a Markdown table, in the order of the rows' first appearance."""
+    here = [row for row in rows if (row["part"], row["task"]) == (part, task)]
+    whole = [row for row in here if "error" not in row]
+    if not whole:
+        return ""
+    domains = list(whole[0]["right"])
+    questions = ", ".join(f"{len(whole[0]['right'][domain])} of {domain}" for domain in domains)
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in sorted(whole, key=lambda row: row["seed"]):
+        groups.setdefault(row["method"], []).append(row)
+    against = COMPARED[part]
+    heads = [f"{domain}, % exact | 95 % of questions" for domain in domains]
+    lines = [
+        f"**{part}: {task}** (held out: {questions})", "",
+        f"| method | seeds | {' | '.join(heads)} | KL to its teacher | p against {against} |",
+        "|---|---:|" + "---:|---:|" * len(domains) + "---:|---:|",
+    ]  # fmt: skip
+    for method, group in groups.items():
+        cells = [method, str(len(group))]
+        for domain in domains:
+            cells += [mean_and_interval(shares(group, domain)), of_questions(group, domain)]
+        trained = [row["kl"] for row in group if "kl" in row]
+        moved = f"{trained[0][0]:.2f} to {statistics.fmean(kl[1] for kl in trained):.2f}" if trained else ""
+        cells += [moved, _test(groups.get(against, []), group, domains) if trained and method != against else ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    broken = [f"{row['method']}, seed {row['seed']}: {row['error']}" for row in here if "error" in row]
+    return "\n".join([*lines, *(["", "No row: " + "; ".join(broken)] if broken else [])])
+
+
+def _test(base: Rows, group: Rows, domains: Sequence[str]) -> str:
+    """Welch's p over seeds of the mean share over the domains."""
+    both = [
+        [statistics.fmean(one) for one in zip(*(shares(rows, domain) for domain in domains), strict=True)]
+        for rows in (base, group)
+    ]
+    return shown_p(welch(*both)) if base else ""
+
+
+def markdown(rows: Rows) -> str:
+    """All tables."""
+    places = dict.fromkeys((row["part"], row["task"]) for row in rows)
+    return "\n\n".join(filter(None, (table(rows, *place) for place in places))) + "\n"
