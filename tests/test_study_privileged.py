@@ -1,10 +1,11 @@
-"""The plan of teachers that see more: rows of tasks, runs as recipes, errors that stop no other run, tables from rows."""
+"""The plan of teachers that see more: rows of tasks, runs as recipes, errors that stop nothing, tables from rows."""
 
 import argparse
 import json
 import time
 
 import pytest
+
 from scripts.study import privileged
 from scripts.study.privileged_plan import BOTH, runs
 from scripts.study.privileged_verdict import markdown, mean_and_interval
@@ -64,10 +65,12 @@ def test_a_run_that_breaks_leaves_a_row_and_the_next_one_begins(tmp_path, monkey
 def test_tables_follow_from_rows_alone():
     row = {"part": "few-shot prompt", "task": "past", "kl": [2.0, 0.5], "right": {"past": "1100"}}
     base, other = "cross-entropy, the teacher's answers", "reverse KL, own answers"
-    rows = [row | {"method": base, "seed": seed} for seed in range(3)]
-    rows += [row | {"method": other, "seed": seed, "right": {"past": "111" + bit}} for seed, bit in enumerate("010")]
+    rows = [row | {"method": other, "seed": seed, "right": {"past": "111" + bit}} for seed, bit in enumerate("010")]
+    rows += [row | {"method": base, "seed": seed} for seed in range(3)]
     rows += [row | {"method": "policy gradient", "seed": 0, "error": "no room"}]
     text = markdown(rows)
     assert f"| {base} | 3 | 50.0 ± 0.0 |" in text and f"| {other} | 3 | 83.3 ± 35.9 |" in text
+    assert f"- not told apart: {other} (+33.3 points)." in text
+    assert text.index(f"| {base} |") < text.index(f"| {other} |"), "in the plan's order, whatever ended first"
     assert "2.00 to 0.50" in text and "No row: policy gradient, seed 0: no room" in text
     assert mean_and_interval([0.25]) == "25.0", "one seed has no interval"

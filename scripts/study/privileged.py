@@ -32,7 +32,6 @@ PLAN = "privileged"
 QUICK = ("train.steps=2", "train.tokens_per_step=512", "train.batch_size=1", "train.warmup=1", "train.log_every=1",
          "data.validation.max_rows=4")  # fmt: skip
 BEFORE, INFORMED = "before training", "the teacher, which reads the prompt"
-ROOT = Path(__file__).resolve().parents[2]
 Rows = list[dict[str, str]]
 
 
@@ -81,7 +80,6 @@ def load_model(folder: Path, device: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.backends.cuda.matmul.allow_tf32 = False
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
     return model, AutoTokenizer.from_pretrained(folder)
 
@@ -266,7 +264,7 @@ def lead(args: argparse.Namespace) -> int:
 def _started(own: Sequence[str], args: argparse.Namespace) -> subprocess.Popen[bytes]:
     more = {"STUDY_UNTIL": str(args.until), "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
     with (args.out / "workers.log").open("ab") as log:
-        return subprocess.Popen([*own, "--worker"], stdout=log, stderr=log, env=os.environ | more, cwd=ROOT)
+        return subprocess.Popen([*own, "--worker"], stdout=log, stderr=log, env=os.environ | more)
 
 
 def main() -> int:

@@ -15,7 +15,8 @@ import numpy as np
 
 from distill.evaluation.bootstrap import intervals
 from distill.reports.compare_runs import welch
-from scripts.study.verdict import shown_p
+from scripts.study.privileged_plan import runs
+from scripts.study.verdict import SURE, shown_p
 
 Rows = Sequence[Mapping[str, Any]]
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's quantile by degrees of freedom
@@ -49,7 +50,7 @@ def of_questions(rows: Rows, domain: str) -> str:
 
 
 def table(rows: Rows, part: str, task: str) -> str:
-    """One task of one part as a Markdown table, in the order of the rows' first appearance."""
+    """One task of one part as a Markdown table, in the order of the plan."""
     here = [row for row in rows if (row["part"], row["task"]) == (part, task)]
     whole = [row for row in here if "error" not in row]
     if not whole:
@@ -57,7 +58,10 @@ def table(rows: Rows, part: str, task: str) -> str:
     domains = list(whole[0]["right"])
     questions = ", ".join(f"{len(whole[0]['right'][domain])} of {domain}" for domain in domains)
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in sorted(whole, key=lambda row: row["seed"]):
+    order = ["", *dict.fromkeys(run.method for run in runs(1))]
+    for row in sorted(
+        whole, key=lambda row: (order.index(row["method"]) if row["method"] in order else 0, row["seed"])
+    ):
         groups.setdefault(row["method"], []).append(row)
     against = COMPARED[part]
     heads = [f"{domain}, % exact | 95 % of questions" for domain in domains]
@@ -72,19 +76,38 @@ def table(rows: Rows, part: str, task: str) -> str:
             cells += [mean_and_interval(shares(group, domain)), of_questions(group, domain)]
         trained = [row["kl"] for row in group if "kl" in row]
         moved = f"{trained[0][0]:.2f} to {statistics.fmean(kl[1] for kl in trained):.2f}" if trained else ""
-        cells += [moved, _test(groups.get(against, []), group, domains) if trained and method != against else ""]
+        cells += [moved, _test(groups.get(against, []), group) if trained and method != against else ""]
         lines.append("| " + " | ".join(cells) + " |")
     broken = [f"{row['method']}, seed {row['seed']}: {row['error']}" for row in here if "error" in row]
-    return "\n".join([*lines, *(["", "No row: " + "; ".join(broken)] if broken else [])])
+    lines += sentences(groups, against) + (["", "No row: " + "; ".join(broken)] if broken else [])
+    return "\n".join(lines)
 
 
-def _test(base: Rows, group: Rows, domains: Sequence[str]) -> str:
+def _means(rows: Rows) -> list[float]:
+    """Of each row the mean of its shares over the domains."""
+    return [statistics.fmean(shares([row], domain)[0] for domain in row["right"]) for row in rows]
+
+
+def sentences(groups: Mapping[str, Rows], against: str) -> list[str]:
+    """What helped and what did not, in words: differences in points of the mean over the domains, Welch's test."""
+    base = _means(groups.get(against, []))
+    if not base:
+        return []
+    verdicts: dict[str, list[str]] = {"better": [], "not told apart": [], "worse": [], "one seed, so untested": []}
+    for method, group in groups.items():
+        if method == against or "kl" not in group[0]:
+            continue
+        p = welch(base, means := _means(group))
+        change = 100 * (statistics.fmean(means) - statistics.fmean(base))
+        kind = "not told apart" if p is not None and p > SURE else "better" if change > 0 else "worse"
+        verdicts["one seed, so untested" if p is None else kind].append(f"{method} ({change:+.1f} points)")
+    parts = [f"{kind}: {'; '.join(names)}" for kind, names in verdicts.items() if names]
+    return ["", f"Against {against}:", "", *(f"- {part}." for part in parts)] if parts else []
+
+
+def _test(base: Rows, group: Rows) -> str:
     """Welch's p over seeds of the mean share over the domains."""
-    both = [
-        [statistics.fmean(one) for one in zip(*(shares(rows, domain) for domain in domains), strict=True)]
-        for rows in (base, group)
-    ]
-    return shown_p(welch(*both)) if base else ""
+    return shown_p(welch(_means(base), _means(group))) if base else ""
 
 
 def markdown(rows: Rows) -> str:
