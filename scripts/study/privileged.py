@@ -21,10 +21,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from distill.core.files import write_text
 from scripts.study.privileged_plan import BOTH, CONTEXT, PROMPTS, SOLUTIONS, TAUGHT, Run, runs
 from scripts.study.tasks import MIXED, TASKS, rows_of
 
@@ -47,7 +48,7 @@ def write_rows(folder: Path, most: int | None) -> None:
 
 
 def _write(path: Path, rows: Rows) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))  # whole, or not there
 
 
 def read(path: Path) -> Rows:
@@ -84,8 +85,8 @@ def load_model(folder: Path, device: str) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def prepare(folder: Path, device: str, quick: bool) -> list[dict[str, Any]]:
-    """The tasks' rows, the model as a folder, and how it answers with and without its prompts: rows of the results."""
+def prepare(folder: Path, quick: bool) -> None:
+    """The tasks' rows and the model as folders."""
     import torch
 
     from distill.models.load import load_student, load_tokenizer
@@ -96,8 +97,11 @@ def prepare(folder: Path, device: str, quick: bool) -> list[dict[str, Any]]:
         model = load_student(recipe.student, device=torch.device("cpu"), dtype=torch.float32)
         model.save_pretrained(folder / "base")
         load_tokenizer(recipe.student).save_pretrained(folder / "base")
+
+
+def before_training(folder: Path, device: str) -> Iterator[dict[str, Any]]:
+    """How the model answers with and without its prompts: rows of the results. Also writes the teacher's answers."""
     model, tokenizer = load_model(folder / "base", device)
-    made = []
     of_part = [(CONTEXT, task, "shots") for task in MIXED] + [(SOLUTIONS, "sums", "solution")]
     of_part += [(PROMPTS, BOTH, "shots"), (PROMPTS, BOTH, "both")]
     for part, task, column in of_part:
@@ -110,7 +114,7 @@ def prepare(folder: Path, device: str, quick: bool) -> list[dict[str, Any]]:
             asked = {f"{INFORMED} with half of each": asked[INFORMED]}
         for method, prompts in asked.items():
             found = judged(model, tokenizer, prompts, rows)
-            made.append({"part": part, "task": task, "method": method, "seed": 0, **found})
+            yield {"part": part, "task": task, "method": method, "seed": 0, **found}
         if part == CONTEXT:
             rows = read(folder / f"{task}-train.jsonl")
             informed = [f"{row[column]}\n\n{row['prompt']}" for row in rows]
@@ -119,7 +123,6 @@ def prepare(folder: Path, device: str, quick: bool) -> list[dict[str, Any]]:
             ]
             taught = [row | {"completion": f" {answer}"} for row, answer in zip(rows, said, strict=True) if answer]
             _write(folder / f"{task}-{TAUGHT}.jsonl", taught)
-    return made
 
 
 def run_one(run: Run, folder: Path, device: str, more: Sequence[str]) -> dict[str, Any]:
@@ -162,7 +165,7 @@ def work(args: argparse.Namespace) -> int:
     wanted = chosen(args)
     while True:
         waiting = [run for run in wanted if not (args.work / "begun" / run.key).exists()]
-        ready = [run for run in waiting if all((args.work / kept / "config.json").is_file() for kept in run.needs)]
+        ready = [run for run in waiting if all((args.work / path).is_file() for path in needed(run))]
         if not waiting or time.time() > args.until - args.last:
             return 0
         run = next((run for run in ready if _claim(args.work / "begun" / run.key)), None)
@@ -184,6 +187,11 @@ def work(args: argparse.Namespace) -> int:
                 torch.cuda.empty_cache()
             except Exception:
                 return 3
+
+
+def needed(run: Run) -> list[str]:
+    """Files that others make before a run can begin."""
+    return [f"{run.task}-{run.rows}.jsonl", *(f"{kept}/config.json" for kept in run.needs)]
 
 
 def _claim(path: Path) -> bool:
@@ -232,17 +240,21 @@ def lead(args: argparse.Namespace) -> int:
     rows = [row for row in finished(args.out, PLAN) if "error" not in row]
     (args.work / "done").write_text("\n".join({row["key"] for row in rows} - kept), encoding="utf-8")
     start = time.time()
-    for row in prepare(args.work, args.device, args.quick):
-        key = "-".join((row["part"], row["task"], row["method"]))
-        if key not in {row["key"] for row in rows}:
-            append(args, {"plan": PLAN, "key": key, **row})
-        print(f"{row['part']}, {row['task']}, {row['method']}: {shown(row)}", flush=True)
-    gc.collect()
-    if args.device == "cuda":
-        torch.cuda.empty_cache()
-    print(f"prepared in {time.time() - start:.0f} s; {len(chosen(args))} runs wait", flush=True)
+    prepare(args.work, args.quick)
+    for stale in args.work.glob(f"*-{TAUGHT}.jsonl"):
+        stale.unlink()
     own = [sys.executable, "-m", "scripts.study.privileged", *sys.argv[1:], "--device", args.device]
     begun = [_started(own, args) for _ in range(args.workers)]
+    print(f"rows and model after {time.time() - start:.0f} s; {len(chosen(args))} runs wait", flush=True)
+    try:
+        for row in before_training(args.work, args.device):
+            key = "-".join((row["part"], row["task"], row["method"]))
+            if key not in {row["key"] for row in rows}:
+                append(args, {"plan": PLAN, "key": key, **row})
+            name = f"{row['part']}, {row['task']}, {row['method']}"
+            print(f"{name}: {shown(row)}, {time.time() - start:.0f} s", flush=True)
+    except Exception:  # the workers' rows are worth their time without these
+        traceback.print_exc()
     while any(worker.poll() is None for worker in begun) and time.time() < args.until:
         time.sleep(0.5)
         for number, worker in enumerate(begun):
