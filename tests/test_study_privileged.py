@@ -50,7 +50,12 @@ def test_a_run_that_breaks_leaves_a_row_and_the_next_one_begins(tmp_path, monkey
     monkeypatch.setattr(privileged, "run_one", made)
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)
     (tmp_path / "begun").mkdir()
-    for name, text in {"facts.json": '{"gpu": "cpu"}', "name": "cpu.jsonl", "done": wanted[0].key}.items():
+    for name, text in {
+        "sums-train.jsonl": "",
+        "facts.json": '{"gpu": "cpu"}',
+        "name": "cpu.jsonl",
+        "done": wanted[0].key,
+    }.items():
         (tmp_path / name).write_text(text)
     args = argparse.Namespace(
         work=tmp_path, out=tmp_path, device="cpu", workers=1, seeds=1, only=[""], set=[], quick=False, last=0.0,
