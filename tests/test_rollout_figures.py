@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.generation import decode_loop
+from distill.models.head import HeadWeights, LogitTransform
 from distill.recipe import parse
 from distill.reports.curves import charts_of
 from distill.run import run
+from distill.teachers.base import HeadCall, LossInputs
+from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.training.progress import read_metrics
 
 RECIPE = (
@@ -39,6 +43,31 @@ def test_engine_and_trainer_agree_on_what_was_drawn(workplace):
         assert 0 <= row["rollout_gap"] < 1e-5 and row["rollouts"] > 0
         assert {"rollout_length", "rollout_truncated", "rollout_repeated", "agreement", "student_entropy",
                 "teacher_entropy", "kl"} <= set(row)  # fmt: skip
+
+
+def test_the_likeliest_tokens_of_both_are_compared(workplace):
+    """Of a teacher that is the student all are the same in the first step; of another one some."""
+    more = ("train.log_every=1", "data.on_policy.fraction=1")
+    alike, other = (rows_of(f"teacher.model={name}", *more) for name in ("student", "teacher"))
+    assert alike[0]["overlap"] == 1.0 and all(0 <= row["overlap"] < 1 for row in other)
+
+
+def test_overlap_is_that_of_dense_logits():
+    generator = torch.Generator().manual_seed(0)
+    hidden, targets, own, theirs = (
+        torch.randn(*shape, generator=generator) for shape in ((2, 5, 8), (2, 5, 6), (40, 8), (48, 6))
+    )
+    teacher = HiddenFormat(StoredHead(HeadWeights(theirs, None, None)), LogitTransform())
+    a, b = torch.randn(2, 8, generator=generator), torch.randn(40, 2, generator=generator)
+    call = HeadCall(hidden, HeadWeights(own, None, (a, b, 0.5)), LossInputs(targets, None, True), None, None)
+    rows = torch.tensor([1, 3, 8])
+    shares = teacher.overlap(teacher.pair(LogitTransform(), 40, None), call, rows)
+    likeliest = [
+        z.flatten(0, 1)[rows, :40].topk(8).indices.tolist()
+        for z in (hidden @ (own + 0.5 * b @ a).T, targets @ theirs.T)
+    ]
+    assert shares.tolist() == [len(set(x) & set(y)) / 8 for x, y in zip(*likeliest, strict=True)]
+    assert len(set(shares.tolist())) > 1
 
 
 def test_an_engine_that_draws_from_something_else_is_seen(workplace, monkeypatch):

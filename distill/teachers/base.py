@@ -41,6 +41,7 @@ Batch = Mapping[str, torch.Tensor]
 Collate = Callable[[Sequence[Mapping[str, Sequence[int]]]], dict[str, torch.Tensor]]
 # what a teacher says of a batch, opaque to everybody but its format; None where the loss needs none
 Targets = object
+TOP = 8  # likeliest tokens of both models that `overlap` compares
 LossResult = torch.Tensor | tuple[torch.Tensor, Sequence[torch.Tensor]]
 
 
@@ -160,6 +161,11 @@ class TargetFormat(Protocol):
         """Of flat `rows`, at most the first `most` of each route, and the teacher's likeliest token after each, both
         int64; by route, "" where there are none. Empty where these targets do not tell it at once."""
         return {}
+
+    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> torch.Tensor | None:
+        """Of flat `rows` [n] the share of the student's `TOP` likeliest tokens that are among the teacher's, float32
+        [n]; None where these targets do not tell it at once."""
+        return None
 
     def needs_targets(self, loss: TargetLoss) -> bool:
         """Whether the teacher has to be asked at all for this loss."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, find_head, whole
 from distill.recipe.loss import Loss
-from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
+from distill.teachers.base import TOP, HeadCall, LossResult, Pairing, TargetFormat
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.teachers.policy_gradient import SampledTokenLoss, is_sampled
 
@@ -110,6 +110,19 @@ class HiddenFormat(FusedFormat):
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
         assert isinstance(targets, torch.Tensor)
         return {"": (rows[:most], self.logits(targets.flatten(0, 1)[rows[:most]]).argmax(-1))}
+
+    @torch.no_grad()
+    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> torch.Tensor:
+        """Of the heads' products: a scale and a soft cap leave their order as it is."""
+        assert isinstance(call.inputs.targets, torch.Tensor)
+        hidden, head = call.hidden.flatten(0, 1)[rows], call.head
+        own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+        if head.lora is not None:
+            a, b, scale = head.lora
+            own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
+        both = (own, self.logits(call.inputs.targets.flatten(0, 1)[rows]))
+        own, theirs = (z[:, : pairing.columns].topk(min(TOP, pairing.columns)).indices for z in both)
+        return (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)
 
     def logits(self, targets: torch.Tensor) -> torch.Tensor:
         """fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""

@@ -31,6 +31,7 @@ from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, soft_t
 from distill.teachers.measure import Measure
 from distill.teachers.model import LoadedTeacher
 
+COMPARED = 32  # tokens of a micro-batch of own answers whose likeliest tokens are compared
 B = TypeVar("B", bound=Mapping[str, Any])
 
 
@@ -204,8 +205,9 @@ class DistillationObjective:
         """The student's forward with the loss in place of logits.
 
         Returns `loss`, a scalar; if they were asked for, `statistics`, fp32 sums over this batch's valid tokens in the
-        order of `STATISTICS`; and for tokens that the student drew `gap` [2], the sum of the absolute differences of
-        their log-probabilities now and then, and their number.
+        order of `STATISTICS`; and for tokens that the student drew `drawn` [4], the sum of the absolute differences of
+        their log-probabilities now and then, and their number, and of `COMPARED` learned tokens at most the sum of
+        `TargetFormat.overlap`, and their number (0 where it is not told).
         """
         inputs = {key: value for key, value in inputs.items() if value is not None}
         # what PEFT passes along for the full forward
@@ -223,7 +225,19 @@ class DistillationObjective:
             if (drawn := loss_inputs.drawn_log_p) is not None:
                 gap = stats[STATISTICS.index("student_label_logprob")].detach() - drawn.flatten()
                 known = (shifted.flatten() != IGNORE_INDEX) & ~gap.isnan()
-                output["gap"] = torch.stack([gap.abs().masked_fill(~known, 0.0).sum(), known.sum()])
+                shares = gap.new_zeros(0)
+                if valid_rows is not None:
+                    some = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
+                    call = HeadCall(hidden, head, loss_inputs, shifted, valid_rows)
+                    told = self.teacher.format.overlap(self.pairing, call, some)
+                    shares = shares if told is None else told
+                sums = (
+                    gap.abs().masked_fill(~known, 0.0).sum(),
+                    known.sum(),
+                    shares.sum(),
+                    gap.new_full((), len(shares)),
+                )
+                output["drawn"] = torch.stack(sums)
             return output
 
         return call_head(find_head(student), hidden, compute)

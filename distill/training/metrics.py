@@ -69,7 +69,7 @@ class Meter:
         precision = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(number_of_sums(self.routes), dtype=precision, device=self.device)
         self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
-        self._gap = torch.zeros(2, dtype=precision, device=self.device)
+        self._drawn = torch.zeros(4, dtype=precision, device=self.device)
         self._work = torch.zeros((), dtype=precision, device=self.device)  # of the teacher
         self._tokens = 0
         self._start, self._pause = time.perf_counter(), 0.0
@@ -87,7 +87,7 @@ class Meter:
 
     def add(
         self, inputs: Mapping[str, torch.Tensor], statistics: torch.Tensor, weight: float | None = None,
-        gap: torch.Tensor | None = None,
+        drawn: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Count one micro-batch. Launches a few small kernels, never waits.
 
@@ -95,10 +95,10 @@ class Meter:
             inputs: the batch.
             statistics: the objective's sums.
             weight: of the divergences in them where it changes from step to step: 0 where the teacher takes no part.
-            gap: as the student's forward returns it; None where it drew nothing.
+            drawn: as the student's forward returns it; None where it drew nothing.
         """
-        if gap is not None:
-            self._gap += gap
+        if drawn is not None:
+            self._drawn += drawn
         if weight:  # as if it were the one that the figures are divided by
             begin, size = len(STATISTICS), len(PER_ROUTE)
             divergences = [0, *range(begin + PER_ROUTE.index("divergence"), len(statistics), size)]
@@ -126,7 +126,8 @@ class Meter:
             kl or divergence, cross_entropy, teacher_cross_entropy, student_entropy, teacher_entropy, agreement (means
             over trained tokens, natural logarithms), of each route kl_NAME, agreement_NAME and tokens_NAME,
             rollout_gap (mean absolute difference between the engine's and the trainer's log-probability of a token
-            that the student drew), tokens_per_second, trained_tokens_per_second, tokens_seen (since this process
+            that the student drew), overlap (share of the student's 8 likeliest tokens that are among the teacher's, on
+            some tokens of its answers), tokens_per_second, trained_tokens_per_second, tokens_seen (since this process
             started), peak_memory_gib, time_data and the other phases (seconds an optimizer step, means over the ranks)
             and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
         """
@@ -135,13 +136,16 @@ class Meter:
         here = [
             self._sums,
             self._counts,
-            self._gap,
+            self._drawn,
             self._work[None],
             self._counts.new_tensor([self._tokens, 1.0, *phases.values()]),
         ]
         values = reduce(torch.cat(here)).tolist()
         count = len(self._sums)
-        sums, (trained, compared, pairs, gap, drawn, work, tokens, ranks, *times) = values[:count], values[count:]
+        sums, (trained, compared, pairs, gap, drawn, common, looked, work, tokens, ranks, *times) = (
+            values[:count],
+            values[count:],
+        )
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
         divergence = self.divergence if compared or not trained else (None, 1.0)
@@ -156,6 +160,8 @@ class Meter:
         }
         if drawn:
             figures["rollout_gap"] = gap / drawn
+        if looked:
+            figures["overlap"] = common / looked
         if self.peak and None not in self.teacher.values() and self.student:
             available = self.peak * seconds * ranks
             figures["mfu_teacher"] = work / available

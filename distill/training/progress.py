@@ -162,6 +162,8 @@ def figures_line(logs: dict[str, Any], measure: Measure = KL) -> str:
     parts += [f"{measure.called(name)} {logs[name]:.4f}" for name in ("kl", "divergence") if name in logs]
     if "agreement" in logs:
         parts.append(f"agreement {logs['agreement']:.1%}")
+    if "overlap" in logs:
+        parts.append(f"top-8 overlap {logs['overlap']:.1%}")
     if "tokens_per_second" in logs:
         parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in logs:

@@ -178,7 +178,7 @@ class DistillationTrainer(Trainer):
             compared = self.objective.compare(inputs, num_items_in_batch)
         output = model(**compared)
         if model.training:
-            self.meter.add(inputs, output["statistics"], self.schedule.weight, output.get("gap"))
+            self.meter.add(inputs, output["statistics"], self.schedule.weight, output.get("drawn"))
         loss = output["loss"]
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes
