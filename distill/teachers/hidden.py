@@ -116,11 +116,13 @@ class HiddenFormat(FusedFormat):
         """Of the heads' products: a scale and a soft cap leave their order as it is."""
         assert isinstance(call.inputs.targets, torch.Tensor)
         hidden, head = call.hidden.flatten(0, 1)[rows], call.head
-        own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-        if head.lora is not None:
-            a, b, scale = head.lora
-            own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
-        both = (own, self.logits(call.inputs.targets.flatten(0, 1)[rows]))
+        # autocast would keep its copy of the head's weight for the rest of the forward, and this one has no gradient
+        with torch.autocast(hidden.device.type, enabled=False):
+            own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+            if head.lora is not None:
+                a, b, scale = head.lora
+                own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
+            both = (own, self.logits(call.inputs.targets.flatten(0, 1)[rows]))
         own, theirs = (z[:, : pairing.columns].topk(min(TOP, pairing.columns)).indices for z in both)
         return (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)
 
