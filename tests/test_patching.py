@@ -17,18 +17,22 @@ from distill.recipe import dump, parse
 from distill.teachers.opening import check_packing, keeps_apart_by_ours
 
 # model type -> what must be swapped in two layers, and settings that make the tiny model exercise its particulars
+LAYERS = {"glu": 2, "rope": 2, "shared_input": 4, "residual_norm": 2}  # of most
 FAMILIES = {
-    "llama": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
-    "mistral": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {"sliding_window": 8}),
-    "qwen2": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
-    "qwen3": ({"rms_norm": 9, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
-    "gemma2": ({"rms_norm": 9, "glu": 2, "rope": 2, "residual_norm": 2}, {"query_pre_attn_scalar": 8}),
-    "gemma3_text": ({"rms_norm": 13, "glu": 2, "rope": 2, "residual_norm": 2}, {"query_pre_attn_scalar": 8}),
+    "llama": ({"rms_norm": 5} | LAYERS, {}),
+    "mistral": ({"rms_norm": 5} | LAYERS, {"sliding_window": 8}),
+    "qwen2": ({"rms_norm": 5} | LAYERS, {}),
+    "qwen3": ({"rms_norm": 9} | LAYERS, {}),
+    "gemma2": ({"rms_norm": 9} | LAYERS, {"query_pre_attn_scalar": 8}),
+    "gemma3_text": ({"rms_norm": 13} | LAYERS, {"query_pre_attn_scalar": 8}),
     "phi3": ({"rms_norm": 5, "glu": 2, "rope": 2}, {}),
-    "granite": ({"rms_norm": 5, "glu": 2, "rope": 2}, {"residual_multiplier": 0.5}),
-    "olmo2": ({"rms_norm": 9, "glu": 2, "rope": 2}, {}),
-    "smollm3": ({"rms_norm": 5, "glu": 2, "rope": 2, "residual_norm": 2}, {}),
-    "mixtral": ({"rms_norm": 5, "rope": 2, "residual_norm": 2}, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ({"rms_norm": 5, "glu": 2, "rope": 2, "shared_input": 4}, {"residual_multiplier": 0.5}),
+    "olmo2": ({"rms_norm": 9, "glu": 2, "rope": 2, "shared_input": 4}, {}),
+    "smollm3": ({"rms_norm": 5} | LAYERS, {}),
+    "mixtral": (
+        {"rms_norm": 5, "rope": 2, "shared_input": 2, "residual_norm": 2},
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "gpt2": ({"layer_norm": 5, "bias_gelu": 2}, {}),
 }
 

@@ -9,6 +9,7 @@ from distill_kernels.layers.rms_norm import (
     reference_add_rms_norm,
     reference_rms_norm,
     rms_norm,
+    rms_norm_and_input,
 )
 from distill_kernels.layers.rows import RowConfig
 from grids import pairwise
@@ -64,6 +65,46 @@ def test_add_rms_norm_with_one_output_used(kernel_device, used):
         torch.float32,
         differentiate=differentiate,
     )
+
+
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+def test_written_in_another_dtype(kernel_device, form):
+    """The bits of a cast afterwards, and those of its gradients; x and residual of two dtypes."""
+    x, weight = make(kernel_device, 9, 72, torch.float32, form)
+    residual = draw(9, 72, dtype=torch.float32, device=kernel_device, seed=5)
+
+    def alone(dtype):
+        return lambda x, residual, w: (rms_norm(x, w, 1e-6, form, dtype).bfloat16(), residual * 2)
+
+    def added(dtype):
+        def function(x, residual, w):
+            y, total = add_rms_norm(x.bfloat16(), residual, w, 1e-6, form, dtype)
+            return y.bfloat16(), total
+
+        return function
+
+    for make_one in (alone, added):
+        ours, plain = (
+            outputs_and_gradients(make_one(dtype), (x, residual, weight), (True, True, True))
+            for dtype in (torch.bfloat16, None)
+        )
+        for one, other in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
+            assert one.dtype == other.dtype and torch.equal(one, other)
+    y, total = add_rms_norm(x.bfloat16().requires_grad_(), residual.requires_grad_(), weight, 1e-6, form)
+    narrow, wide = torch.autograd.grad((y * total).sum(), (y.grad_fn.next_functions[0][0].variable, residual))
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, wide.bfloat16())
+
+
+@pytest.mark.parametrize("used", ["both", "norm", "input"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_and_input(kernel_device, dtype, used):
+    def one(y, x):
+        return {"both": y * 0.7 + x * 1.3, "norm": y, "input": x * 1.3}[used]
+
+    trained = (True, used != "input")
+    inputs = make(kernel_device, 9, 72, dtype, "llama")
+    check_layer(lambda x, w: one(*rms_norm_and_input(x, w)), lambda x, w: one(reference_rms_norm(x, w), x), inputs,
+                dtype, differentiate=trained)  # fmt: skip
 
 
 @pytest.mark.parametrize("form", ["llama", "gemma"])
@@ -166,6 +207,7 @@ def test_op_and_compile(kernel_device):
     check_compiles(rms_norm, (x, weight), (True, True))
     check_compiles(add_rms_norm, (x, x.detach() + 1, weight), (True, True, True))
     check_compiles(add_rms_norm, (x, x.detach() + 1, weight), (True, False, False))
+    check_compiles(lambda x, w: rms_norm_and_input(x, w)[0], (x, weight), (True, True))
 
 
 def test_traced_and_direct_paths_agree(kernel_device):

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 from distill_kernels.layers.glu import geglu, swiglu
 from distill_kernels.layers.layer_norm import layer_norm
-from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm
+from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from distill_kernels.layers.rope import rope
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -37,6 +37,7 @@ from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forw
 from distill.models.packed import keeps_apart
 from distill.models.padding import hidden_of_padded
 from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches
+from distill.models.shared_input import GROUP, groups_of, projection_forward, sharing_forward
 
 log = logging.getLogger(__name__)
 
@@ -190,10 +191,17 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         elif (rotary := _rotary_function(module)) and judged("rope", module, _rotary_matches):
             replace_forward(module, _with_our_rotary(rotary), undo)
             report.swapped["rope"] += 1
+    for module, group in list(groups_of(model)):
+        for member in (module, *group.layers.values()):
+            member.__dict__[GROUP] = group
+            undo.append(functools.partial(member.__dict__.pop, GROUP, None))
+            replace_forward(member, sharing_forward(module) if member is module else projection_forward, undo)
+        report.swapped["shared_input"] += 1
     for kind, layer in fusable_layers(model):
         forward = LAYER_FORWARDS[kind]
-        if judged("residual_norm", layer, functools.partial(layer_matches, model=model, forward=forward)):
-            replace_forward(layer, forward, undo)
+        form = judged("residual_norm", layer, functools.partial(layer_matches, model=model, forward=forward))
+        if form is not None:
+            replace_forward(layer, forward(form == "casts"), undo)
             report.swapped["residual_norm"] += 1
 
 
@@ -273,10 +281,14 @@ def _rms_norm_form(module: Any) -> str | None:
 
 
 def _rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
-    def forward(self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        if residual is None:
-            return rms_norm(hidden_states, self.weight, eps, form)  # type: ignore[arg-type]
-        return add_rms_norm(hidden_states, residual, self.weight, eps, form)  # type: ignore[arg-type]
+    def forward(
+        self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None, and_input: bool = False,
+    ) -> Any:  # fmt: skip
+        if residual is not None:
+            return add_rms_norm(hidden_states, residual, self.weight, eps, form, dtype)  # type: ignore[arg-type]
+        norm = rms_norm_and_input if and_input else rms_norm
+        return norm(hidden_states, self.weight, eps, form, dtype)  # type: ignore[arg-type]
 
     return forward
 

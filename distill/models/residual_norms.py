@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from distill.models.head import decoder_of
+from distill.models.shared_input import cast_dtype
 
 
 def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -28,6 +29,8 @@ def fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         children = {name for name, _ in module.named_children()}
         if "forward" in module.__dict__:
             continue
+        if not children >= pre_norm or not _takes_residual(module.input_layernorm):
+            continue
         if children == pre_norm and _takes_residual(module.post_attention_layernorm):
             yield "pre_norm", module
         elif children == sandwich and _takes_residual(module.pre_feedforward_layernorm):
@@ -39,27 +42,45 @@ def _takes_residual(norm: Any) -> bool:
     return "forward" in norm.__dict__ and "residual" in inspect.signature(norm.forward).parameters
 
 
-def _attend(layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, object]) -> torch.Tensor:
-    return layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+def _attend(
+    layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, object], casts: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype | None]:
+    """What attention adds, the hidden states that it is added to, and the dtype that norms write (None: their own)."""
+    dtype = cast_dtype(hidden_states, layer.self_attn, layer.mlp) if casts else None
+    normed, hidden_states = layer.input_layernorm(hidden_states, dtype=dtype, and_input=True)
+    return layer.self_attn(hidden_states=normed, **kwargs)[0], hidden_states, dtype
 
 
-def _pre_norm_forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    normed, residual = self.post_attention_layernorm(_attend(self, hidden_states, kwargs), hidden_states)
-    return residual + self.mlp(normed)
+def _pre_norm_forward(casts: bool) -> Callable[..., torch.Tensor]:
+    def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        attended, hidden_states, dtype = _attend(self, hidden_states, kwargs, casts)
+        normed, residual = self.post_attention_layernorm(attended, hidden_states, dtype)
+        return residual + self.mlp(normed)
+
+    return forward
 
 
-def _sandwich_forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    attended = self.post_attention_layernorm(_attend(self, hidden_states, kwargs))
-    normed, residual = self.pre_feedforward_layernorm(attended, hidden_states)
-    return residual + self.post_feedforward_layernorm(self.mlp(normed))
+def _sandwich_forward(casts: bool) -> Callable[..., torch.Tensor]:
+    def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        attended, hidden_states, dtype = _attend(self, hidden_states, kwargs, casts)
+        attended = self.post_attention_layernorm(attended)
+        normed, residual = self.pre_feedforward_layernorm(attended, hidden_states, dtype)
+        return residual + self.post_feedforward_layernorm(self.mlp(normed))
+
+    return forward
 
 
-LAYER_FORWARDS: dict[str, Callable[..., Any]] = {"pre_norm": _pre_norm_forward, "sandwich": _sandwich_forward}
+# by form; each takes whether attention and MLP do nothing with their input but cast it, under autocast, for products
+LAYER_FORWARDS: dict[str, Callable[[bool], Callable[..., torch.Tensor]]] = {
+    "pre_norm": _pre_norm_forward, "sandwich": _sandwich_forward,
+}  # fmt: skip
 
 
 @torch.no_grad()
-def layer_matches(layer: nn.Module, *, model: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Run one whole layer both ways, called as the decoder calls it."""
+def layer_matches(
+    layer: nn.Module, *, model: nn.Module, forward: Callable[[bool], Callable[..., torch.Tensor]]
+) -> Literal["as it is", "casts"] | None:
+    """Run one whole layer both ways, called as the decoder calls it: whether `forward` is its own, and with what."""
     seen: list[tuple[tuple[object, ...], dict[str, object]]] = []
 
     def remember(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -74,9 +95,23 @@ def layer_matches(layer: nn.Module, *, model: nn.Module, forward: Callable[..., 
     (args, kwargs), *_ = seen
     expected = type(layer).forward(layer, *args, **kwargs)
     if len(args) > 1 or not isinstance(expected, torch.Tensor):
-        return False
+        return None
     try:
-        ours = forward(layer, *args, **kwargs)
+        ours = forward(False)(layer, *args, **kwargs)
     except TypeError:  # an MLP that returns more than hidden states (gpt-oss: its router's scores)
-        return False
-    return is_close(ours, expected)
+        return None
+    if not is_close(ours, expected):
+        return None
+    return "casts" if expected.dtype == torch.float32 and _only_casts(layer, expected, kwargs) else "as it is"
+
+
+def _only_casts(layer: Any, x: torch.Tensor, kwargs: dict[str, object]) -> bool:
+    """Whether attention and MLP give the same bits, under autocast, for `x` and for `x` cast beforehand."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        if cast_dtype(x, layer.self_attn, layer.mlp) is None:
+            return False
+        try:
+            pairs = [[layer.self_attn(hidden_states=each, **kwargs)[0], layer.mlp(each)] for each in (x, x.bfloat16())]
+        except RuntimeError:  # computed in fp32 alone
+            return False
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*pairs, strict=True))

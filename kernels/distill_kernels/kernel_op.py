@@ -53,17 +53,20 @@ class KernelOp:
 
     def __call__(self, *args: Any) -> Any:
         """Launch on plain tensors; go through the dispatcher for subclasses, dispatch modes and traces."""
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if not takes_shortcut(*args):
             return self.traced(*args)
-        gradient = False
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                if type(arg) not in _PLAIN:
-                    return self.traced(*args)
-                gradient = gradient or arg.requires_grad
-        if gradient and self.function is not None and torch.is_grad_enabled():
-            return self.function.apply(*args)
+        if self.function is not None and torch.is_grad_enabled():
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                    return self.function.apply(*args)
         return self.launch(*args)
+
+
+def takes_shortcut(*args: Any) -> bool:
+    """Whether an eager call on these arguments needs nothing of the dispatcher."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return False
+    return all(type(arg) in _PLAIN or not isinstance(arg, torch.Tensor) for arg in args)
 
 
 def _eager_function(

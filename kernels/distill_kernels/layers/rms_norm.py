@@ -8,8 +8,9 @@
     dn = dy * w,  ds = r (dn - n mean(dn * n)) + d(sum output),  dw = sum over rows of dy * n
 
 Zhang and Sennrich, 2019 (arXiv:1910.07467); the casting orders are those of transformers' LlamaRMSNorm and
-Gemma3RMSNorm. For N rows of H elements of b bytes, forward moves 2 N H b (fused with the addition: 4 N H b), backward
-3 N H b (4 N H b where the sum has a gradient of its own), plus H-sized weights, 4 N for r and the partial sums of dw.
+Gemma3RMSNorm. y may be written in another dtype, rounded once; ds is written in two where those of x and the residual
+differ. For N rows of H elements of b bytes, forward moves 2 N H b (fused with the addition: 4 N H b), backward 3 N H b
+(4 N H b where the sum has a gradient of its own), plus H-sized weights, 4 N for r and the partial sums of dw.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats, takes_shortcut
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.column_sums import column_sums
 from distill_kernels.layers.rows import as_rows, forward_rows, one_sum_rows, opaque, stages_that_fit
-from distill_kernels.operands import rows_of
+from distill_kernels.operands import differentiable_once, rows_of
 
 Form = Literal["llama", "gemma"]
 MAX_HIDDEN = 16_384
@@ -90,9 +92,10 @@ def _times_weight(dy, weight, FORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "zero"])
 def _backward_kernel(
-    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr, dy_stride, dsum_stride, x_stride, n_rows,
-    zero, H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr, HAS_DSUM: tl.constexpr,
-    NEED_DWEIGHT: tl.constexpr, TWICE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, narrow_ptr, partial_ptr, dy_stride, dsum_stride, x_stride,
+    n_rows, zero, H: tl.constexpr, BLOCK_H: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr,
+    HAS_DSUM: tl.constexpr, NARROW: tl.constexpr, NEED_DWEIGHT: tl.constexpr, TWICE: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """TWICE: x and dy are made fp32 twice, and wait in 16 bits for the sum over their row (see layer_norm)."""
     if EARLY:
@@ -122,15 +125,19 @@ def _backward_kernel(
         if HAS_DSUM:
             dsum_at = dsum_ptr + rows[:, None] * dsum_stride + cols[None, :]
             dx += tl.load(dsum_at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + rows[:, None] * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        at = rows[:, None] * H + cols[None, :]
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if NARROW:
+            tl.store(narrow_ptr + at, dx.to(narrow_ptr.dtype.element_ty), mask=mask)
     if NEED_DWEIGHT:
         partial_ptr += tl.program_id(0).to(tl.int64) * H + cols
         tl.store(partial_ptr, tl.sum(dweight, 0), mask=cols < H)
 
 
 def _launch_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     # returns y, the sum (empty without a residual) and 1/rms
     hidden = x.shape[-1]
     n_rows = x.numel() // hidden
@@ -144,7 +151,7 @@ def _launch_forward(
         narrow = torch.promote_types(x.dtype, residual.dtype)
         total = torch.empty(x.shape, dtype=narrow, device=x.device)
     wide = narrow if weight is None or form == "gemma" else torch.promote_types(narrow, weight.dtype)
-    y = torch.empty(x.shape, dtype=wide, device=x.device)
+    y = torch.empty(x.shape, dtype=dtype or wide, device=x.device)
     rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     if n_rows:
         config = forward_rows(hidden, n_rows, device_facts(x.device).multiprocessors)
@@ -157,20 +164,21 @@ def _launch_forward(
 
 
 def _fake_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     narrow = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     wide = narrow if weight is None or form == "gemma" else torch.promote_types(narrow, weight.dtype)
     rows = x.numel() // x.shape[-1]
     total = x.new_empty(0) if residual is None else x.new_empty(x.shape, dtype=narrow)
-    return x.new_empty(x.shape, dtype=wide), total, x.new_empty(rows, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype or wide), total, x.new_empty(rows, dtype=torch.float32)
 
 
 def _launch_backward(
     dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
-    form: str, need_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    # returns dx in x's dtype, and dweight (empty where not needed)
+    form: str, need_dweight: bool, narrow_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    # returns dx in x's dtype, dweight, and dx in another dtype (both empty where not needed)
     hidden = x.shape[-1]
     facts, narrow = device_facts(x.device), x.element_size() == dy.element_size() == 2
     config, block = one_sum_rows(hidden, narrow), next_power_of_2(hidden)
@@ -184,41 +192,43 @@ def _launch_backward(
     if dsum is not None:
         dsum, dsum_stride = as_rows(dsum)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    other = dx.new_empty(0) if narrow_dtype is None else torch.empty(x.shape, dtype=narrow_dtype, device=x.device)
     if weight is None or not need_dweight:
         need_dweight = False
     elif not n_rows:
-        return dx, torch.zeros_like(weight)
+        return dx, torch.zeros_like(weight), other
     early = need_dweight and facts.starts_early
     tile_bytes = config.rows * block * sum(t.element_size() for t in (x, dy, dsum) if t is not None)
     programs = min(cdiv(n_rows, config.rows), facts.multiprocessors * config.programs)
     partials = torch.empty((programs, hidden), dtype=torch.float32, device=x.device) if need_dweight else rstd
     if n_rows:
         _backward_kernel[(programs,)](
-            dy, dsum, x, weight, rstd, dx, partials, dy_stride, dsum_stride, x_stride, n_rows, 0,
+            dy, dsum, x, weight, rstd, dx, other, partials, dy_stride, dsum_stride, x_stride, n_rows, 0,
             H=hidden, BLOCK_H=block, ROWS=config.rows, FORM="none" if weight is None else form,
-            HAS_DSUM=dsum is not None, NEED_DWEIGHT=need_dweight,
+            HAS_DSUM=dsum is not None, NARROW=narrow_dtype is not None, NEED_DWEIGHT=need_dweight,
             TWICE=config.twice and narrow, EARLY=early,
             STAGES=stages_that_fit(config.stages, tile_bytes, facts.shared_bytes),
             num_warps=config.warps,
         )  # fmt: skip
     if weight is None or not need_dweight:
-        return dx, rstd.new_empty(0)
-    return dx, column_sums(partials, weight.dtype, early)
+        return dx, rstd.new_empty(0), other
+    return dx, column_sums(partials, weight.dtype, early), other
 
 
 def _fake_backward(
     dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor,
-    form: str, need_dweight: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    form: str, need_dweight: bool, narrow_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     dweight = torch.empty_like(weight) if weight is not None and need_dweight else rstd.new_empty(0)
-    return x.new_empty(x.shape), dweight
+    other = x.new_empty(0) if narrow_dtype is None else x.new_empty(x.shape, dtype=narrow_dtype)
+    return x.new_empty(x.shape), dweight, other
 
 
 _backward_op = KernelOp("rms_norm_backward", _launch_backward, _fake_backward)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, residual, weight, _, form = inputs
+    x, residual, weight, _, form, _ = inputs
     _, total, rstd = output
     ctx.save_for_backward(x if residual is None else total, weight, rstd)
     ctx.form, ctx.dtypes = form, (x.dtype, None if residual is None else residual.dtype)
@@ -228,23 +238,49 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, dy, dsum, _):
     x, weight, rstd = ctx.saved_tensors
     dtype, residual_dtype = ctx.dtypes
-    if residual_dtype is None:
+    if dsum is not None and dsum.shape != x.shape:
         dsum = None  # the sum was empty
+    other, needed = x.new_empty(0), ctx.needs_input_grad
     if dy is None:
         if dsum is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         dx, dweight = dsum, None  # only the sum was used
     else:
-        dx, dweight = _backward_op(dy, dsum, x, weight, rstd, ctx.form, ctx.needs_input_grad[2])
-    if not ctx.needs_input_grad[2]:
+        # the sum has the wider dtype of x and the residual, and mostly one of them the narrower
+        narrow = next((d for d in (dtype, residual_dtype) if d not in (None, x.dtype)), None)
+        dx, dweight, other = _backward_op(dy, dsum, x, weight, rstd, ctx.form, needed[2], narrow)
+    if not needed[2]:
         dweight = None
-    dresidual = None if residual_dtype is None else dx.to(residual_dtype)
-    return dx.to(dtype), dresidual, dweight, None, None
+    dx, dresidual = (
+        None if d is None or not need else other if other.dtype == d and other.shape == x.shape else dx.to(d)
+        for d, need in zip((dtype, residual_dtype), needed, strict=False)
+    )
+    return dx, dresidual, dweight, None, None, None
 
 
 _forward_op = KernelOp(
     "rms_norm_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
 )
+
+
+class _NormAndInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, form, dtype):
+        inputs = (x, None, weight, eps, form, dtype)
+        outputs = _launch_forward(*inputs)
+        _setup_context(ctx, inputs, outputs)
+        return outputs[0], x
+
+    @staticmethod
+    @differentiable_once
+    @once_differentiable
+    def backward(ctx, dy, dx):
+        x, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return dx, None, None, None, None
+        need = ctx.needs_input_grad[1]
+        dx, dweight, _ = _backward_op(dy, dx, x, weight, rstd, ctx.form, need)
+        return dx, dweight if need else None, None, None, None
 
 
 def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, form: str) -> None:
@@ -260,7 +296,11 @@ def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor 
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, form: Form = "llama"
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    form: Form = "llama",
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Root-mean-square normalisation of the last dimension.
 
@@ -270,17 +310,44 @@ def rms_norm(
         eps: Added to the mean square.
         form: "llama" casts the normalised x to its dtype before multiplying by `weight`; "gemma" multiplies by
             `1 + weight` in fp32 and casts last.
+        dtype: Of the result, rounded to it in the kernel; None for the usual one.
 
     Returns:
-        [..., H]; in x's dtype for "gemma", in the promoted dtype of x and weight for "llama".
+        [..., H]; usually in x's dtype for "gemma", in the promoted dtype of x and weight for "llama".
 
     Raises:
         ValueError: On an unknown form, a shape that does not fit, or a dtype that the kernels do not compute in.
     """
     _check(x, None, weight, form)
     if not runs_on_triton(x):
-        return as_from_kernel(reference_rms_norm(x, weight, eps, form))
-    return _forward_op(x, None, weight, eps, form)[0]
+        normed = reference_rms_norm(x, weight, eps, form)
+        return as_from_kernel(normed.to(dtype or normed.dtype))
+    return _forward_op(x, None, weight, eps, form, dtype)[0]
+
+
+def rms_norm_and_input(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    form: Form = "llama",
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm(x, ...)` and x, for whatever else reads x: its gradient is added in the norm's backward kernel.
+
+    Args:
+        x, weight, eps, form, dtype: As of `rms_norm`.
+
+    Returns:
+        The normalised x, and x (a view of it, or itself).
+
+    Raises:
+        ValueError: As `rms_norm`.
+    """
+    if not (runs_on_triton(x) and takes_shortcut(x, weight) and torch.is_grad_enabled() and x.requires_grad):
+        return rms_norm(x, weight, eps, form, dtype), x
+    _check(x, None, weight, form)
+    outputs: tuple[torch.Tensor, torch.Tensor] = _NormAndInput.apply(x, weight, eps, form, dtype)
+    return outputs
 
 
 def add_rms_norm(
@@ -289,6 +356,7 @@ def add_rms_norm(
     weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     form: Form = "llama",
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`rms_norm(x + residual)`, and the sum, in one pass: the sum is rounded to its dtype before the norm.
 
@@ -297,7 +365,7 @@ def add_rms_norm(
         residual: [..., H], the same shape.
         weight: [H] or None.
         eps: Added to the mean square.
-        form: As in `rms_norm`.
+        form, dtype: As in `rms_norm`.
 
     Returns:
         The normalised sum, and the sum `x + residual` in their promoted dtype.
@@ -308,8 +376,8 @@ def add_rms_norm(
     _check(x, residual, weight, form)
     if not runs_on_triton(x):
         normed, total = reference_add_rms_norm(x, residual, weight, eps, form)
-        return as_from_kernel(normed), as_from_kernel(total)
-    normed, total, _ = _forward_op(x, residual, weight, eps, form)
+        return as_from_kernel(normed.to(dtype or normed.dtype)), as_from_kernel(total)
+    normed, total, _ = _forward_op(x, residual, weight, eps, form, dtype)
     return normed, total
 
 

@@ -1,0 +1,133 @@
+"""Projections of a layer that read the same activations (q, k and v; gate and up), computed as one by the first called.
+
+A patched attention or MLP opens its group for the length of its own call. The first projection that is called with a
+tensor computes all of them (`shared_linear`) and leaves the others' outputs, which are taken once each, and only for
+the same tensor, unchanged, in the same dtype; what is left when the module returns is dropped. Modules, parameters,
+names and hooks stay as they are. Without gradients, while compiling, and for whatever is not a plain `nn.Linear` with
+all of its weight at hand (adapters, hooks that may fetch or change a weight, weights in shards or elsewhere), each
+projection computes its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from distill_kernels.matmul.fp8 import SIBLINGS
+from distill_kernels.matmul.shared_input import compute_dtype, shared_linear
+from torch import nn
+
+GROUP = "_distill_shared_input"
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class SharedInput:
+    """Sibling projections of one module.
+
+    Args:
+        layers: The projections, by the names they have in the module.
+    """
+
+    def __init__(self, layers: dict[str, nn.Linear]) -> None:
+        self.layers = layers
+        self.is_open = False
+        self.wasted = False  # an output was made that nobody took: the module calls its projections in another way
+        self._source: tuple[torch.Tensor, int, torch.dtype] | None = None
+        self._outputs: dict[nn.Module, torch.Tensor] = {}
+
+    def is_intact(self, module: nn.Module) -> bool:
+        """Whether `module` still calls these projections, as they are: none is wrapped (an adapter) or replaced."""
+        own = module._modules
+        return all(own.get(name) is layer and _is_ours(layer) for name, layer in self.layers.items())
+
+    def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """The output of `layer` for `x`; None where it has to compute that itself."""
+        source, dtype = self._source, compute_dtype(x)
+        if source is not None and source[0] is x:
+            same = source[1:] == (x._version, dtype)
+            return self._outputs.pop(layer, None) if same else None
+        if self._outputs or type(x) not in PLAIN or x.is_inference() or not self._at_hand(x):
+            return None
+        layers = list(self.layers.values())
+        outputs = shared_linear(x, [each.weight for each in layers], [each.bias for each in layers])
+        self._source, self._outputs = (x, x._version, dtype), dict(zip(layers, outputs, strict=True))
+        return self._outputs.pop(layer)
+
+    def _at_hand(self, x: torch.Tensor) -> bool:
+        trained = x.requires_grad
+        for layer in self.layers.values():
+            for tensor in (layer.weight, layer.bias):
+                if tensor is not None:
+                    if type(tensor) not in PLAIN or tensor.device != x.device or not tensor.numel():
+                        return False
+                    trained = trained or tensor.requires_grad
+        return trained
+
+    def close(self, returned: bool) -> None:
+        """Drop what is left."""
+        self.wasted = self.wasted or (returned and bool(self._outputs))
+        self.is_open, self._source = False, None
+        self._outputs.clear()
+
+
+def _is_ours(layer: nn.Module) -> bool:
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    ours = getattr(layer.__dict__.get("forward"), "__func__", None) is projection_forward
+    return ours and type(layer) is nn.Linear and not hooks
+
+
+def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, SharedInput]]:
+    """Modules of `model` with sibling projections that may be computed as one, and these."""
+    for module in model.modules():
+        for names in SIBLINGS:
+            layers = {name: layer for name in names if type(layer := getattr(module, name, None)) is nn.Linear}
+            free = not any("forward" in layer.__dict__ for layer in layers.values())
+            same = len({layer.in_features for layer in layers.values()}) == 1
+            if len(layers) == len(names) and free and same and isinstance(module.forward, types.MethodType):
+                yield module, SharedInput(layers)
+                break
+
+
+def projection_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """What takes the place of a sibling projection's forward."""
+    if not torch.compiler.is_compiling():
+        group = self.__dict__[GROUP]
+        if group.is_open and torch.is_grad_enabled():
+            output: torch.Tensor | None = group.take(self, x)
+            if output is not None:
+                return output
+    return nn.functional.linear(x, self.weight, self.bias)
+
+
+def sharing_forward(module: nn.Module) -> Callable[..., Any]:
+    """What takes the place of the forward of a module with such projections: the same, with its group open."""
+    inner = module.forward.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return inner(self, *args, **kwargs)
+        group = self.__dict__[GROUP]
+        if group.is_open or group.wasted or not group.is_intact(self):
+            return inner(self, *args, **kwargs)
+        group.is_open, returned = True, False
+        try:
+            output = inner(self, *args, **kwargs)
+            returned = True
+        finally:
+            group.close(returned)
+        return output
+
+    return forward
+
+
+def cast_dtype(x: torch.Tensor, *modules: nn.Module) -> torch.dtype | None:
+    """The dtype that autocast gives to `x` in the projections of all `modules`; None where one does not cast it."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    groups = [module.__dict__.get(GROUP) for module in modules]
+    intact = all(group is not None and group.is_intact(m) for m, group in zip(modules, groups, strict=True))
+    return torch.get_autocast_dtype(x.device.type) if intact else None
