@@ -2,13 +2,14 @@
 
 With N tokens in a micro-batch, w the bytes of a trained weight, c of what is computed in (2 for bfloat16), r of the
 residual stream (the embedding's dtype), H the hidden size, A heads x head width, K key-value heads x head width, I the
-MLP's width, V the vocabulary, L layers; under autocast each linear layer keeps a cast copy of its own input
-(our LoRA layers keep none):
+MLP's width, V the vocabulary, L layers; what reads one norm's output keeps one copy of it, as it is computed with, but
+for PEFT's LoRA layers under autocast, each of which keeps its own (ours do not):
 
     teacher         parameters x bytes of its dtype; fewer in 8 bits and offloaded (`teachers/model.py`)
     student         parameters x w, gradients trained x w, AdamW states 2 x trained x w (or of their own dtype)
     activations     N L (2 r H norms' inputs + c (q + g) H normed inputs + c (3 A + 2 K) attention + 3 c I MLP), q = 3
-                    and g = 2 under autocast, else 1 and 1; 2 c I for an MLP without gate; row statistics in fp32
+                    and g = 2 for PEFT's layers under autocast, else 1 and 1; 2 c I for an MLP without gate; row
+                    statistics in fp32
       checkpointed  N L r H, and one layer of the above
     weight copies   linear weights x c under autocast, kept for the backward
     loss            the workspace that `distill_kernels` plans, the head's copy, and dW
@@ -60,11 +61,11 @@ class Memory(NamedTuple):
         return max(self.moments.values())
 
 
-def layer_activations(shape: Shape, *, compute: int, residual: int, autocast: bool) -> float:
-    """Bytes one layer keeps for its backward, a token."""
+def layer_activations(shape: Shape, *, compute: int, residual: int, autocast: bool, apart: bool = False) -> float:
+    """Bytes one layer keeps for its backward, a token; `apart`: each projection casts and keeps its own input."""
     normed = compute if autocast or residual == compute else residual
     attention = 2 * shape.query + (shape.query + 2 * shape.key_value)
-    first, second = (3, 2 if shape.gated else 1) if autocast else (1, 1)
+    first, second = (3, 2 if shape.gated else 1) if autocast and apart else (1, 1)
     mlp = (3 if shape.gated else 2) * shape.intermediate
     return (
         2 * residual * shape.hidden
@@ -108,7 +109,8 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
 
     # our LoRA layers keep each input once, as it is; PEFT's keep a copy of each adapted input, in fp32 without autocast
     ours = lora and weight == compute and not (recipe.student.lora and recipe.student.lora.dropout)
-    one_layer = tokens * layer_activations(student, compute=compute, residual=weight, autocast=autocast and not ours)
+    kept = {"compute": compute, "residual": weight, "autocast": autocast and not ours, "apart": lora}
+    one_layer = tokens * layer_activations(student, **kept)
     if not ours:
         one_layer += tokens * student.adapted / student.layers * (compute if autocast else 4)
     elif student.gated:  # the input of the projection down is made again
