@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from test_adoption import batch
 from test_patching import assert_same
+from test_shared_input import nodes
 from tiny import tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,7 @@ from two_ranks import run_as_two
 
 import distill
 
-WRAPS = ("ddp", "fsdp")
+WRAPS = ("ddp", "fsdp", "fsdp of single projections")
 MASK = torch.tensor([[1] * 13, [1] * 9 + [0] * 4])
 
 
@@ -35,11 +36,12 @@ def step(wrap, rank):
         wrapped = DistributedDataParallel(model)
     else:
         mesh = init_device_mesh("cpu", (2,))
-        for unit in (*model.model.layers, model.lm_head):
+        single = [] if wrap == "fsdp" else [p for layer in model.model.layers for p in layer.mlp.children()]
+        for unit in (*single, *model.model.layers, model.lm_head):
             fully_shard(unit, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
     output = wrapped(**inputs_of(slice(rank, rank + 1)))
-    refused = ""
+    shared, refused = nodes(output.loss.grad_fn), ""
     try:
         output.logits.sum()
     except RuntimeError as error:
@@ -49,7 +51,12 @@ def step(wrap, rank):
         name.removeprefix("module."): p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
         for name, p in wrapped.named_parameters()
     }
-    return {"gradients": gradients, "refused": refused, "cut": isinstance(model.lm_head.weight, DTensor)}
+    return {
+        "gradients": gradients,
+        "refused": refused,
+        "shared": shared,
+        "cut": isinstance(model.lm_head.weight, DTensor),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +70,8 @@ def found(tmp_path_factory):
 def test_two_processes_learn_as_one(found, wrap):
     model = tiny_model(tie=False).train()
     model(**inputs_of(slice(None))).loss.backward()
-    assert found[wrap]["cut"] == (wrap == "fsdp")
+    assert found[wrap]["cut"] == (wrap != "ddp")
+    assert found[wrap]["shared"] == (2 if "single" in wrap else 4)  # what others have not gathered yet is not read
     for name, parameter in model.named_parameters():
         assert_same(found[wrap]["gradients"][name], parameter.grad, 2e-4)
 

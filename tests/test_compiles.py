@@ -110,6 +110,9 @@ for hidden in (5120, 8192):
     layer_norm._launch_forward(z, weight, weight, 1e-5, False)
     layer_norm._launch_backward(z, z, weight, one, one, True)
     rms_norm._launch_backward(z, None, z, weight, one, "llama", True)
+wide = t(64, 8192, dtype=torch.float32)
+sum(part.sum() for part in rms_norm.add_rms_norm(t(64, 8192), wide, weight, dtype=torch.bfloat16)).backward()
+sum(part.sum() for part in rms_norm.rms_norm_and_input(wide * 1, weight, dtype=torch.bfloat16)).backward()
 ours.bias_gelu(z, t(8192)).sum().backward()
 ours.decode_attention(t(1, 8, 1, 64), t(1, 2, 4096, 64), t(1, 2, 4096, 64), torch.ones(1, dtype=torch.int32))
 """,

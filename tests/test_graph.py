@@ -8,6 +8,7 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
+from distill.models import shared_input
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
 from distill.models.patching import patch
@@ -16,6 +17,7 @@ from distill.training.graphs import CAPTURE, TIMED, WARM_UP, GraphedSteps
 from distill.training.trainer import DistillationTrainer
 
 VOCABULARY, LENGTH = 259, 64
+shared = shared_input.shared_linear
 
 
 def rows(count=48, *, packed=False, labelled=0.6):
@@ -115,9 +117,12 @@ def same(folder, **more):
     ],
     ids=["plain", "autocast", "accumulation", "lora", "checkpointing", "mixture", "packed", "autocast-packed"],
 )  # fmt: skip
-def test_the_bits_of_launched_steps(tmp_path, more):
+def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
+    calls = []
+    monkeypatch.setattr(shared_input, "shared_linear", lambda *args: calls.append(args[0].dtype) or shared(*args))
     _, said, _ = same(tmp_path, **more)
     assert "launched:" not in said[0]
+    assert set(calls) == (set() if more.get("lora") else {torch.bfloat16})  # as norms write it, under autocast too
 
 
 @pytest.mark.gpu

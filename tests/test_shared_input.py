@@ -259,3 +259,54 @@ def test_a_norm_whose_output_is_read_by_more_than_projections_keeps_its_dtype():
     report = patch(model, "student", attention=None)
     assert "as it is" in report.verdicts.values() and "casts" not in report.verdicts.values()
     assert torch.equal(run(model, autocast=True)[0], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights_in", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(576, 192, 192), (1536, 1536), (896, 128, 128)])
+def test_real_shapes(sizes, weights_in, device):
+    inputs = 896 if 896 in sizes else 576
+    x = draw(8, 1024, inputs).to(device, torch.bfloat16)
+    weights = [draw(size, inputs, seed=size).to(device, weights_in) / inputs**0.5 for size in sizes]
+    biases = [draw(size, seed=size + 1).to(device, weights_in) for size in sizes]
+    upstream = [draw(8, 1024, size, seed=5).to(device, torch.bfloat16) for size in sizes]
+    results = []
+    for function, cast in ((shared_linear, None), (reference_shared_linear, None), (reference_shared_linear, "exact")):
+        given = [t.detach().to(torch.float64 if cast else t.dtype).requires_grad_() for t in (x, *weights, *biases)]
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast is None):
+            outputs = function(given[0], given[1 : 1 + len(sizes)], given[1 + len(sizes) :])
+        gradients = torch.autograd.grad(outputs, given, [g.to(y.dtype) for g, y in zip(upstream, outputs, strict=True)])
+        results.append((outputs, gradients))
+    (ours, theirs, exact) = results
+    assert all(torch.equal(*pair) for pair in zip(ours[0], theirs[0], strict=True))
+    for got, torchs, right in zip(ours[1], theirs[1], exact[1], strict=True):
+        assert got.dtype == torchs.dtype
+        assert_as_good_as_torch(got, torchs, right, torch.bfloat16, "gradient")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_model_on_a_gpu_keeps_the_bits(device, monkeypatch, checkpointed):
+    """Under autocast: norms that write bf16, and one node of several projections, against each by itself."""
+    model = tiny_model(kind="qwen2", hidden=256, dtype=torch.float32).to(device).train()
+    assert "casts" in patch(model, "student").verdicts.values()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.randint(3, 259, (2, 256), device=device)
+
+    def step():
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden.float().square().mean().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        return hidden.detach(), gradients, nodes(hidden.grad_fn)
+
+    hidden, gradients, shared = step()
+    monkeypatch.setattr(residual_norms, "cast_dtype", lambda *_: None)
+    for module in model.modules():
+        if GROUP in module.__dict__:
+            module.__dict__[GROUP].wasted = True
+    apart, exact, none = step()
+    assert (shared, none) == (4, 0) and torch.equal(hidden, apart)
+    assert (gradients - exact).norm() <= 1e-2 * exact.norm()
