@@ -7,12 +7,15 @@ import torch
 from distill_kernels.matmul.shared_input import reference_shared_linear, shared_linear
 from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
+from test_lora_linear import kept_bytes
 from tiny import tiny_model
 from torch.nn import functional as F
 
 from distill.models import residual_norms
 from distill.models.patching import patch, unpatch
+from distill.models.shape import shape_of
 from distill.models.shared_input import GROUP
+from distill.planning.memory import layer_activations
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -259,6 +262,17 @@ def test_a_norm_whose_output_is_read_by_more_than_projections_keeps_its_dtype():
     report = patch(model, "student", attention=None)
     assert "as it is" in report.verdicts.values() and "casts" not in report.verdicts.values()
     assert torch.equal(run(model, autocast=True)[0], expected)
+
+
+def test_activations_are_kept_once(kernel_device):
+    """What a plan counts for a layer, but for the copies of its weights: one copy of each norm's output."""
+    models = [tiny_model(hidden=64, layers=layers).train().to(kernel_device) for layers in (2, 3)]
+    for model in models:
+        patch(model, "student")
+    two, three = (kept_bytes(model, torch.bfloat16) for model in models)
+    shape = shape_of(models[0])
+    planned = layer_activations(shape, compute=2, residual=4, autocast=True)
+    assert planned == pytest.approx((three - two - 2 * shape.linear / shape.layers) / 256, rel=0.1)
 
 
 @pytest.mark.gpu

@@ -109,8 +109,9 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
 
     # our LoRA layers keep each input once, as it is; PEFT's keep a copy of each adapted input, in fp32 without autocast
     ours = lora and weight == compute and not (recipe.student.lora and recipe.student.lora.dropout)
-    kept = {"compute": compute, "residual": weight, "autocast": autocast and not ours, "apart": lora}
-    one_layer = tokens * layer_activations(student, **kept)
+    one_layer = tokens * layer_activations(
+        student, compute=compute, residual=weight, autocast=autocast and not ours, apart=lora
+    )
     if not ours:
         one_layer += tokens * student.adapted / student.layers * (compute if autocast else 4)
     elif student.gated:  # the input of the projection down is made again

@@ -57,40 +57,37 @@ def _weight_gradient(g: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) ->
 
 class _SharedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, x: torch.Tensor, *operands: torch.Tensor | None) -> Any:
+    def forward(ctx: Any, dtype: torch.dtype, biased: Sequence[int], x: torch.Tensor, *operands: torch.Tensor) -> Any:
         # cast here and not by autocast, whose cache would keep copies that were made without a graph
-        count = len(operands) // 2
-        given = [operand for operand in operands if operand is not None]
-        ctx.dtypes = (x.dtype, [None if operand is None else operand.dtype for operand in operands])
-        casts = iter(_cast(given, dtype))
-        cast = [None if operand is None else next(casts) for operand in operands]
-        narrow = x.to(dtype)
-        needed = ctx.needs_input_grad
-        ctx.shape = x.shape
+        count, needed = len(operands) - len(biased), ctx.needs_input_grad[2:]
+        ctx.dtypes, ctx.count, ctx.biased = [x.dtype, *(t.dtype for t in operands)], count, biased
+        x, cast = x.to(dtype), _cast(operands, dtype)
+        biases = dict(zip(biased, cast[count:], strict=True))
         ctx.set_materialize_grads(False)
-        weights = cast[:count] if needed[1] else [None] * count
-        ctx.save_for_backward(narrow if any(needed[2 : 2 + count]) else None, *weights)
-        return tuple(F.linear(narrow, weight, bias) for weight, bias in zip(cast[:count], cast[count:], strict=True))
+        kept = cast[:count] if needed[0] else []
+        ctx.save_for_backward(x if any(needed[1 : 1 + count]) else None, *kept)
+        return tuple(F.linear(x, weight, biases.get(place)) for place, weight in enumerate(cast[:count]))
 
     @staticmethod
     @differentiable_once
     @once_differentiable
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> Any:
-        x, *weights = ctx.saved_tensors
-        count, (dtype, dtypes), dx = len(weights), ctx.dtypes, None
-        gradients: list[torch.Tensor | None] = [None] * (2 * count)
-        rows = None if x is None else x.reshape(-1, x.shape[-1])
-        for place, (g, weight) in enumerate(zip(upstream, weights, strict=True)):
-            if g is None:  # an output that was not used
-                continue
-            g = g.reshape(-1, g.shape[-1])
-            if weight is not None:
-                dx = g @ weight if dx is None else dx.addmm_(g, weight)
-            if ctx.needs_input_grad[2 + place]:
-                gradients[place] = _weight_gradient(g, rows, dtypes[place])
-            if ctx.needs_input_grad[2 + count + place]:
-                gradients[count + place] = g.sum(0, dtype=dtypes[count + place])
-        return None, None if dx is None else dx.view(ctx.shape).to(dtype), *gradients
+        (x, *weights), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        gradients: list[torch.Tensor | None] = [None] * len(needed)
+        flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream) if g is not None}  # those in use
+        dx = None
+        for place, g in flat.items():
+            if weights:
+                dx = g @ weights[place] if dx is None else dx.addmm_(g, weights[place])
+            if needed[1 + place]:
+                gradients[1 + place] = _weight_gradient(g, x.reshape(-1, x.shape[-1]), ctx.dtypes[1 + place])
+        for at, place in enumerate(ctx.biased, 1 + ctx.count):
+            if needed[at] and place in flat:
+                gradients[at] = flat[place].sum(0, dtype=ctx.dtypes[at])
+        if dx is not None:
+            shape = next(g.shape[:-1] for g in upstream if g is not None)
+            gradients[0] = dx.view(*shape, -1).to(ctx.dtypes[0])
+        return None, None, *gradients
 
 
 def shared_linear(
@@ -115,5 +112,7 @@ def shared_linear(
             f"shared_linear: expected x [..., I], weights [O, I] and as many biases, got {list(x.shape)}, "
             f"{[list(w.shape) for w in weights]} and {len(biases)} biases"
         )
-    outputs: tuple[torch.Tensor, ...] = _SharedLinear.apply(compute_dtype(x), x, *weights, *biases)
+    biased = [place for place, bias in enumerate(biases) if bias is not None]
+    given = [bias for bias in biases if bias is not None]
+    outputs: tuple[torch.Tensor, ...] = _SharedLinear.apply(compute_dtype(x), biased, x, *weights, *given)
     return outputs
