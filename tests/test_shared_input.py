@@ -220,15 +220,16 @@ def test_outputs_are_of_the_tensor_that_was_given():
     assert shared == 3  # a module that left one is not asked again
 
 
-def test_nothing_is_kept_without_gradients_or_while_compiling():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_nothing_is_kept_without_gradients_or_while_compiling(autocast):
     model = model_of(torch.float32)
     patch(model, "student", attention=None)
-    with torch.no_grad():
-        expected = model(input_ids=IDS, use_cache=False).logits
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = model.model(input_ids=IDS, use_cache=False).last_hidden_state
     layer = model.model.layers[0]
     layer.compile(backend="aot_eager", fullgraph=True)
-    hidden, _, shared = run(model)
-    assert shared == 2 and torch.equal(model.lm_head(hidden), expected)
+    hidden, _, shared = run(model, autocast)
+    assert shared == 2 and torch.equal(hidden, expected)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
@@ -266,7 +267,9 @@ def test_a_norm_whose_output_is_read_by_more_than_projections_keeps_its_dtype():
 
 def test_activations_are_kept_once(kernel_device):
     """What a plan counts for a layer, but for the copies of its weights: one copy of each norm's output."""
-    models = [tiny_model(hidden=64, layers=layers).train().to(kernel_device) for layers in (2, 3)]
+    if kernel_device.type == "cuda":
+        pytest.skip("counted through the interpreter")
+    models = [tiny_model(hidden=64, layers=layers).train() for layers in (2, 3)]
     for model in models:
         patch(model, "student")
     two, three = (kept_bytes(model, torch.bfloat16) for model in models)
