@@ -20,6 +20,10 @@ def test_overlaps_count_once(spans, share, whole):
     assert busy_share(spans) == (pytest.approx(share), whole)
 
 
+def test_short_gaps_count_as_busy_where_wanted():
+    assert busy_share([(0, 4), (5, 7), (9, 10)], bridged=1) == (pytest.approx(0.8), 10)
+
+
 def test_nothing_traced_is_an_error():
     with pytest.raises(ValueError, match="found none"):
         busy_share([])

@@ -1,5 +1,7 @@
 """What the benchmarks compare computes the same thing: candidates' gradients on the CPU, small; nothing is timed."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ from distill_kernels import FusedTopKKLLoss
 from helpers import realistic_heads, relative_error
 from tiny import save_tiny
 
-from scripts.bench import adoption, logit_losses, topk_losses
+from scripts.bench import adoption, logit_losses, small, topk_losses
 
 
 @pytest.mark.parametrize("name", logit_losses.TERMS)
@@ -50,3 +52,28 @@ def test_one_line_candidates_learn_the_same(tmp_path):
     found["ours, keep_logits"][1] = {"batch": 2, "failed": "out of memory"}
     notes = [row.note for row in adoption.rows_of("tiny", 12, found) if row.ms != row.ms]
     assert notes == ["wrong, not timed", "out of memory"]
+
+
+def test_small_models_are_picked_exactly():
+    assert small.chosen(False, "smollm2 ours; qwen2.5 plain") == [("smollm2", "ours"), ("qwen2.5", "plain")]
+    assert small.chosen(False, "flagship") == [("flagship", name) for name in small.CANDIDATES]
+    assert small.chosen(False, "compile: layers") == [(pair, "compile: layers") for pair in small.PAIRS]
+    with pytest.raises(ValueError, match="got smollm2 our"):
+        small.chosen(False, "smollm2 our")
+    assert not any("default" in name or pair != "smollm2" for pair, name in small.chosen(True, ""))
+
+
+def test_a_candidate_that_fails_is_a_row_that_says_why(monkeypatch):
+    shown = 'print(\'result {"ms": 2.0, "joules": 1.0, "peak_mib": 3.0}\', flush=True)'
+
+    def of(code):
+        run = subprocess.run
+        with monkeypatch.context() as inside:
+            inside.setattr(small.subprocess, "run", lambda _, **more: run([sys.executable, "-c", code], **more))
+            inside.setenv("BENCH_LIMIT", "2")
+            return small.run(False, "flagship ours")[0]
+
+    stopped = of(f"import time; {shown}; time.sleep(60)")  # its time was there already
+    assert stopped.ms == 2 and stopped.tokens_per_s == 8192 / 2 * 1e3 and stopped.note == "1.0 J, not done after 2 s"
+    failed = of("import os; assert os.environ['TORCHINDUCTOR_CACHE_DIR']; raise RuntimeError('as captured')")
+    assert failed.ms != failed.ms and failed.tokens_per_s is None and failed.note == "RuntimeError: as captured"

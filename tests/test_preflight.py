@@ -34,9 +34,11 @@ PUBLISHED = {
     "llama-3.1-70b": 70_553_706_496,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
+    "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-7b": 7_615_616_512,
     "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
 }
 HARDWARE = {"llama3-8b-to-1b-lora": ("RTX 4090", 1), "llama3-70b-to-8b-lora": ("H100", 4)}
 ROOT = Path(__file__).resolve().parents[1]

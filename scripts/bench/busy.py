@@ -26,8 +26,10 @@ RECIPES = {
 FIRST, LAST = 5, 9
 
 
-def busy_share(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
+def busy_share(spans: Iterable[tuple[float, float]], bridged: float = 0.0) -> tuple[float, float]:
     """Share of the time that any of `spans` (start, end) covers, and that time, from the first start to the last end.
+
+    Gaps of at most `bridged` seconds count as covered: what a GPU takes from one kernel of a graph to the next.
 
     Raises:
         ValueError: no spans.
@@ -37,24 +39,26 @@ def busy_share(spans: Iterable[tuple[float, float]]) -> tuple[float, float]:
         raise ValueError("busy: expected traced kernels, found none")
     covered, reached = 0.0, ordered[0][0]
     for start, end in ordered:
-        covered += max(end - max(start, reached), 0.0)
+        begun = reached if start - reached <= bridged else start
+        covered += max(end - max(begun, reached), 0.0)
         reached = max(reached, end)
     whole = reached - ordered[0][0]
     return covered / whole, whole
 
 
 class Trace(TrainerCallback):
-    """Traces the steps after `FIRST`, up to and with `LAST`."""
+    """Traces the steps after `first`, up to and with `last`."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = FIRST, last: int = LAST) -> None:
+        self.first, self.last = first, last
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start and stop."""
-        if state.global_step == FIRST:
+        if state.global_step == self.first:
             torch.cuda.synchronize()
             self.profiler.start()
-        elif state.global_step == LAST:
+        elif state.global_step == self.last:
             torch.cuda.synchronize()
             self.profiler.stop()
 

@@ -1,16 +1,22 @@
 """Small models, where the host sets the pace: `distill run` launched and from CUDA graphs, beside what else there is.
 
-SmolLM2-135M shapes for teacher and student (or Qwen2.5-1.5B for both), 8 x 1,024 random tokens, every one learned,
-gradients clipped to 1. Every candidate runs in a process of its own, since one that captures may leave a process unable
-to capture again; all in one call, one after the other. Time is that of the wall clock over `TIMED` steps after `WARM`
-launched or compiled ones, energy NVML's counter over the same steps.
+Random weights and tokens, every one learned, gradients clipped to 1. Every candidate runs in a process of its own,
+since one that captures may leave a process unable to capture again; all in one call, one after the other. Time is that
+of the wall clock over a pair's `timed` steps after `warm` launched or compiled ones, energy NVML's counter over them.
 
-    plain                     transformers' layers, sdpa, logits in full, KL in fp32, fused AdamW
-    compile: layers           the same, each layer and the divergence under torch.compile
-    compile: MODE             the same, both whole models under torch.compile in that mode
-    liger                     Liger Kernel's patches and its fused linear JSD at beta = 0
-    ours, launched            `distill run` with train.cuda_graph=false
-    ours                      `distill run` as it is
+    bare products                 every product with a weight matrix, once for the teacher, thrice for the student, as
+                                  one CUDA graph: what nothing avoids
+    plain                         transformers' layers, sdpa, logits in full, KL in fp32, fused AdamW
+    compile: MODE                 the same, both whole models and the divergence under torch.compile
+    compile: layers[, MODE]       the same, each layer and the divergence under torch.compile
+    ..., in one graph             the whole step captured by hand
+    ..., LoRA                     PEFT's adapters of rank 16 on every linear layer of the student
+    liger                         Liger Kernel's patches and its fused linear JSD at beta = 0
+    ours, ...                     `distill run` as it is; `launched` and `graphed` set train.cuda_graph
+
+`--only "smollm2 plain; smollm2 ours; qwen2.5"` runs these candidates of these pairs, exactly. A candidate has
+BENCH_LIMIT seconds (240), a call BENCH_SECONDS (none): what no longer fits is a row without a time. Compiled kernels
+and tuned choices are kept in one folder, so that a candidate that was stopped compiles less the next time.
 """
 
 from __future__ import annotations
@@ -22,29 +28,63 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
-from scripts.bench.harness import Row
+from scripts.bench.busy import Trace, busy_share
+from scripts.bench.harness import Row, graphed
 from scripts.bench.many_gpus import DRY, ROOT
 
-BATCH, LENGTH = 8, 1024
-WARM, TIMED = 40, 60
-LIMIT = 240  # seconds a candidate
-PAIRS = {"smollm2": ("smollm2-135m", "smollm2-135m"), "qwen2.5": ("qwen2.5-1.5b", "qwen2.5-1.5b")}
-MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
-RIVALS = ("plain", "compile: layers", *(f"compile: {mode}" for mode in MODES), "liger")
-OURS = {
-    "ours, launched": ["train.cuda_graph=false"],
-    "ours": [],
-    "ours, compiled layers": ["train.compile=true"],
-    "ours, packed, fp32 weights": ["student.dtype=float32"],
-    "ours, packed, fp32 weights, launched": ["student.dtype=float32", "train.cuda_graph=false"],
-    "ours, LoRA": ["student.lora={r: 16}"],
-    "ours, LoRA, launched": ["student.lora={r: 16}", "train.cuda_graph=false"],
+GAP = 5e-6  # seconds between two kernels for which nobody waits for the host
+TRACED = 4  # steps after those that are timed
+RESULT = "result "  # begins a candidate's lines for the process that started it
+COMPILER = {
+    "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/distill-bench-inductor",
+    "TORCHINDUCTOR_COMPILE_THREADS": str(min(os.cpu_count() or 1, 16)),
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
 }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two shipped architectures, the tokens of a step, and its steps before and while it is timed."""
+
+    teacher: str
+    student: str
+    batch: int = 8
+    length: int = 1024
+    warm: int = 40
+    timed: int = 60
+
+
+PAIRS = {
+    "smollm2": Pair("smollm2-135m", "smollm2-135m"),
+    "smollm2-360m": Pair("smollm2-360m", "smollm2-135m"),
+    "qwen2.5": Pair("qwen2.5-1.5b", "qwen2.5-0.5b"),
+    "flagship": Pair("llama-3.1-8b", "llama-3.2-1b", 2, 4096, 20, 40),
+}
+TUNED = "max-autotune-no-cudagraphs"
+MODES = ("default", "reduce-overhead", TUNED, "max-autotune")  # each finds kernels of those before it
+LAYERS = ("layers", f"layers, {TUNED}", "layers, in one graph", f"layers, {TUNED}, in one graph", "layers, LoRA")
+RIVALS = ("plain", "liger", *(f"compile: {what}" for what in (*LAYERS, *MODES, "default, in one graph")))
+FP32, LORA = "student.dtype=float32", "student.lora={r: 16}"
+LAUNCHED = "train.cuda_graph=false"
+OURS = {
+    "ours": [],
+    "ours, launched": [LAUNCHED],
+    "ours, graphed": ["train.cuda_graph=true"],
+    "ours, compiled layers": ["train.compile=true"],
+    "ours, packed, fp32 weights": [FP32],
+    "ours, packed, fp32 weights, launched": [FP32, LAUNCHED],
+    "ours, LoRA": [LORA],
+    "ours, LoRA, launched": [LORA, LAUNCHED],
+}
+PRODUCTS = "bare products"
+CANDIDATES = (PRODUCTS, *OURS, *RIVALS)
 
 
 class Meter:
@@ -70,7 +110,38 @@ class Meter:
         return {"ms": seconds / steps * 1e3, "joules": joules / steps, "peak_mib": peak}
 
 
-def rival(name: str, pair: str) -> dict[str, float]:
+def products(pair: Pair) -> dict[str, Any]:
+    """The step's products with weight matrices and nothing else, from a CUDA graph."""
+    from scripts.bench.step import random_model
+
+    rows, buffers = pair.batch * pair.length, dict[Any, torch.Tensor]()
+
+    def buffer(*key: Any) -> torch.Tensor:
+        if key not in buffers:
+            buffers[key] = torch.randn(key[-2:], device="cuda", dtype=torch.bfloat16)
+        return buffers[key]
+
+    @torch.no_grad()
+    def step() -> None:
+        for model, trains in models:
+            for weight in (module.weight for module in model.modules() if isinstance(module, nn.Linear)):
+                before, after = buffer("x", rows, weight.shape[1]), buffer("y", rows, weight.shape[0])
+                torch.mm(before, weight.T, out=after)
+                if trains:
+                    torch.mm(after, weight, out=buffer("dx", rows, weight.shape[1]))
+                    torch.mm(after.T, before, out=buffer("dw", *weight.shape))
+
+    models = [(random_model(name, 0), trains) for name, trains in ((pair.teacher, False), (pair.student, True))]
+    replay, meter = graphed(step, calls=1), Meter()
+    for _ in range(pair.warm):
+        replay()
+    meter.start()
+    for _ in range(pair.timed):
+        replay()
+    return meter.stop(pair.timed)
+
+
+def rival(name: str, pair: Pair) -> dict[str, Any]:
     """A training loop of few lines on transformers' models."""
     from torch.nn import functional as F
 
@@ -78,35 +149,47 @@ def rival(name: str, pair: str) -> dict[str, float]:
     from distill.models.head import decoder_of
     from scripts.bench.step import random_model
 
-    teacher, student = (random_model(which, seed) for seed, which in enumerate(PAIRS[pair]))
+    kind, _, how = name.partition(": ")
+    what, *more = how.split(", ")
+    in_graph = "in one graph" in more
+    if in_graph:  # all on one stream from the first call: a gradient's sum runs on the stream that its weight met first
+        torch.cuda.set_stream(torch.cuda.Stream())
+    teacher, student = random_model(pair.teacher, 0), random_model(pair.student, 1)
     teacher.requires_grad_(False)
     student.train()
-    batch = make_batch(BATCH, LENGTH, student.config.vocab_size)
-    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
+    if "LoRA" in more:
+        from peft import LoraConfig, get_peft_model
+
+        adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        student = get_peft_model(student, adapters, autocast_adapter_dtype=False)
+    trained = [p for p in student.parameters() if p.requires_grad]
+    batch = make_batch(pair.batch, pair.length, min(model.config.vocab_size for model in (teacher, student)))
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True, capturable=in_graph)
 
     def divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
         student_logits, teacher_logits = (z[:, :-1].flatten(0, 1).float() for z in (student_logits, teacher_logits))
         log_p, log_q = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
         return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
 
-    kind, _, mode = name.partition(": ")
     ask: Callable[..., Any] = teacher
     learn: Callable[..., Any] = student
     if kind == "compile":
         divergence = torch.compile(divergence)
-        if mode == "layers":
+        mode = next((mode for mode in MODES if mode in (what, *more)), "default")
+        if what == "layers":
             for model in (teacher, student):
                 for layer in decoder_of(model).layers:  # type: ignore[union-attr]
-                    layer.compile()
+                    layer.compile(mode=mode, dynamic=False)
         else:
-            ask, learn = torch.compile(teacher, mode=mode), torch.compile(student, mode=mode)
+            ask, learn = (torch.compile(model, mode=mode, dynamic=False) for model in (teacher, student))
     if kind == "liger":
         apply_liger(teacher)
         apply_liger(student)
         loss_of = liger_loss(teacher, student, batch)
 
     def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
+        if not in_graph:
+            torch.compiler.cudagraph_mark_step_begin()
         if kind == "liger":
             loss = loss_of(Clock())
         else:
@@ -114,47 +197,69 @@ def rival(name: str, pair: str) -> dict[str, float]:
                 logits = ask(input_ids=batch["input_ids"], use_cache=False).logits
             loss = divergence(learn(input_ids=batch["input_ids"], use_cache=False).logits, logits)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(WARM // 2):
+    began = time.perf_counter()
+    step()
+    step()
+    torch.cuda.synchronize()
+    first, run = time.perf_counter() - began, step
+    for _ in range(pair.warm // 2):
         step()
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
+            step()
+        run = graph.replay
+    before = [p.detach().clone() for p in trained[:8]]
     meter = Meter()
     meter.start()
-    for _ in range(TIMED):
-        step()
-    return meter.stop(TIMED)
+    for _ in range(pair.timed):
+        run()
+    result = meter.stop(pair.timed)
+    if all(torch.equal(old, new) for old, new in zip(before, trained, strict=False)):
+        raise RuntimeError("nothing was learned: no weight has changed")
+    return {**result, "note": f"first two steps {first:.0f} s"}
 
 
 class Timed(TrainerCallback):
-    """Measures the steps from `WARM` to `WARM + TIMED` of a run."""
+    """Measures the steps from `warm` to `warm + timed` of a run."""
 
-    def __init__(self) -> None:
-        self.meter, self.result = Meter(), dict[str, float]()
+    def __init__(self, pair: Pair) -> None:
+        self.pair, self.meter, self.result = pair, Meter(), dict[str, Any]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin where all is captured."""
-        if state.global_step == WARM:
+        if state.global_step == self.pair.warm:
             self.meter.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last one."""
-        if state.global_step == WARM + TIMED:
-            self.result = self.meter.stop(TIMED)
+        """The last one; told at once, whatever becomes of the trace."""
+        if state.global_step == self.pair.warm + self.pair.timed:
+            self.result = self.meter.stop(self.pair.timed)
+            tell(self.result)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        """The share of the phase `data` in the last interval that is timed."""
+        times = [value for key, value in logs.items() if key.startswith("time_")]
+        if times and state.global_step == self.pair.warm + self.pair.timed:
+            self.result["note"] = f"data {logs['time_data'] / sum(times):.1%}"
 
 
-def ours(name: str, pair: str) -> dict[str, float]:
+def ours(name: str, pair: Pair) -> dict[str, Any]:
     """A real run, of random weights and tokens."""
     import distill.run
     from distill.recipe import load
     from distill.training.trainer import DistillationTrainer
 
-    teacher, student = PAIRS[pair]
-    timed = Timed()
+    steps = pair.warm + pair.timed
+    timed, trace = Timed(pair), Trace(steps + 1, steps + 1 + TRACED)
     recipe = load(ROOT / "recipes/llama3-8b-to-1b.yaml", [
-        *DRY, f"teacher.config={teacher}", f"student.config={student}", f"train.batch_size={BATCH}",
-        f"data.max_length={LENGTH}", f"data.max_rows={2 * BATCH * (WARM + TIMED)}", f"train.steps={WARM + TIMED}",
+        *DRY, f"teacher.config={pair.teacher}", f"student.config={pair.student}", f"train.batch_size={pair.batch}",
+        f"data.max_length={pair.length}", f"data.max_rows={2 * pair.batch * steps}", f"train.steps={trace.last + 1}",
         "train.log_every=20", "data.workers=1", "data.cache=false", *OURS[name],
     ])  # fmt: skip
 
@@ -162,14 +267,17 @@ def ours(name: str, pair: str) -> dict[str, float]:
         def __init__(self, *args: Any, callbacks: Any = None, train_dataset: Any = None, **more: Any) -> None:
             if "packed" in name:
                 train_dataset = train_dataset.map(two_documents, with_indices=True)
-            super().__init__(*args, callbacks=[*(callbacks or []), timed], train_dataset=train_dataset, **more)
+            given = [*(callbacks or []), timed, trace]
+            super().__init__(*args, callbacks=given, train_dataset=train_dataset, **more)
 
     distill.run.DistillationTrainer = Run  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         distill.run.run(recipe)
         os.chdir(ROOT)
-    return timed.result
+    spans = trace.spans()
+    shares = f"GPU busy {busy_share(spans)[0]:.1%}, {busy_share(spans, GAP)[0]:.1%} with gaps below {GAP * 1e6:.0f} us"
+    return {**timed.result, "note": f"{shares}, {timed.result.get('note', '')}"}
 
 
 def two_documents(row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -179,37 +287,73 @@ def two_documents(row: dict[str, Any], number: int) -> dict[str, Any]:
     return {"position_ids": [*range(cut), *range(length - cut)]}
 
 
+def chosen(quick: bool, only: str) -> list[tuple[str, str]]:
+    """Pairs and candidates to run; `only` lists some by `PAIR`, `CANDIDATE` or `PAIR CANDIDATE`, divided by `;`.
+
+    Raises:
+        ValueError: an entry that names nothing.
+    """
+    everything = [(pair, name) for pair in PAIRS for name in CANDIDATES]
+    entries = [entry.strip() for entry in only.split(";") if entry.strip()]
+    for entry in entries:
+        if not any(entry in (pair, name, f"{pair} {name}") for pair, name in everything):
+            raise ValueError(
+                f"--only: expected {', '.join(PAIRS)}, one of {'; '.join(CANDIDATES)}, or both; got {entry}"
+            )
+    if entries:
+        return [(p, n) for p, n in everything if any(entry in (p, n, f"{p} {n}") for entry in entries)]
+    return [(p, n) for p, n in everything if not quick or (p == "smollm2" and n not in RIVALS[2 + len(LAYERS) :])]
+
+
+def tell(result: dict[str, Any]) -> None:
+    """Hand `result` to the process that started this one."""
+    print(RESULT + json.dumps(result), flush=True)
+
+
+def candidate(pair: str, name: str, limit: float) -> dict[str, Any]:
+    """What one candidate came to, in a process of its own; without `ms` where it failed, `note` says why."""
+    command = [sys.executable, "-m", "scripts.bench.small", pair, name]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=COMPILER | os.environ, capture_output=True, text=True, timeout=limit, check=False
+        )
+        errors = [line for line in done.stderr.splitlines() if "rror" in line] or [f"ended with {done.returncode}"]
+        out, why = done.stdout, errors[-1][:200] if done.returncode else ""
+    except subprocess.TimeoutExpired as error:
+        out, why = (error.stdout or b"").decode(errors="replace"), f"not done after {limit:.0f} s"
+    results = [json.loads(line.removeprefix(RESULT)) for line in out.splitlines() if line.startswith(RESULT)]
+    result = results[-1] if results else {}
+    graphs = [line.removeprefix("graphs").strip() for line in out.splitlines() if line.startswith("graphs  ")]
+    notes = [f"{result['joules']:.1f} J"] if result else []
+    return {**result, "note": ", ".join(part for part in (*notes, result.get("note"), *graphs, why) if part)}
+
+
 def run(quick: bool, only: str) -> list[Row]:
-    """`quick` leaves out what compiles for minutes; `only` names a part of the pair's and the candidate's name."""
-    rows = []
-    for pair, (teacher, student) in PAIRS.items():
-        for name in (*RIVALS, *OURS):
-            if only not in f"{pair} {name}" or (quick and ("autotune" in name or pair != "smollm2")):
-                continue
-            command = [sys.executable, "-m", "scripts.bench.small", pair, name]
-            try:
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
-                result = json.loads(done.stdout.splitlines()[-1])
-            except (subprocess.TimeoutExpired, json.JSONDecodeError, IndexError) as error:
-                trace = [] if isinstance(error, subprocess.TimeoutExpired) else done.stderr.splitlines()
-                print(f"small: {pair}, {name}: {trace[-1] if trace else error}", file=sys.stderr)
-                continue
-            said = [line.removeprefix("graphs").strip() for line in done.stdout.splitlines() if "graphs  " in line]
-            rows.append(
-                Row(
-                    case="small",
-                    shape=f"{teacher} to {student}, {BATCH} x {LENGTH} tokens",
-                    candidate=name,
-                    ms=result["ms"],
-                    peak_mib=result["peak_mib"],
-                    tokens_per_s=BATCH * LENGTH / result["ms"] * 1e3,
-                    note=", ".join([f"{result['joules']:.1f} J", *said]),
-                )
-            )  # fmt: skip
-            print(f"{pair:<10}{name:<40}{result['ms']:8.2f} ms  {rows[-1].note}", flush=True)
+    """`quick` leaves out all but SmolLM2 and what compiles for minutes; for `only` see `chosen`."""
+    rows = list[Row]()
+    limit, ends = float(os.environ.get("BENCH_LIMIT", 240)), float(os.environ.get("BENCH_SECONDS", "inf"))
+    ends += time.monotonic()
+    for name, candidate_name in chosen(quick, only):
+        pair, began = PAIRS[name], time.monotonic()
+        found = candidate(name, candidate_name, max(min(limit, ends - began), 0.1))
+        ms = found.get("ms", float("nan"))
+        rows.append(
+            Row(
+                case="small",
+                shape=f"{pair.teacher} to {pair.student}, {pair.batch} x {pair.length} tokens",
+                candidate=candidate_name,
+                ms=ms,
+                peak_mib=found.get("peak_mib"),
+                tokens_per_s=pair.batch * pair.length / ms * 1e3 if "ms" in found else None,
+                note=found["note"],
+            )
+        )
+        took = time.monotonic() - began
+        print(f"{name:<14}{candidate_name:<40}{ms:8.2f} ms  {took:4.0f} s  {found['note']}", flush=True)
     return rows
 
 
 if __name__ == "__main__":
-    _, which, candidate = sys.argv
-    print(json.dumps((ours if candidate in OURS else rival)(candidate, which)))
+    _, which, wanted = sys.argv
+    measure = rival if wanted in RIVALS else ours
+    tell(products(PAIRS[which]) if wanted == PRODUCTS else measure(wanted, PAIRS[which]))
