@@ -191,9 +191,11 @@ def test_attention_that_does_not_fit_is_not_taken_for_one_that_refuses(monkeypat
 
 @pytest.mark.gpu
 def test_bench_times_the_step(there, capsys):
-    found = as_json(capsys, "bench", "recipe.yaml", PLAIN, "--variants", "plain,distill", "--steps", "2")
+    found = as_json(capsys, "bench", "recipe.yaml", PLAIN, "--variants", "plain,distill,distill-graphs", "--steps", "2")
     rows = {row["variant"]: row for row in found}
-    assert list(rows) == ["plain", "distill", "plain (again)"]
+    assert list(rows) == ["plain", "distill", "distill-graphs", "plain (again)"]
+    assert "launched" not in rows["distill-graphs"]["note"]
+    assert rows["distill-graphs"]["loss"] == pytest.approx(rows["distill"]["loss"], rel=1e-3)
     for row in found:
         assert row["ms"] > 0 and row["tokens_per_second"] > 0 and row["peak_gib"] > 0
         assert all(value >= 0 for value in row["phases"].values()) and set(row["phases"]) >= {"teacher", "backward"}

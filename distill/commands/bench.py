@@ -9,6 +9,7 @@ events without stopping the device.
     compile         the same, each decoder layer and the divergence under torch.compile
     liger           Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
     distill         our patches, attention, loss and AdamW
+    distill-graphs  the same with both decoders replayed from CUDA graphs, as `train.cuda_graph` does
     distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
 """
 
@@ -31,6 +32,7 @@ from torch.nn import functional as F
 from distill.core.labels import shift_labels
 from distill.models.attention import choose_attention
 from distill.models.cards import peak_flops
+from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
 from distill.models.patching import patch, unpatch
 from distill.models.work import work_of
@@ -233,13 +235,17 @@ def _bench_variant(
     learned, pairs = batch["valid_rows"].numel(), tokens * (length + 1) / 2
     flops = sum(w.of(tokens, learned, pairs) for w in work if w is not None)
     student.train()
-    note = ""
+    note, graphs = "", DecoderGraphs() if variant == "distill-graphs" else None
     if variant.startswith("distill"):
         chosen = [choose_attention(m, batch_size, length, backward=m is student)[0] for m in (teacher, student)]
         note = "attention " + " / ".join(chosen)
         patch(teacher, "teacher", attention=chosen[0])
         patch(student, "student", attention=chosen[1])
         objective = DistillationObjective(teacher, student, loss)
+        if graphs is not None:
+            for name, model in (("teacher", teacher), ("student", student)):
+                graphs.add(name, decoder_of(model), trains=model is student)
+            graphs.enabled = True
         if variant == "distill-fp8":
             swap_linears_for_fp8(teacher)
             gc.collect()
@@ -259,6 +265,11 @@ def _bench_variant(
                         layer.compile()
             step = plain_step(teacher, student, batch, optimizer, variant == "compile")
     result = measure(variant, step, tokens, flops, steps)
+    if graphs is not None:
+        for name, why in graphs.refused.items():
+            note += f"; the {name} is launched: {why}"
+            log.warning("bench: %s: the %s is launched: %s", variant, name, why)
+        graphs.release()
     result.note = note
     unpatch(teacher)
     unpatch(student)

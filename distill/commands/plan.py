@@ -254,8 +254,8 @@ def bench(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     variants: Annotated[
-        str, typer.Option(metavar="LIST", help="Of plain, compile, liger, distill, distill-fp8.")
-    ] = "plain,compile,liger,distill",
+        str, typer.Option(metavar="LIST", help="Of plain, compile, liger, distill, distill-graphs, distill-fp8.")
+    ] = "plain,compile,liger,distill,distill-graphs",
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps of each.")] = 8,
     as_json: AsJson = False,
 ) -> None:
@@ -268,7 +268,7 @@ def bench(
     distill bench my.yaml --variants plain,distill --json
     """
     _, resolved = load_recipe(recipe, overrides)
-    known = ("plain", "compile", "liger", "distill", "distill-fp8")
+    known = ("plain", "compile", "liger", "distill", "distill-graphs", "distill-fp8")
     chosen = tuple(name.strip() for name in variants.split(",") if name.strip())
     if not chosen or set(chosen) - set(known):
         raise ValueError(f"--variants: expected some of {', '.join(known)}, got {variants!r}")
