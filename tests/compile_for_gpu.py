@@ -121,7 +121,7 @@ def main(family: str, snippet: str) -> None:
                 f"{spilled} bytes spilled, {kernel.metadata.shared} bytes shared, "
                 f"{getattr(kernel.metadata, 'tmem_size', 0)} columns, {moves}", flush=True,
             )  # fmt: skip
-        return kernel
+        # nothing is returned, since it could not be launched
 
     JITFunction.run = compile_only
     with interpreted():

@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ try:
     import triton.language as tl
     from triton.language.target_info import is_cuda
     from triton.runtime.jit import constexpr_function
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
 
@@ -48,9 +49,11 @@ except ImportError:
 
     triton = _MissingTriton()
     tl = _MissingTriton()
+    TensorDescriptor = _MissingTriton()
 
 _log = logging.getLogger(__name__)
 _interpreting = False
+KINDS = 4096  # of launches that a kernel keeps
 
 
 @contextlib.contextmanager
@@ -211,3 +214,38 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least `n` (and at least 1)."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+class Launch:
+    """Launches of one kernel: of each kind, from the second on, past Triton's look-up by argument types.
+
+    The compiled kernel is called as Triton's own tutorial on fused softmax calls one. Only what the look-up would not
+    tell apart may differ between launches of the same `kinds`: values of floats, addresses that are multiples of 16 or
+    not as before, never types, other numbers or constants.
+    """
+
+    def __init__(self) -> None:
+        self._compiled: dict[typing.Any, typing.Any] = {}
+        self._runners: dict[typing.Any, Callable[..., None]] = {}
+
+    def __call__(
+        self, kernel: typing.Any, grid: int | tuple[int, int, int], kinds: typing.Any, tensors: Sequence[torch.Tensor],
+        others: Sequence[typing.Any], **options: typing.Any,
+    ) -> None:  # fmt: skip
+        """Launch `kernel` with `tensors` and then `others`, which hold every constant in the signature's order."""
+        kinds = (kinds, grid, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
+        runner = self._runners.get(kinds)
+        if runner is not None:
+            runner(*map(torch.Tensor.data_ptr, tensors), *others)
+            return
+        if kinds in self._compiled:
+            whole = grid if isinstance(grid, tuple) else (grid, 1, 1)
+            self._runners[kinds] = self._compiled.pop(kinds)[whole]
+            self(kernel, grid, kinds[0], tensors, others)
+            return
+        if len(self._runners) + len(self._compiled) >= KINDS:  # shapes that are new with every batch
+            self._runners.clear()
+            self._compiled.clear()
+        compiled = kernel[grid if isinstance(grid, tuple) else (grid,)](*tensors, *others, **options)
+        if compiled is not None:  # as the interpreter's is
+            self._compiled[kinds] = compiled

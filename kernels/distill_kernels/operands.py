@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 
-from distill_kernels.launch import tl, triton
+from distill_kernels.launch import TensorDescriptor, tl, triton
 
 
 @overload
@@ -41,8 +41,6 @@ def blocks_of(matrix: torch.Tensor, rows: int, columns: int, tma: bool) -> Any:
     what pointers are made of."""
     if not tma:
         return matrix, matrix.stride(0), *matrix.shape
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 

@@ -24,7 +24,7 @@ import torch
 from distill_kernels.attention.operands import Masking, check_attention, dot_precision, head_block, softcapped
 from distill_kernels.attention.ranges import UNBOUNDED
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.launch import DeviceFacts, Launch, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, rows_of
 
 MAX_NEW_TOKENS = 16
@@ -172,6 +172,9 @@ def choose_pace(block_d: int, rows: int, narrow: bool, slots: int, heads: int, f
     return Pace(keys=min(128, 8192 // block_d))
 
 
+_launch_chunks, _launch_combine = Launch(), Launch()
+
+
 def decode_on_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, masking: Masking, out: torch.Tensor,
     starts: torch.Tensor | None = None, pace: Pace | None = None,
@@ -195,24 +198,25 @@ def decode_on_triton(
     if chunks > 1:
         parts = torch.empty(batches * kv_heads, chunks, new * group, size, dtype=torch.float32, device=q.device)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
-    _chunk_kernel[(chunks, batches * kv_heads)](
-        q, k, v, lengths, lengths if starts is None else starts, parts, lse, *q.stride()[:3], *k.stride()[:3],
-        *v.stride()[:3], *out.stride()[:3], kv_heads, new, slots,
-        UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, WHOLE=chunks == 1, GROUP=group,
-        HEAD_DIM=size, BLOCK_D=block_d, ROWS=rows,
-        BLOCK_N=pace.keys,
-        STARTS=starts is not None, SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype),
-        EARLY=early, num_warps=pace.warps,
-        num_stages=stages if q.element_size() == 2 else 1,
+    begins = lengths if starts is None else starts
+    kinds = (pace, starts is None, masking.kinds(q, k, v, lengths, begins))
+    _launch_chunks(
+        _chunk_kernel, (chunks, batches * kv_heads, 1), kinds, (), (
+            q, k, v, lengths, begins, parts, lse, *q.stride()[:3], *k.stride()[:3],
+            *v.stride()[:3], *out.stride()[:3], kv_heads, new, slots,
+            UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, chunks == 1, group,
+            size, block_d, rows, pace.keys, starts is not None, masking.softcap is not None, dot_precision(q.dtype),
+            early,
+        ), num_warps=pace.warps, num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip
     if chunks == 1:
         return out
     at_once = next_power_of_2(chunks)
     warps = 4 if facts.measured else min(max(at_once * block_d // 2048, 4), 16)  # measured, it spills
-    _combine_kernel[(new * group, batches * kv_heads)](
-        parts, lse, out, *out.stride()[:3], kv_heads, new, chunks,
-        GROUP=group, HEAD_DIM=size, BLOCK_D=block_d, CHUNKS=at_once, EARLY=early, num_warps=warps,
-        **({"launch_pdl": True} if early else {}),
+    _launch_combine(
+        _combine_kernel, (new * group, batches * kv_heads, 1), (chunks, kv_heads, q.dtype, q.shape), (),
+        (parts, lse, out, *out.stride()[:3], kv_heads, new, chunks, group, size, block_d, at_once, early),
+        num_warps=warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 

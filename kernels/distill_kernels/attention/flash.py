@@ -47,7 +47,7 @@ from distill_kernels.attention.parts import (
 from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.kernel_op import KernelOp
-from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch import Launch, cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor
 
 
@@ -109,6 +109,9 @@ def _forward_kernel(
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < queries)[:, None] & (column < HEAD_DIM)[None, :])
 
 
+_launch = Launch()
+
+
 def forward_on_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking, tile: Tiles | None = None,
     parts: int | None = None,
@@ -129,15 +132,22 @@ def forward_on_triton(
             masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
         )
     sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
-    _forward_kernel[(tiles, batches * heads, parts)](
-        tiles_of(aligned(q, "q"), tile.queries, block_d, tma),
-        tiles_of(aligned(k, "k"), tile.keys, block_d, tma),
-        tiles_of(aligned(v, "v"), tile.keys, block_d, tma), sums, weights, ranges, *out.stride()[:3],
-        batches, heads, heads // kv_heads, queries, keys, UNBOUNDED if masking.window is None else masking.window,
-        *masking.score_factors, HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
-        CAUSAL=masking.causal, LEFT=masking.packed or masking.window is not None, PACKED=masking.packed,
-        SOFTCAP=masking.softcap is not None, PRECISION=dot_precision(q.dtype), SPLIT=parts > 1, TMA=tma,
-        num_warps=tile.warps, num_stages=tile.stages,
+    q, k, v = aligned(q, "q"), aligned(k, "k"), aligned(v, "v")
+    tensors = (
+        tiles_of(q, tile.queries, block_d, tma), tiles_of(k, tile.keys, block_d, tma),
+        tiles_of(v, tile.keys, block_d, tma), sums, weights, ranges,
+    )  # fmt: skip
+    numbers = (
+        *out.stride()[:3], batches, heads, heads // kv_heads, queries, keys,
+        UNBOUNDED if masking.window is None else masking.window, *masking.score_factors,
+    )  # fmt: skip
+    constants = (
+        size, block_d, tile.queries, tile.keys, masking.causal, masking.packed or masking.window is not None,
+        masking.packed, masking.softcap is not None, dot_precision(q.dtype), parts > 1, tma,
+    )  # fmt: skip
+    _launch(
+        _forward_kernel, (tiles, batches * heads, parts), (tile, masking.kinds(q, k, v)), (),
+        (*tensors, *numbers, *constants), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         merge_parts(sums, weights, out, lse)

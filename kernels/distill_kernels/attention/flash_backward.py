@@ -43,7 +43,7 @@ from distill_kernels.attention.parts import (
     store_sums,
 )
 from distill_kernels.attention.ranges import UNBOUNDED, dense_or_packed_interval, key_tiles, packed_ranges
-from distill_kernels.launch import INTERPRETER, cdiv, device_facts, tl, triton
+from distill_kernels.launch import INTERPRETER, Launch, cdiv, device_facts, tl, triton
 
 PADDING = 128  # rows of lse and delta are padded to this, so that no tile needs to check their end
 
@@ -230,6 +230,9 @@ def _query_gradient_kernel(
         tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=stored)
 
 
+_launch_rows, _launch_keys, _launch_queries = Launch(), Launch(), Launch()
+
+
 def backward_on_triton(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     masking: Masking, key_tile: Tiles | None = None, query_tile: Tiles | None = None, key_parts: int | None = None,
@@ -250,9 +253,11 @@ def backward_on_triton(
     padded_rows = cdiv(queries, PADDING) * PADDING
     terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=q.device)
     block_m = 32 if facts.family == INTERPRETER or size > 128 else 64
-    _row_terms_kernel[(padded_rows // block_m, batches * heads)](
-        out, dout, lse, terms, *out.stride()[:3], *dout.stride()[:3], heads, queries, padded_rows,
-        HEAD_DIM=size, BLOCK_D=block_d, BLOCK_M=block_m,
+    kinds = masking.kinds(q, k, v, dout, out, lse)
+    _launch_rows(
+        _row_terms_kernel, (padded_rows // block_m, batches * heads, 1), kinds, (),
+        (out, dout, lse, terms, *out.stride()[:3], *dout.stride()[:3], heads, queries, padded_rows, size, block_d,
+         block_m),
     )  # fmt: skip
     window = UNBOUNDED if masking.window is None else masking.window
     ranges = key_ranges = lse
@@ -260,24 +265,24 @@ def backward_on_triton(
         both, causal = (masking.cu_seqlens_q, masking.cu_seqlens_k), masking.causal
         ranges = packed_ranges(*both, batches * queries, causal, masking.window)
         key_ranges = packed_ranges(*both, batches * keys, causal, masking.window, from_keys=True)
-    constants = {
-        "HEAD_DIM": size, "BLOCK_D": block_d, "CAUSAL": masking.causal, "PACKED": masking.packed,
-        "SOFTCAP": masking.softcap is not None, "PRECISION": dot_precision(q.dtype),
-    }  # fmt: skip
+    scale, intervals = float(masking.scale), masking.packed or masking.window is not None
+    constants = (
+        masking.causal, intervals, masking.packed, masking.softcap is not None, dot_precision(q.dtype),
+    )  # fmt: skip
     tma = by_descriptors(facts, key_tile)
     tiles, seen = cdiv(keys, key_tile.keys), most_keys(key_tile.keys, queries, masking.causal, masking.window)
     at_once = running_at_once(block_d, facts)
     parts = key_parts or part_count(tiles * batches * kv_heads, cdiv(seen, key_tile.queries), at_once)
     sums = None if parts == 1 else new_sums(2 * parts, k)
     dk_sums, dv_sums = (dk, dv) if sums is None else (sums[:parts], sums[parts:])
-    _key_gradient_kernel[(tiles, batches * kv_heads, parts)](
-        tiles_of(q, key_tile.queries, block_d, tma), tiles_of(k, key_tile.keys, block_d, tma),
-        tiles_of(v, key_tile.keys, block_d, tma), tiles_of(dout, key_tile.queries, block_d, tma),
-        dk_sums, dv_sums, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
-        batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys, window, masking.scale,
-        *masking.score_factors, BLOCK_M=key_tile.queries, BLOCK_N=key_tile.keys,
-        RIGHT=masking.packed or masking.window is not None, SPLIT=parts > 1, TMA=tma,
-        num_warps=key_tile.warps, num_stages=key_tile.stages, **constants,
+    _launch_keys(
+        _key_gradient_kernel, (tiles, batches * kv_heads, parts), (key_tile, kinds), (), (
+            tiles_of(q, key_tile.queries, block_d, tma), tiles_of(k, key_tile.keys, block_d, tma),
+            tiles_of(v, key_tile.keys, block_d, tma), tiles_of(dout, key_tile.queries, block_d, tma),
+            dk_sums, dv_sums, terms[0], terms[1], key_ranges, ranges, *dk.stride()[:3], *dv.stride()[:3],
+            batches, heads, kv_heads, heads // kv_heads, queries, padded_rows, keys, window, scale,
+            *masking.score_factors, size, block_d, key_tile.queries, key_tile.keys, *constants, parts > 1, tma,
+        ), num_warps=key_tile.warps, num_stages=key_tile.stages,
     )  # fmt: skip
     if sums is not None:
         add_parts(sums, dk, masking.scale, dv)
@@ -285,13 +290,14 @@ def backward_on_triton(
     tiles, seen = cdiv(queries, tile.queries), most_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
     dq_sums = dq if parts == 1 else new_sums(parts, q)
-    _query_gradient_kernel[(tiles, batches * heads, parts)](
-        tiles_of(q, tile.queries, block_d, tma), tiles_of(k, tile.keys, block_d, tma),
-        tiles_of(v, tile.keys, block_d, tma), tiles_of(dout, tile.queries, block_d, tma),
-        dq_sums, terms[0], terms[1], ranges, *dq.stride()[:3], batches, heads, heads // kv_heads, queries, padded_rows,
-        keys, window, masking.scale, *masking.score_factors, BLOCK_M=tile.queries, BLOCK_N=tile.keys,
-        LEFT=masking.packed or masking.window is not None, SPLIT=parts > 1, TMA=tma,
-        num_warps=tile.warps, num_stages=tile.stages, **constants,
+    _launch_queries(
+        _query_gradient_kernel, (tiles, batches * heads, parts), (tile, kinds), (), (
+            tiles_of(q, tile.queries, block_d, tma), tiles_of(k, tile.keys, block_d, tma),
+            tiles_of(v, tile.keys, block_d, tma), tiles_of(dout, tile.queries, block_d, tma),
+            dq_sums, terms[0], terms[1], ranges, *dq.stride()[:3], batches, heads, heads // kv_heads, queries,
+            padded_rows, keys, window, scale, *masking.score_factors, size, block_d, tile.queries, tile.keys,
+            *constants, parts > 1, tma,
+        ), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         add_parts(dq_sums, dq, masking.scale)

@@ -10,7 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.launch import INTERPRETER, DeviceFacts, device_facts, next_power_of_2, tl, triton
+from distill_kernels.launch import (
+    INTERPRETER,
+    KINDS,
+    DeviceFacts,
+    TensorDescriptor,
+    device_facts,
+    next_power_of_2,
+    tl,
+    triton,
+)
 from distill_kernels.operands import check_tensor
 from distill_kernels.tuning import fastest
 
@@ -37,7 +46,12 @@ class Masking(NamedTuple):
         log2_e = 1.4426950408889634
         if self.softcap is None:
             return self.scale * log2_e, 1.0, 1.0
-        return log2_e, self.softcap, self.scale / self.softcap
+        return log2_e, float(self.softcap), self.scale / self.softcap
+
+    def kinds(self, *tensors: torch.Tensor) -> tuple[object, ...]:
+        """All of this mask and of `tensors` that a kernel over them is compiled for, for `Launch`."""
+        laid_out = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors]
+        return (*laid_out, self.causal, self.window, self.softcap is None, self.packed)
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> None:
@@ -145,9 +159,11 @@ def fastest_tiles(
 ) -> Tiles:
     """`choose_tiles`, or the one near them that is faster on a GPU on which no table was measured."""
     facts, size = device_facts(q.device), q.shape[3]
+    first = choose_tiles(kernel, head_block(size), q.dtype, facts)
+    if facts.measured:
+        return first
     masked = "".join("-c"[masking.causal] + "-w"[masking.window is not None] + "-p"[masking.packed])
     shape = (size, q.dtype, masked, masking.softcap is not None, *map(next_power_of_2, (q.shape[2], k.shape[2])))
-    first = choose_tiles(kernel, head_block(size), q.dtype, facts)
     return fastest(f"attention {kernel}", shape, around(first), launch, q.device)
 
 
@@ -172,17 +188,18 @@ def aligned(tensor: torch.Tensor, name: str) -> torch.Tensor:
     The engine needs a base and strides that are multiples of 16 bytes, and adjacent columns.
     """
     columns = 16 // tensor.element_size()
-    steps = [step for step, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
-    if (
-        tensor.stride(-1) == 1
-        and all(step > 0 and step % columns == 0 for step in steps)
-        and tensor.data_ptr() % 16 == 0
-    ):
+    if tensor.data_ptr() % 16 == 0 and _legal(tensor.shape, tensor.stride(), columns):
         return tensor
     _warn_of_copy(name, tuple(tensor.shape), tensor.stride())
     padded = -(-tensor.shape[-1] // columns) * columns
     copy = tensor.new_empty(*tensor.shape[:-1], padded)[..., : tensor.shape[-1]]
     return copy.copy_(tensor)
+
+
+@functools.lru_cache(KINDS)
+def _legal(shape: tuple[int, ...], strides: tuple[int, ...], columns: int) -> bool:
+    steps = [step for step, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
+    return strides[-1] == 1 and all(step > 0 and step % columns == 0 for step in steps)
 
 
 def positions_first(like: torch.Tensor) -> torch.Tensor:
@@ -208,15 +225,26 @@ def tiles_of(tensor: torch.Tensor, rows: int, columns: int, tma: bool) -> typing
     """
     if not tma:
         return tensor, *tensor.stride()[:3], tensor.shape[2]
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
+    key = (tensor.shape, tensor.stride(), tensor.dtype, rows, columns)
+    checked = _checked.get(key)
+    if checked is not None:  # its own constructor asks again what only depends on these
+        made = object.__new__(TensorDescriptor)
+        made.__dict__.update(checked, base=tensor)
+        return made
     batch, heads, positions, size = tensor.shape
     strides = list(tensor.stride())
     step = positions * heads * batch * 16
     for dimension in range(3):
         if tensor.shape[dimension] == 1:  # the stride of a single entry is arbitrary, but must be a legal one
             strides[dimension] = step
-    return TensorDescriptor(tensor, [batch, heads, positions, size], strides, [1, 1, rows, columns])
+    made = TensorDescriptor(tensor, [batch, heads, positions, size], strides, [1, 1, rows, columns])
+    if len(_checked) >= KINDS:
+        _checked.clear()
+    _checked[key] = {**made.__dict__, "base": None}
+    return made
+
+
+_checked: dict[tuple[object, ...], dict[str, object]] = {}  # descriptors without their tensors
 
 
 @triton.jit

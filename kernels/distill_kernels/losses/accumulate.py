@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from distill_kernels.launch import cdiv, device_facts, tl, triton
+from distill_kernels.launch import TensorDescriptor, cdiv, device_facts, tl, triton
 from distill_kernels.operands import has_aligned_rows
 
 LARGE, SMALL = (128, 256, 64), (128, 128, 32)  # of A^T, of B, and rows of both; for 227 and 99 KiB a program
@@ -47,8 +47,6 @@ def add_product_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Ten
     facts = device_facts(c.device)
     if not (facts.tma and all(map(has_aligned_rows, (a, b, c)))):
         return c.addmm_(a.t(), b)
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     (k, m), n = a.shape, b.shape[1]
     block_m, block_n, block_k = LARGE if facts.shared_bytes >= 216 << 10 else SMALL
     programs = min(facts.multiprocessors, cdiv(m, block_m) * cdiv(n, block_n))

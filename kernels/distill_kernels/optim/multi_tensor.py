@@ -11,14 +11,14 @@ Tensors share a launch when they share device, dtypes and alignment: see `Bucket
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
-from distill_kernels.launch import cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.launch import Launch, cdiv, device_facts, runs_on_triton, tl, triton
 
 logger = logging.getLogger(__name__)
 
@@ -65,34 +65,6 @@ class Member:
         aligned = on_triton and parameter.numel() % 16 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         has_master = "master" in self.state
         return BucketKey(parameter.device, *dtypes, has_master, aligned, mesh_of(self.owner), on_triton)
-
-
-class Launch:
-    """Launches of one kernel over the same tables: from the second on, past Triton's look-up by argument types.
-
-    The compiled kernel is called as Triton's own tutorial on fused softmax calls one. Only what the look-up would
-    tell apart may differ between launches of the same `kinds`: values of floats, addresses, never types or constants.
-    """
-
-    def __init__(self) -> None:
-        self._compiled: dict[Any, Any] = {}
-        self._runners: dict[Any, Callable[..., None]] = {}
-
-    def __call__(
-        self, kernel: Any, programs: int, kinds: Any, tensors: Sequence[torch.Tensor], others: Sequence[Any],
-        **options: int,
-    ) -> None:  # fmt: skip
-        """Launch `kernel` with `tensors` and then `others`, which hold every constant in the signature's order."""
-        kinds = (kinds, programs, torch.cuda.current_device() if tensors[0].is_cuda else None)
-        runner = self._runners.get(kinds)
-        if runner is None and kinds in self._compiled:
-            runner = self._runners[kinds] = self._compiled[kinds][(programs, 1, 1)]
-        if runner is not None:
-            runner(*map(torch.Tensor.data_ptr, tensors), *others)
-            return
-        compiled = kernel[(programs,)](*tensors, *others, **options)
-        if compiled is not None:  # as the interpreter's is
-            self._compiled[kinds] = compiled
 
 
 class Bucket:
