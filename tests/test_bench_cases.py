@@ -10,7 +10,7 @@ from distill_kernels import FusedTopKKLLoss
 from helpers import realistic_heads, relative_error
 from tiny import save_tiny
 
-from scripts.bench import adoption, logit_losses, small, topk_losses
+from scripts.bench import adoption, logit_losses, on_policy, small, topk_losses
 
 
 @pytest.mark.parametrize("name", logit_losses.TERMS)
@@ -77,3 +77,15 @@ def test_a_candidate_that_fails_is_a_row_that_says_why(monkeypatch):
     assert stopped.ms == 2 and stopped.tokens_per_s == 8192 / 2 * 1e3 and stopped.note == "1.0 J, not done after 2 s"
     failed = of("import os; assert os.environ['TORCHINDUCTOR_CACHE_DIR']; raise RuntimeError('as captured')")
     assert failed.ms != failed.ms and failed.tokens_per_s is None and failed.note == "RuntimeError: as captured"
+
+
+def test_on_policy_prompts_have_the_tokens_that_they_were_given_and_rows_name_the_best_rival():
+    tokenizer = on_policy.tokenizer_of(300)
+    made = on_policy.prompts(40, 300)
+    assert [len(tokenizer(text)["input_ids"]) for text in made] == on_policy.lengths(40)
+    assert 90 < sum(on_policy.lengths(2000)) / 2000 < 110
+    figures = {"ms": 1e3, "joules": 5.0, "learned": 100.0, "peak_mib": 200.0}
+    results = [("TRL, 16 x 4", figures, ""), ("TRL, 64 x 1", figures | {"ms": 2e3}, "")]
+    rows = on_policy.rows_of("tiny", on_policy.PAIRS["smollm2"], [*results, ("ours", figures | {"ms": 250.0}, "")])
+    assert [row.tokens_per_s for row in rows] == [100, 50, 400]
+    assert "4.00 x, 1.00 of the memory of TRL, 16 x 4" in rows[2].note
