@@ -13,7 +13,7 @@ from two_ranks import run_as_two
 
 from distill.core.ranks import leave
 from distill.data.collator import Collator, PlainRows
-from distill.generation.decode_loop import DecodeLoop, EngineSettings, Generated
+from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
 from distill.recipe import RecipeError, parse
@@ -161,9 +161,9 @@ def test_the_same_seed_says_the_same_and_a_step_something_new():
 
 
 def test_the_fraction_is_a_share_of_documents():
-    class Echo:
-        def generate(self, prompts, **_):
-            return Generated([[7]] * len(prompts), [False] * len(prompts))
+    class Echo(Engine):
+        def answer(self, request):
+            return Generated([[7]] * len(request.prompts), [False] * len(request.prompts))
 
     own = OnPolicy(Echo(), fraction=0.3, max_new_tokens=4, temperature=1.0, seed=1, max_length=40)
     batches = [COLLATE(pairs(8, seed=seed)) for seed in range(60)]
@@ -176,9 +176,9 @@ def test_the_fraction_is_a_share_of_documents():
 
 
 def test_packed_rows_never_grow():
-    class Long:
-        def generate(self, prompts, *, max_new_tokens, **_):
-            return Generated([[7] * limit for limit in max_new_tokens], [True] * len(prompts))
+    class Long(Engine):
+        def answer(self, request):
+            return Generated([[7] * limit for limit in request.limits], [True] * len(request.prompts))
 
     rows = packed(pairs(18))
     longest = max(len(row["input_ids"]) for row in rows)

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from distill_kernels.sampling import sample_tokens
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
+from distill.generation.seats import Seats, fetched, sent
 from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
@@ -89,9 +91,19 @@ class Request(NamedTuple):
 
 
 class Engine(abc.ABC):
-    """Answers prompts of token ids."""
+    """Answers prompts of token ids.
 
-    def generate(
+    Attributes:
+        overlaps: Whether what `begin` returned last may be called in another thread, while this one goes on.
+    """
+
+    overlaps = False
+
+    def generate(self, prompts: Sequence[Sequence[int]], **more: Any) -> Generated:
+        """Answer every prompt; as `begin`, at once."""
+        return self.begin(prompts, **more)()
+
+    def begin(
         self,
         prompts: Sequence[Sequence[int]],
         *,
@@ -99,8 +111,8 @@ class Engine(abc.ABC):
         temperature: float = 0.0,
         seeds: Sequence[int] | None = None,
         batch_size: int = 64,
-    ) -> Generated:
-        """Answer every prompt.
+    ) -> Callable[[], Generated]:
+        """Get ready to answer every prompt, by the weights as they are now; the answers come of the call of the result.
 
         Args:
             prompts: Token ids, at least one each.
@@ -120,44 +132,15 @@ class Engine(abc.ABC):
             raise ValueError(f"prompts: {count} with {len(limits)} max_new_tokens and {len(own_seeds)} seeds")
         if not all(map(len, prompts)):
             raise ValueError("prompts: an empty prompt has nothing to continue")
-        return self.answer(Request(prompts, limits, own_seeds, temperature, batch_size))
+        return self.prepare(Request(prompts, limits, own_seeds, temperature, batch_size))
+
+    def prepare(self, request: Request) -> Callable[[], Generated]:
+        """What `begin` returns for a request whose lists are equally long."""
+        return functools.partial(self.answer, request)
 
     @abc.abstractmethod
     def answer(self, request: Request) -> Generated:
         """Answer a request whose lists are equally long."""
-
-
-class _Seats:
-    """The buffers of `batch` sequences at once, and the captured step that works on them."""
-
-    def __init__(self, config: Any, batch: int, slots: int, most: int, device: torch.device) -> None:
-        self.batch, self.sizes = batch, (batch, slots, most)
-        self.cache = RaggedCache(config, batch, slots, device)
-        self.token, self.seeds, self.made, self.limits = torch.zeros(4, batch, dtype=torch.int64, device=device)
-        self.done, self.ended = torch.zeros(2, batch, dtype=torch.bool, device=device)
-        self.answers = torch.zeros(batch, most, dtype=torch.int64, device=device)
-        precision = torch.float32 if device.type == "mps" else torch.float64
-        self.log_probs = torch.zeros(batch, most, dtype=precision, device=device)
-        self.column = torch.zeros(1, dtype=torch.int64, device=device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
-
-    def seat(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int], pad: int) -> None:
-        """Take sequences in; seats that stay empty hold one padding token and are done."""
-        empty = self.batch - len(prompts)
-        lengths = [len(prompt) for prompt in prompts] + [1] * empty
-        fill = self._filled
-        self.cache.begin(fill(lengths))
-        self.token.copy_(fill([prompt[-1] for prompt in prompts] + [pad] * empty))
-        self.seeds.copy_(fill([*seeds, *[0] * empty]))
-        self.limits.copy_(fill([*limits, *[0] * empty]))
-        self.done.copy_(self.limits == 0)
-        for tensor in (self.made, self.ended, self.column):
-            tensor.zero_()
-        self.answers.fill_(pad)
-
-    def _filled(self, values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.token.device)
 
 
 class DecodeLoop(Engine):
@@ -177,13 +160,24 @@ class DecodeLoop(Engine):
         self.ends = torch.tensor(sorted(set(settings.ends)), dtype=torch.int64, device=self.device)
         # a graph would go on copying the layers that travelled when it was captured
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
-        self.buffers: list[_Seats] = []  # the latest last
+        self.buffers: list[Seats] = []  # the latest last
+        # its kernels are small: behind those of a training step that runs at the same time they would wait
+        self.stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+
+    @property
+    def overlaps(self) -> bool:  # type: ignore[override]
+        """A step that is launched kernel by kernel would only be in the way of who launches others."""
+        return self.replays or self.device.type == "cpu"
 
     def answer(self, request: Request) -> Generated:
+        return self.prepare(request)()
+
+    def prepare(self, request: Request) -> Callable[[], Generated]:
+        """Buffers, and steps captured; what is returned replays them on a stream of its own."""
         prompts, limits, seeds, temperature, batch_size = request
-        result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
         # neighbours of like length waste least
         order = sorted((number for number, limit in enumerate(limits) if limit > 0), key=lambda n: len(prompts[n]))
+        batches: list[tuple[list[int], Request, Seats]] = []
         with self._ready():
             for start in range(0, len(order), batch_size):
                 chosen = order[start : start + batch_size]
@@ -191,53 +185,74 @@ class DecodeLoop(Engine):
                     [prompts[n] for n in chosen], [limits[n] for n in chosen], [seeds[n] for n in chosen], temperature,
                     batch_size,
                 )  # fmt: skip
-                answers = self._answer_batch(batch)
-                for number, (tokens, truncated, log_probs) in zip(chosen, answers, strict=True):
-                    result.tokens[number], result.truncated[number] = tokens, truncated
-                    result.log_probs[number] = log_probs
-        return result
+                batches.append((chosen, batch, self._seats_for(batch)))
+        now = None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
-    def _answer_batch(self, request: Request) -> Iterator[tuple[list[int], bool, list[float]]]:
-        prompts, limits, seeds, temperature, batch_size = request
-        most = max(limits)
-        slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        seats = self._seats_for(len(prompts), slots, most, batch_size)
-        if self.replays:
-            self._capture(seats, temperature)
+        def answer_all() -> Generated:
+            result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
+            with self._on_own_stream(now), self._ready():
+                for chosen, batch, seats in batches:
+                    for number, (tokens, truncated, log_probs) in zip(
+                        chosen, self._answer_batch(batch, seats), strict=True
+                    ):
+                        result.tokens[number], result.truncated[number] = tokens, truncated
+                        result.log_probs[number] = log_probs
+            return result
+
+        return answer_all
+
+    def _answer_batch(self, request: Request, seats: Seats) -> Iterator[tuple[list[int], bool, list[float]]]:
+        prompts, limits, seeds, temperature, _ = request
         self._read_prompts(prompts, seats)
         seats.seat(prompts, limits, seeds, self.pad)
         look_every = LOOK_EVERY if self.device.type == "cuda" else 1
-        for made in range(1, most + 1):
+        for made in range(1, (most := max(limits)) + 1):
             if seats.graph is not None:
                 seats.graph.replay()
             else:
                 self._step(seats, temperature)
-            if made % look_every == 0 and bool(seats.done.all()):
+            if made % look_every == 0 and made < most and bool(fetched(seats.done)[0].all()):
                 break
-        answers, lengths, ended = seats.answers.tolist(), seats.made.tolist(), seats.ended.tolist()
-        log_probs = seats.log_probs.tolist() if self.settings.log_probs else [[]] * len(prompts)
+        results = fetched(seats.answers, seats.made, seats.ended, seats.log_probs)
+        answers, lengths, ended, log_probs = (tensor.tolist() for tensor in results)
+        if not self.settings.log_probs:
+            log_probs = [[]] * len(prompts)
         return ((answers[n][: lengths[n]], not ended[n], log_probs[n][: lengths[n]]) for n in range(len(prompts)))
 
-    def _seats_for(self, batch: int, slots: int, most: int, batch_size: int) -> _Seats:
-        """Buffers of these sizes, rounded up where they are kept.
+    @contextlib.contextmanager
+    def _on_own_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """On a GPU: inside, kernels go to the loop's stream, after what the event stands for."""
+        if self.stream is None or after is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            self.stream.wait_event(after)
+            yield
+
+    def _seats_for(self, request: Request) -> Seats:
+        """Buffers for one batch, of sizes that are rounded up where they are kept; there with a captured step.
 
         Their sizes follow from this call alone, never from earlier ones, since a sum's rounding depends on its shape:
         a resumed run must generate what the undisturbed one did.
         """
+        prompts, limits, _, temperature, batch_size = request
+        batch, most = len(prompts), max(limits)
+        slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         if not self.replays:
-            return _Seats(self.inner.config, batch, slots, most, self.device)
+            return Seats(self.inner.config, batch, slots, most, self.device)
         batch, most = min(next_power_of_2(batch), batch_size), max(self.settings.max_new_tokens, next_power_of_2(most))
         slots = -(-max(self.settings.max_length, slots) // SLOTS_STEP) * SLOTS_STEP
         seats = next((seats for seats in self.buffers if seats.sizes == (batch, slots, most)), None)
         if seats is None:
             del self.buffers[: 1 - MOST_BUFFERS]
-            seats = _Seats(self.inner.config, batch, slots, most, self.device)
+            seats = Seats(self.inner.config, batch, slots, most, self.device)
         else:
             self.buffers.remove(seats)
         self.buffers.append(seats)
+        self._capture(seats, temperature)
         return seats
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]], seats: _Seats) -> None:
+    def _read_prompts(self, prompts: Sequence[Sequence[int]], seats: Seats) -> None:
         """All but the last token of each prompt into the cache, padded on the right: causal attention never looks."""
         seats.cache.restart()
         length = max(map(len, prompts)) - 1
@@ -247,11 +262,11 @@ class DecodeLoop(Engine):
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
         self.decoder(
-            input_ids=ids.to(self.device), position_ids=torch.arange(length, device=self.device)[None],
+            input_ids=sent(ids, self.device), position_ids=torch.arange(length, device=self.device)[None],
             past_key_values=seats.cache, use_cache=True, ragged_cache=seats.cache,
         )  # fmt: skip
 
-    def _step(self, seats: _Seats, temperature: float) -> None:
+    def _step(self, seats: Seats, temperature: float) -> None:
         """One token of every sequence. Reads and writes the seats' buffers only, and never waits."""
         cache = seats.cache
         # the class's forward: what a trainer put around the instance's (the loss, a context of its own) has no part
@@ -286,7 +301,7 @@ class DecodeLoop(Engine):
         with eval_mode(self.model), torch.no_grad(), autocast, attention_for_ragged_cache(self.model):
             yield
 
-    def _capture(self, seats: _Seats, temperature: float) -> None:
+    def _capture(self, seats: Seats, temperature: float) -> None:
         """Record the step once for these buffers, this temperature, these weights' addresses and patches."""
         weights = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         patches = tuple(id(module.__dict__.get("forward")) for module in self.model.modules())
@@ -295,15 +310,15 @@ class DecodeLoop(Engine):
             return
         seats.graph = None
         seats.seat([], [], [], self.pad)  # all seats are done: the steps below write one slot and advance nothing
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        assert self.stream is not None
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
             for _ in range(2):
                 seats.column.zero_()
                 self._step(seats, temperature)
             seats.column.zero_()
             waits = _waits_for_the_host(lambda: self._step(seats, temperature))
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if waits is not None:
             self.replays = False
             log.warning("decoding runs without a CUDA graph, several times slower: the model's forward %s", waits)
@@ -311,7 +326,7 @@ class DecodeLoop(Engine):
         seats.column.zero_()
         graph = torch.cuda.CUDAGraph()
         # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
-        with _own_workspace(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self._step(seats, temperature)
         seats.graph, seats.captured = graph, depends_on
 

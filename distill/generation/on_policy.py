@@ -9,15 +9,22 @@ Which documents are replaced, and every token that is drawn, follow from (seed, 
 that is resumed says the same again.
 
 The student itself answers, or a whole copy of it (`Snapshot`): where its weights lie in shards they are gathered into
-the copy once a step, and with `ahead` the copy is one step old, so that a step's answers are known to depend on nothing
-that the step before it changes. The copy is then a part of every checkpoint.
+the copy once a step, and with `ahead` the copy is one step old, so that a step's answers depend on nothing that the
+step before it changes. They are drawn in a thread while that step trains, on a GPU by a stream of its own; at the start
+of an epoch, and after a resume, they are drawn when they are needed, and are the same. The copy is a part of every
+checkpoint.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,13 +34,16 @@ from torch import nn
 
 from distill.data.chat import load_template
 from distill.data.packing import best_fit
-from distill.generation.decode_loop import Engine
+from distill.generation.decode_loop import Engine, Generated
 from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs
 from distill.generation.engines import engine_for, settings_for
 from distill.models.snapshot import Snapshot
 from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
+
+Batches = Sequence[Mapping[str, torch.Tensor]]
+SWITCH = 1e-4  # seconds after which the thread that draws is let in between two calls of the one that trains
 
 
 @dataclass
@@ -67,6 +77,10 @@ class OnPolicy:
     log_probs: bool = False
     # answers, their tokens, cut off, left out, that repeat themselves, seconds, steps that the weights were old
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
+    # of the step to come: its micro-batches, and what is being drawn for them
+    _ahead: tuple[Batches, int, Future[_Drawn]] | None = field(init=False, default=None)
+    _thread: ThreadPoolExecutor | None = field(init=False, default=None)
+    _epoch: _Epoch | None = field(init=False, default=None)
 
     @property
     def stored_weights(self) -> Snapshot | None:
@@ -75,7 +89,7 @@ class OnPolicy:
 
     def replace(
         self,
-        batches: Sequence[Mapping[str, torch.Tensor]],
+        batches: Batches,
         step: int,
         collate: Callable[[list[Row]], dict[str, Any]],
     ) -> list[Any]:
@@ -89,41 +103,98 @@ class OnPolicy:
             step: Optimizer steps done.
             collate: Makes a batch of rows.
         """
-        if self.snapshot is None:
-            return self._replace(batches, step, collate, step)
-        assert self.student is not None
-        if not self.ahead or self.snapshot.step is None:
+        drawn = self._drawn_for(batches, step)
+        if drawn is None:
+            if self.snapshot is not None and (not self.ahead or self.snapshot.step is None):
+                assert self.student is not None
+                self.snapshot.take(self.student, step)
+            drawn = self._draw(batches, step)()
+        if self.snapshot is not None and self.ahead:
+            assert self.student is not None
             self.snapshot.take(self.student, step)
-        assert self.snapshot.step is not None
-        replaced = self._replace(batches, step, collate, self.snapshot.step)
-        if self.ahead:
-            self.snapshot.take(self.student, step)
-        return replaced
+        return self._put_in(drawn, batches, step, collate)
 
-    def _replace(
-        self,
-        batches: Sequence[Mapping[str, torch.Tensor]],
-        step: int,
-        collate: Callable[[list[Row]], dict[str, Any]],
-        weights_of: int,
-    ) -> list[Any]:
-        """As `replace`, by the engine as it is, whose weights are those after `weights_of` steps."""
+    def epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The micro-batches of an epoch in their order; `draw_ahead` looks at those to come.
+
+        Args:
+            batches: The same object for all of an epoch's calls.
+        """
+        if self._epoch is None or self._epoch.batches is not batches:
+            self._epoch = _Epoch(batches)
+        return self._epoch
+
+    def draw_ahead(self, count: int, step: int) -> None:
+        """Begin to draw what `replace` will be asked for next, by the weights that it took; with `ahead` alone.
+
+        Args:
+            count: Micro-batches of the step to come; nothing is done where the epoch has no more.
+            step: Optimizer steps done by then.
+        """
+        batches = self._epoch.look(count) if self.ahead and self._epoch is not None else []
+        if not batches:
+            return
+        draw = self._draw(batches, step)
+        if not self.engine.overlaps:
+            return
+        if self._thread is None:
+            # one autocast more, or the end of the thread's own would clear the casts that the other one remembers
+            self._thread = ThreadPoolExecutor(1, "rollouts", initializer=torch.autocast_increment_nesting)
+        self._ahead = batches, step, self._thread.submit(_let_in, draw)
+
+    def wait(self) -> None:
+        """Until nothing is being drawn."""
+        if self._ahead is not None:
+            wait([self._ahead[2]])
+
+    def _drawn_for(self, batches: Batches, step: int) -> _Drawn | None:
+        """What was drawn ahead of time for these micro-batches; None where nothing was.
+
+        Raises:
+            Exception: what the thread ended with.
+        """
+        if self._ahead is None:
+            return None
+        (own, at, future), self._ahead = self._ahead, None
+        drawn = future.result()
+        same = at == step and len(own) == len(batches) and all(map(operator.is_, own, batches))
+        return drawn if same else None
+
+    def _draw(self, batches: Batches, step: int) -> Callable[[], _Drawn]:
+        """Get ready to answer a step's prompts by the engine as it is; the call of the result answers them."""
         start = time.perf_counter()
         before = [documents_of(batch) for batch in batches]
         plans = [
             self._plan(documents, len(batch["labels"]), step) for documents, batch in zip(before, batches, strict=True)
         ]
         asked = [document for plan in plans for document in plan.asked]
-        if not asked:
-            return list(batches)
-        prompts = [document.prompt for document in asked]
-        answers = self.engine.generate(
-            prompts,
+        weights_of = step if self.snapshot is None or self.snapshot.step is None else self.snapshot.step
+        answer = self.engine.begin(
+            [document.prompt for document in asked],
             max_new_tokens=[self._limit(document) for document in asked],
             temperature=self.temperature,
             seeds=[self._seed_of(document, step) for document in asked],
             batch_size=self.batch_size,
         )
+        dropped = sum(len(documents) - len(plan.documents) for documents, plan in zip(before, plans, strict=True))
+        ready = time.perf_counter() - start
+
+        def draw() -> _Drawn:
+            start = time.perf_counter()
+            answers = answer()
+            return _Drawn(plans, answers, dropped, step - weights_of, ready + time.perf_counter() - start)
+
+        return draw
+
+    def _put_in(
+        self, drawn: _Drawn, batches: Batches, step: int, collate: Callable[[list[Row]], dict[str, Any]]
+    ) -> list[Any]:
+        """The micro-batches with answers in their place."""
+        plans, answers, dropped, lag, seconds = drawn
+        asked = [document for plan in plans for document in plan.asked]
+        if not asked:
+            return list(batches)
+        prompts = [document.prompt for document in asked]
         log_probs = answers.log_probs if self.log_probs else [None] * len(asked)
         new = iter(
             document.answered(prompt, answer, log_p)
@@ -135,12 +206,10 @@ class OnPolicy:
             made.append(collate(list(map(as_row, rows))) if plan.asked else dict(batch))
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.asked else [], made[-1]["input_ids"].shape)
-        dropped = sum(len(documents) - len(plan.documents) for documents, plan in zip(before, plans, strict=True))
-        seconds = time.perf_counter() - start
         lengths = sum(map(len, answers.tokens))
         repeated = sum(map(repeats_itself, answers.tokens))
-        lag = len(asked) * (step - weights_of)
-        self._sums += (len(asked), lengths, sum(answers.truncated), dropped, repeated, seconds, lag)
+        truncated = sum(answers.truncated)
+        self._sums += (len(asked), lengths, truncated, dropped, repeated, seconds, len(asked) * lag)
         return made
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
@@ -223,6 +292,42 @@ class _Plan(NamedTuple):
             return [[document] for document in documents]
         groups = best_fit(np.array([document.length for document in documents]), max_length)
         return [[documents[number] for number in group] for group in groups]
+
+
+class _Epoch(Iterator[Any]):
+    """An epoch's micro-batches, of which the next may be looked at."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches, self._waiting = batches, deque[Any]()
+
+    def __next__(self) -> Any:
+        return self._waiting.popleft() if self._waiting else next(self.batches)
+
+    def look(self, count: int) -> list[Any]:
+        """The next `count`, or as many as there are."""
+        self._waiting.extend(itertools.islice(self.batches, max(0, count - len(self._waiting))))
+        return list(self._waiting)[:count]
+
+
+class _Drawn(NamedTuple):
+    """What a step's prompts were answered: by weights that were `lag` optimizer steps old, `dropped` documents left
+    out."""
+
+    plans: list[_Plan]
+    answers: Generated
+    dropped: int
+    lag: int
+    seconds: float
+
+
+def _let_in(draw: Callable[[], _Drawn]) -> _Drawn:
+    """In a thread: `draw`, which launches little and at the right time."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH)
+    try:
+        return draw()
+    finally:
+        sys.setswitchinterval(before)
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:

@@ -10,6 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from distill.models.cards import runs_our_kernels
+from distill.models.patching import UNDO, patch
+
 FILE, STEP = "answers_from.safetensors", "step"  # of a checkpoint
 
 
@@ -17,14 +20,18 @@ class Snapshot:
     """The copy, and the optimizer step of its weights (None before it was given any).
 
     Args:
-        model: before DDP or FSDP wrap it; the copy has its classes' own forwards, without our kernels and losses.
+        model: before DDP or FSDP wrap it. The copy has its classes' own forwards, without losses and attention of ours,
+            with our layers where they are launched.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.step: int | None = None
         self.model = copy.deepcopy(model).requires_grad_(False)
         for module in self.model.modules():
-            module.__dict__.pop("forward", None)
+            for name in ("forward", UNDO):
+                module.__dict__.pop(name, None)
+        if runs_our_kernels(next(self.model.parameters()).device):
+            patch(self.model, "teacher", attention=None, log_it=False)
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
     @torch.no_grad()

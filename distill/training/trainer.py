@@ -115,15 +115,9 @@ class DistillationTrainer(Trainer):
         plain = Collator(padding_token(processing_class, getattr(model, "config", None)), omit_plain_positions=True)
         data_collator = PlainRows(plain) if data_collator is None else OrPadding(data_collator, plain)
         super().__init__(
-            model=model,
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=data_collator,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            **more,
-        )
+            model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,
+            data_collator=data_collator, processing_class=processing_class, callbacks=callbacks, **more,
+        )  # fmt: skip
         if not (isinstance(teacher, nn.Module) and is_sharded(teacher)):
             teacher.to(args.device)
         # FSDP places the student itself, later; the objective reads both models where they stand now
@@ -205,13 +199,15 @@ class DistillationTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """As `Trainer.get_batch_samples`; with `on_policy` some answers become the student's own."""
-        self.schedule.begin(self.state.global_step)
-        if self.on_policy is None:
-            epoch_iterator = self.asking.ahead(epoch_iterator, num_batches)
+        self.schedule.begin(step := self.state.global_step)
+        own = self.on_policy
+        epoch_iterator = own.epoch(epoch_iterator) if own else self.asking.ahead(epoch_iterator, num_batches)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self.on_policy is not None and batches:
+        if own is not None and batches:
             with uncompiled():
-                batches = self.on_policy.replace(batches, self.state.global_step, self.data_collator)
+                batches = own.replace(batches, step, self.data_collator)
+                if step + 1 < self.state.max_steps:
+                    own.draw_ahead(num_batches, step + 1)
             count = self._get_num_items_in_batch(batches, device)
         self.asking.require(batches)
         return batches, count
@@ -306,6 +302,8 @@ class DistillationTrainer(Trainer):
             sets = {name: name if eval_dataset is None else rows[name] for name in rows}
             each = [self.evaluate(own, ignore_keys, f"{metric_key_prefix}_{name}") for name, own in sets.items()]
             return {name: value for figures in each for name, value in figures.items()}
+        if self.on_policy is not None:
+            self.on_policy.wait()  # before processes are forked that load
         with self.meter.paused():
             figures = self._held_out(self.get_eval_dataloader(eval_dataset))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}

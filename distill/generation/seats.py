@@ -1,0 +1,58 @@
+"""The buffers of sequences that are answered at once, and what goes between host and device without a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from distill.models.ragged_cache import RaggedCache
+
+
+class Seats:
+    """The buffers of `batch` sequences at once, and the captured step that works on them."""
+
+    def __init__(self, config: Any, batch: int, slots: int, most: int, device: torch.device) -> None:
+        self.batch, self.sizes = batch, (batch, slots, most)
+        self.cache = RaggedCache(config, batch, slots, device)
+        self.token, self.seeds, self.made, self.limits = torch.zeros(4, batch, dtype=torch.int64, device=device)
+        self.done, self.ended = torch.zeros(2, batch, dtype=torch.bool, device=device)
+        self.answers = torch.zeros(batch, most, dtype=torch.int64, device=device)
+        precision = torch.float32 if device.type == "mps" else torch.float64
+        self.log_probs = torch.zeros(batch, most, dtype=precision, device=device)
+        self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
+
+    def seat(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int], pad: int) -> None:
+        """Take sequences in; seats that stay empty hold one padding token and are done."""
+        empty = self.batch - len(prompts)
+        lengths = [len(prompt) for prompt in prompts] + [1] * empty
+        fill = self._filled
+        self.cache.begin(fill(lengths))
+        self.token.copy_(fill([prompt[-1] for prompt in prompts] + [pad] * empty))
+        self.seeds.copy_(fill([*seeds, *[0] * empty]))
+        self.limits.copy_(fill([*limits, *[0] * empty]))
+        self.done.copy_(self.limits == 0)
+        for tensor in (self.made, self.ended, self.column):
+            tensor.zero_()
+        self.answers.fill_(pad)
+
+    def _filled(self, values: Sequence[int]) -> torch.Tensor:
+        return sent(torch.tensor(values, dtype=torch.int64), self.token.device)
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host's on `device`, by the current stream, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """On the host. An event is waited for, since another thread, which looks for what waits before it captures a graph,
+    may have forbidden all else that does."""
+    if tensors[0].device.type != "cuda":
+        return [tensor.cpu() for tensor in tensors]
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
+    return copies
