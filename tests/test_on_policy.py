@@ -195,6 +195,20 @@ def test_packed_rows_never_grow():
     assert len(left_out) > 1  # chance decides, not the order
 
 
+@pytest.mark.parametrize("multiple, length", [(16, 32), (64, 60)])
+def test_packed_rows_of_few_lengths(multiple, length):
+    """What is added is learned nowhere and taken for no document; no row grows beyond what a row may have."""
+    model, batch = tiny_model(), COLLATE(packed(pairs(3)))
+    (plain,), (padded,) = (
+        on_policy(model, max_length=60, multiple=number).replace([batch], 0, COLLATE) for number in (1, multiple)
+    )
+    assert 16 < plain["input_ids"].shape[1] < 32 and padded["input_ids"].shape[1] == length
+    assert documents_of(padded) == documents_of(plain)
+    assert torch.equal(padded["valid_rows"], plain["valid_rows"])
+    added = padded["position_ids"][0, plain["input_ids"].shape[1] :]
+    assert torch.equal(added, torch.arange(len(added)))
+
+
 @pytest.mark.full
 def test_resume_says_the_same_words(tmp_path):
     def student():

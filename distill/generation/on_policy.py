@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import load_template
 from distill.data.packing import best_fit
 from distill.generation.decode_loop import Engine, Generated
@@ -62,6 +63,8 @@ class OnPolicy:
         student: Whose weights `snapshot` takes.
         snapshot: What answers in the student's place; None for itself.
         log_probs: Give each drawn token's log-probability with the batches (`drawn_log_p`); the engine must too.
+        multiple: Packed rows get a length that it divides, or `max_length`: steps of few shapes are replayed from CUDA
+            graphs.
     """
 
     engine: Engine
@@ -75,6 +78,7 @@ class OnPolicy:
     student: nn.Module | None = None
     snapshot: Snapshot | None = None
     log_probs: bool = False
+    multiple: int = 1
     # answers, their tokens, cut off, left out, that repeat themselves, seconds, steps that the weights were old
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
     # of the step to come: its micro-batches, and what is being drawn for them
@@ -203,6 +207,8 @@ class OnPolicy:
         made: list[Any] = []
         for plan, batch in zip(plans, batches, strict=True):
             rows = plan.rows(new, self.max_length)
+            if plan.limit is not None and rows:
+                self._lengthen(max(rows, key=_length))
             made.append(collate(list(map(as_row, rows))) if plan.asked else dict(batch))
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.asked else [], made[-1]["input_ids"].shape)
@@ -258,6 +264,12 @@ class OnPolicy:
         staying = sorted(order)
         return _Plan([documents[number] for number in staying], [asked[number] for number in staying], rows)
 
+    def _lengthen(self, row: list[Document]) -> None:
+        """Give the longest row a length that `multiple` divides, by a document of padding."""
+        missing = min(-_length(row) % self.multiple, self.max_length - _length(row))
+        if missing > 0 and all(document.teacher_ids is None and document.route is None for document in row):
+            row.append(Document([0] * missing, [IGNORE_INDEX] * missing, row[0].row))
+
     def _limit(self, document: Document) -> int:
         return min(self.max_new_tokens, self.max_length - document.prompt_length)
 
@@ -266,6 +278,10 @@ class OnPolicy:
 
     def _seed_of(self, document: Document, step: int) -> int:
         return int.from_bytes(document.hash(self.seed, step, 1)[:8], "little", signed=True)
+
+
+def _length(row: Sequence[Document]) -> int:
+    return sum(document.length for document in row)
 
 
 def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
@@ -384,4 +400,5 @@ def on_policy_of(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, temperature=section.temperature,
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
         ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
+        multiple=64 if recipe.train.cuda_graph and next(student.parameters()).is_cuda else 1,
     )  # fmt: skip
