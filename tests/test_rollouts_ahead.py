@@ -45,6 +45,8 @@ def test_what_a_thread_draws_is_what_would_be_drawn_without_it(tmp_path, monkeyp
     beside.train()
     # four steps an epoch, of which the first cannot be looked at before it begins, nor the last one be followed
     assert names == ["MainThread", *["rollouts"] * 3, "MainThread", *["rollouts"] * 2]
+    # or the end of the thread's autocast would clear the casts that a forward in the other thread remembers
+    assert beside.on_policy._thread.submit(torch.autocast_increment_nesting).result() == 2
     names.clear()
     monkeypatch.setattr(DecodeLoop, "overlaps", False)
     after = ahead(tmp_path / "after")

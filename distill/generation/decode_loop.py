@@ -162,7 +162,7 @@ class DecodeLoop(Engine):
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
         self.buffers: list[Seats] = []  # the latest last
         # its kernels are small: behind those of a training step that runs at the same time they would wait
-        self.stream = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self.device, priority=-1) if self.replays else None
 
     @property
     def overlaps(self) -> bool:  # type: ignore[override]

@@ -96,6 +96,7 @@ class OnPolicy:
         batches: Batches,
         step: int,
         collate: Callable[[list[Row]], dict[str, Any]],
+        following: int = 0,
     ) -> list[Any]:
         """The micro-batches of one optimizer step with some answers replaced; others are given back as they are.
 
@@ -106,6 +107,11 @@ class OnPolicy:
             batches: Collated, on any device.
             step: Optimizer steps done.
             collate: Makes a batch of rows.
+            following: Micro-batches of the step to come; with `ahead` their answers begin to be drawn, as far as the
+                epoch (`epoch`) has them.
+
+        Raises:
+            Exception: what the thread that drew these answers ended with.
         """
         drawn = self._drawn_for(batches, step)
         if drawn is None:
@@ -116,10 +122,12 @@ class OnPolicy:
         if self.snapshot is not None and self.ahead:
             assert self.student is not None
             self.snapshot.take(self.student, step)
-        return self._put_in(drawn, batches, step, collate)
+            if self._epoch is not None and (to_come := self._epoch.look(following)):
+                self._draw_ahead(to_come, step + 1)
+        return self._put_in(drawn, batches, collate)
 
     def epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The micro-batches of an epoch in their order; `draw_ahead` looks at those to come.
+        """The micro-batches of an epoch in their order; `replace` looks at those to come.
 
         Args:
             batches: The same object for all of an epoch's calls.
@@ -128,16 +136,12 @@ class OnPolicy:
             self._epoch = _Epoch(batches)
         return self._epoch
 
-    def draw_ahead(self, count: int, step: int) -> None:
-        """Begin to draw what `replace` will be asked for next, by the weights that it took; with `ahead` alone.
+    def wait(self) -> None:
+        """Until nothing is being drawn."""
+        if self._ahead is not None:
+            wait([self._ahead[2]])
 
-        Args:
-            count: Micro-batches of the step to come; nothing is done where the epoch has no more.
-            step: Optimizer steps done by then.
-        """
-        batches = self._epoch.look(count) if self.ahead and self._epoch is not None else []
-        if not batches:
-            return
+    def _draw_ahead(self, batches: Batches, step: int) -> None:
         draw = self._draw(batches, step)
         if not self.engine.overlaps:
             return
@@ -146,17 +150,8 @@ class OnPolicy:
             self._thread = ThreadPoolExecutor(1, "rollouts", initializer=torch.autocast_increment_nesting)
         self._ahead = batches, step, self._thread.submit(_let_in, draw)
 
-    def wait(self) -> None:
-        """Until nothing is being drawn."""
-        if self._ahead is not None:
-            wait([self._ahead[2]])
-
     def _drawn_for(self, batches: Batches, step: int) -> _Drawn | None:
-        """What was drawn ahead of time for these micro-batches; None where nothing was.
-
-        Raises:
-            Exception: what the thread ended with.
-        """
+        """What was drawn ahead of time for these micro-batches; None where nothing was."""
         if self._ahead is None:
             return None
         (own, at, future), self._ahead = self._ahead, None
@@ -190,9 +185,7 @@ class OnPolicy:
 
         return draw
 
-    def _put_in(
-        self, drawn: _Drawn, batches: Batches, step: int, collate: Callable[[list[Row]], dict[str, Any]]
-    ) -> list[Any]:
+    def _put_in(self, drawn: _Drawn, batches: Batches, collate: Callable[[list[Row]], dict[str, Any]]) -> list[Any]:
         """The micro-batches with answers in their place."""
         plans, answers, dropped, lag, seconds = drawn
         asked = [document for plan in plans for document in plan.asked]

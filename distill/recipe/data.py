@@ -60,7 +60,7 @@ class OnPolicy(Section):
         temperature: what the answers are drawn at; 0 for the likeliest tokens.
         engine: what generates: `distill` (our decode loop), `transformers`, or `vllm` where that is installed.
         batch_size: prompts that are answered at once, at most.
-        ahead: 1 for answers by a copy of the student that is one optimizer step old, drawn while that step trains; 0 for
+        ahead: 1 for answers by a copy of the student that is one optimizer step old, drawn while a step trains; 0 for
             the student as it is.
         store_every: write the answers of every so many steps into the run's folder, a parquet file a step; 0 for none.
     """

@@ -205,9 +205,8 @@ class DistillationTrainer(Trainer):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if own is not None and batches:
             with uncompiled():
-                batches = own.replace(batches, step, self.data_collator)
-                if step + 1 < self.state.max_steps:
-                    own.draw_ahead(num_batches, step + 1)
+                following = num_batches if step + 1 < self.state.max_steps else 0
+                batches = own.replace(batches, step, self.data_collator, following)
             count = self._get_num_items_in_batch(batches, device)
         self.asking.require(batches)
         return batches, count
