@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.core.environment import environment
 from distill.data.packing import best_fit
 from distill.models.head import HeadWeights, bare
+from distill.models.host_copy import HostCopy, to_device
 from distill.models.packed import keeps_apart
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.cache.encode import Encoding, encode, log_probabilities
@@ -192,7 +193,8 @@ class Engine:
     # ------------------------------------------------------------------ answers
 
     def answer(self, jobs: Sequence[Job]) -> list[Answer]:
-        """What the teacher says to each; one job alone in its own rows, several packed together."""
+        """What the teacher says to each; one job alone in its own rows, several packed together. On a GPU it is under way
+        when this returns, in `HostCopy`."""
         hidden = [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
         return [self._encoded(job, rows) for job, rows in zip(jobs, hidden, strict=True)]
 
@@ -231,9 +233,9 @@ class Engine:
             positions[row, at:] = np.arange(width - at)
         for number, piece in enumerate(pieces):
             places[piece.job].append(flat[number])
-        batch = {"input_ids": torch.from_numpy(ids).to(self.device)}
+        batch = {"input_ids": _ids(ids, self.device)}
         if self.packs:
-            batch["position_ids"] = torch.from_numpy(positions).to(self.device)
+            batch["position_ids"] = _ids(positions, self.device)
         hidden = self.forward(batch).flatten(0, 1)
         nothing = [np.zeros(0, np.int64)]
         return [hidden.index_select(0, _ids(np.concatenate(mine or nothing), self.device)) for mine in places]
@@ -241,12 +243,12 @@ class Engine:
     def _encoded(self, job: Job, rows: torch.Tensor) -> Answer:
         options = job.options
         if options.logits:
-            return {"logits": rows.float().cpu()}
+            return HostCopy({"logits": rows.float()})
         if options.top_k is None:
             sent = fp8_rows(rows) if options.dtype == "fp8" else {
                 "hidden": rows if options.dtype == "auto" else rows.to(getattr(torch, options.dtype))
             }  # fmt: skip
-            return {name: tensor.cpu().contiguous() for name, tensor in sent.items()}
+            return HostCopy(sent)
         generator = None
         if options.tail == "sampled":  # drawn by what is asked, so that the same question has the same answer
             digest = hashlib.sha256(job.query.body()).digest()
@@ -260,7 +262,7 @@ class Engine:
 
 
 def _ids(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64)).to(device)
+    return to_device(torch.from_numpy(array.astype(np.int64)), device)
 
 
 def _files(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -1,8 +1,9 @@
 """The one thread that asks the teacher, and the bounded queue before it.
 
 Requests wait in the order they came. The thread takes the first, and with it those after it that may share a forward,
-up to a budget of tokens; it waits for nobody: what comes while a forward runs is the next one's. A request whose client
-has left is not computed.
+up to a budget of tokens; it waits for nobody: what comes while a forward runs is the next one's. A GPU always has one
+forward to go on with: the next is begun when it fills the budget, or when the one before is about to end by the rate of
+those so far, while that one's answers are still under way. A request whose client has left is not computed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
+from distill.models.host_copy import HostCopy
 from distill.serving.engine import Answer, Job
 
 log = logging.getLogger(__name__)
+
+LEAD_S = 0.03  # what it takes to begin a forward
+LOOKS_S = 0.0005  # between two looks at the one that runs
+
+
+_Asked = tuple[Job, Future[Answer]]
 
 
 class Full(RuntimeError):
@@ -31,11 +40,24 @@ class Full(RuntimeError):
         self.seconds = seconds
 
 
+class _Forward(NamedTuple):
+    """One that was begun: when it was, and when the next should be; `tokens` of it."""
+
+    taken: Sequence[_Asked]
+    answers: Sequence[Answer]
+    tokens: int
+    begun: float
+    expected: float
+
+    def is_ready(self) -> bool:
+        return all(answer.is_ready() for answer in self.answers if isinstance(answer, HostCopy))
+
+
 class Worker:
     """Answers jobs in a thread of its own.
 
     Args:
-        answer: as `Engine.answer`.
+        answer: as `Engine.answer`; where it gives a `HostCopy`, that is waited for.
         budget: tokens that share a forward.
         most_waiting: tokens that may wait; more are refused.
 
@@ -49,6 +71,7 @@ class Worker:
         self._tokens, self._closed = 0, False
         self._changed = threading.Condition()
         self.served = {"requests": 0, "tokens": 0, "seconds": 0.0, "forwards": 0}
+        self._ended = self._each = 0.0  # when the last forward did, and its seconds a token
         self._thread = threading.Thread(target=self._run, daemon=True, name="teacher")
         self._thread.start()
 
@@ -87,13 +110,18 @@ class Worker:
                 future.set_exception(Full(30.0))
         self._thread.join(timeout=60)
 
-    def _take(self) -> list[tuple[Job, Future[Answer]]]:
-        """The next jobs that share a forward; none once closed."""
+    def _take(self, before: _Forward | None) -> list[_Asked]:
+        """The next jobs that share a forward, once it is time; none once closed, or where the forward `before` has
+        ended."""
         with self._changed:
-            while not self._jobs and not self._closed:
-                self._changed.wait()
-            taken: list[tuple[Job, Future[Answer]]] = []
+            while not self._closed and not (before.is_ready() if before else self._jobs):
+                if before and self._jobs and (self._is_full() or time.perf_counter() > before.expected):
+                    break
+                self._changed.wait(LOOKS_S if before else None)
+            taken: list[_Asked] = []
             size = 0
+            if before and before.is_ready():
+                return taken
             while self._jobs:
                 job, future = self._jobs[0]
                 if taken and (job.alone or taken[0][0].alone or size + job.query.ids.size > self._budget):
@@ -105,27 +133,52 @@ class Worker:
                     size += job.query.ids.size
             return taken
 
-    def _run(self) -> None:
-        while not self._closed or self._jobs:
-            taken = self._take()
-            if taken:
-                self._compute(taken)
+    def _is_full(self) -> bool:
+        """Whether nothing that may yet come would share the next forward."""
+        return self._tokens >= self._budget or self._jobs[0][0].alone
 
-    def _compute(self, taken: Sequence[tuple[Job, Future[Answer]]]) -> None:
-        begun = time.perf_counter()
+    def _run(self) -> None:
+        before: _Forward | None = None
+        while not self._closed or self._jobs or before:
+            taken = self._take(before)
+            begun = self._begin(taken) if taken else None
+            if before:
+                self._finish(before)
+            before = begun
+
+    def _begin(self, taken: Sequence[_Asked]) -> _Forward | None:
+        """A forward under way; None of one that has failed, of whose jobs each is then computed by itself."""
+        begun, tokens = time.perf_counter(), sum(job.query.ids.size for job, _ in taken)
         try:
             answers = self._answer([job for job, _ in taken])
         except Exception as error:  # one forward's fault is that of who asked for it, not the server's end
-            if len(taken) > 1:  # of several: find whose
-                for one in taken:
-                    self._compute([one])
-                return
-            log.warning("a request failed: %s: %.300s", type(error).__name__, error)
-            taken[0][1].set_exception(error)
+            self._fail(taken, error)
+            return None
+        return _Forward(taken, answers, tokens, begun, max(begun, self._ended) + tokens * self._each - LEAD_S)
+
+    def _fail(self, taken: Sequence[_Asked], error: Exception) -> None:
+        if len(taken) > 1:  # of several: find whose
+            for one in taken:
+                if forward := self._begin([one]):
+                    self._finish(forward)
             return
-        self.served["seconds"] += time.perf_counter() - begun
+        log.warning("a request failed: %s: %.300s", type(error).__name__, error)
+        taken[0][1].set_exception(error)
+
+    def _finish(self, forward: _Forward) -> None:
+        try:
+            for answer in forward.answers:
+                if isinstance(answer, HostCopy):
+                    answer.wait()
+        except RuntimeError as error:  # of the GPU
+            self._fail(forward.taken, error)
+            return
+        now = time.perf_counter()
+        seconds = now - max(forward.begun, self._ended)
+        self.served["seconds"] += seconds
         self.served["forwards"] += 1
-        self.served["requests"] += len(taken)
-        self.served["tokens"] += sum(job.query.ids.size for job, _ in taken)
-        for (_, future), answer in zip(taken, answers, strict=True):
+        self.served["requests"] += len(forward.taken)
+        self.served["tokens"] += forward.tokens
+        self._ended, self._each = now, seconds / forward.tokens
+        for (_, future), answer in zip(forward.taken, forward.answers, strict=True):
             future.set_result(answer)

@@ -26,6 +26,7 @@ import torch
 
 from distill.core.files import try_lock, write_json
 from distill.core.ranks import is_first
+from distill.models.host_copy import HostCopy
 from distill.teachers.cache.format import (
     DOCUMENTS,
     DTYPES,
@@ -51,42 +52,17 @@ log = logging.getLogger(__name__)
 _locks: dict[Path, int | None] = {}  # held until this process ends
 
 
-class Answer:
-    """What the teacher said of some documents, on its way to host memory.
-
-    Args:
-        tensors: as a shard holds them, on any device; those on a GPU are copied while it goes on.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors, self._event = {}, None
-        for name, tensor in tensors.items():
-            self.tensors[name] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self.tensors[name].copy_(tensor, non_blocking=True)
-            if tensor.is_cuda and self._event is None:
-                self._event = torch.cuda.Event()
-        if self._event is not None:
-            self._event.record()
-
-    def ready(self) -> dict[str, torch.Tensor]:
-        """The tensors, once they are here."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-        return self.tensors
-
-
 class Piece(NamedTuple):
     """A document's positions in an answer."""
 
-    answer: Answer
+    answer: HostCopy
     start: int
     stop: int
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What was said of them."""
-        tensors = self.answer.ready()
-        return as_arrays({name: tensor[self.start : self.stop] for name, tensor in tensors.items()})
+        tensors = self.answer.wait().items()
+        return as_arrays({name: tensor[self.start : self.stop] for name, tensor in tensors})
 
 
 class Store(Shards):
@@ -177,7 +153,7 @@ class Store(Shards):
 
     def add(self, documents: Iterable[Document], tensors: Mapping[str, torch.Tensor]) -> None:
         """Take what the teacher said of documents, in their order; of those that are there already nothing changes."""
-        answer, start = Answer(tensors), 0
+        answer, start = HostCopy(tensors), 0
         for document in documents:
             stop = start + len(document.predicting)
             if not self.has(document.key):
@@ -265,7 +241,7 @@ def _wait() -> None:
 
 def write_part(path: Path, keys: Sequence[bytes], pieces: Sequence[Piece]) -> None:
     """A shard of pieces of answers, in their order."""
-    answers = [piece.answer.ready() for piece in pieces]
+    answers = [piece.answer.wait() for piece in pieces]
     tensors = {
         name: torch.cat([answer[name][piece.start : piece.stop] for answer, piece in zip(answers, pieces, strict=True)])
         for name in answers[0]

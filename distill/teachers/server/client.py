@@ -12,7 +12,7 @@ another teacher than the run began with, `TeacherGone` ends the run in one line.
 from __future__ import annotations
 
 import contextlib
-import functools
+import http.client
 import json
 import logging
 import queue
@@ -22,7 +22,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+import torch
 
 from distill.core.faults import TeacherGone
 from distill.teachers.server.wire import BINARY, TEACHER, Identity, WireError
@@ -31,7 +34,9 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds that a server is left alone
 CONNECT_SECONDS = 10.0
+LARGE = 1 << 16  # bytes of an answer that is worth pinned memory
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
+T = TypeVar("T")
 
 
 class Place(NamedTuple):
@@ -86,18 +91,14 @@ class Servers:
     """
 
     def __init__(self, place: Place) -> None:
-        import httpx2
-
-        headers = {"accept": BINARY} | ({} if place.token is None else {"authorization": f"Bearer {place.token}"})
         self.place, self.expected = place, None  # type: tuple[Place, str | None]
-        self._http = httpx2
-        self._client = httpx2.Client(
-            headers=headers, timeout=httpx2.Timeout(place.wait, connect=CONNECT_SECONDS, pool=None),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32), trust_env=False,
-        )  # fmt: skip
+        self._headers = {"accept": BINARY}
+        if place.token is not None:
+            self._headers["authorization"] = f"Bearer {place.token}"
+        self._idle: dict[str, list[http.client.HTTPConnection]] = {}  # by address
         self._servers = [_Server(url) for url in place.urls]
         self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[tuple[Future[bytes], Callable[[], bytes]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []  # from the first `submit` on
         self._closed = threading.Event()
         self.received = self.positions = 0
@@ -107,30 +108,40 @@ class Servers:
         self._closed.set()
         for _ in self._threads:
             self._work.put(None)
-        self._client.close()
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for connection in (each for connections in idle.values() for each in connections):
+            connection.close()
 
     # --------------------------------------------------------------- one request
 
     def submit(
-        self, path: str, body: bytes, params: Mapping[str, object], positions: int, kind: str = BINARY
-    ) -> Future[bytes]:
-        """Ask in a thread; the answer's body, or what `ask` raises.
+        self, path: str, body: bytes, positions: int, read: Callable[[torch.Tensor], T], kind: str = BINARY
+    ) -> Future[T]:
+        """Ask in a thread; what is read there of the answer, or what `ask` raises.
 
         Args:
-            path: of the request.
+            path: of the request, with its query.
             body: of it.
-            params: of its query.
             positions: that the answer will be for.
+            read: of the answer's body, as `fetch` gives it.
             kind: of the body.
         """
-        future: Future[bytes] = Future()
+        future: Future[T] = Future()
         if not self._threads:  # daemons: a run that ends does not wait for what nobody needs any more
             names = range(self.place.at_once * len(self.place.urls))
             self._threads = [threading.Thread(target=self._answer_all, daemon=True, name="asking") for _ in names]
             for thread in self._threads:
                 thread.start()
-        more = {"content": body, "params": dict(params), "headers": {"content-type": kind}}
-        self._work.put((future, functools.partial(self._counted, positions, "POST", path, **more)))
+
+        def answer() -> T:
+            found = self.fetch("POST", path, body, kind)
+            with self._lock:
+                self.received += len(found)
+                self.positions += positions
+            return read(found)
+
+        self._work.put((future, answer))
         return future
 
     def _answer_all(self) -> None:
@@ -141,15 +152,18 @@ class Servers:
             except BaseException as error:  # whoever waits for the answer raises it
                 future.set_exception(error)
 
-    def _counted(self, positions: int, method: str, path: str, **more: Any) -> bytes:
-        answer = self.ask(method, path, **more)
-        with self._lock:
-            self.received += len(answer)
-            self.positions += positions
-        return answer
+    def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """As `fetch`."""
+        return self.fetch(method, path, body).numpy().tobytes()
 
-    def ask(self, method: str, path: str, **more: Any) -> bytes:
-        """The body of an answer of any of the servers.
+    def fetch(self, method: str, path: str, body: bytes | None = None, kind: str = BINARY) -> torch.Tensor:
+        """The body of an answer of any of the servers, uint8; in pinned memory where a GPU is in use.
+
+        Args:
+            method: of HTTP.
+            path: with its query.
+            body: of the request.
+            kind: of that.
 
         Raises:
             TeacherGone: none answered in time, one is another teacher now, or refuses what it is asked.
@@ -159,7 +173,7 @@ class Servers:
             server = None if self._closed.is_set() else self._least_busy()
             if server is not None:
                 try:
-                    return self._ask_one(server, method, path, **more)
+                    return self._ask_one(server, method, path, body, kind)
                 except _TryAgain as again:
                     values = str(again)
                     continue
@@ -178,27 +192,26 @@ class Servers:
             server.busy += 1
             return server
 
-    def _ask_one(self, server: _Server, method: str, path: str, **more: Any) -> bytes:
+    def _ask_one(
+        self, server: _Server, method: str, path: str, body: bytes | None = None, kind: str = BINARY
+    ) -> torch.Tensor:
         try:
             try:
-                response = self._client.request(method, server.url + path, **more)
-                content = response.content
-            except (self._http.InvalidURL, self._http.UnsupportedProtocol) as error:
+                response, content = self._exchanged(server.url, method, path, body, kind)
+            except (http.client.InvalidURL, UnicodeError) as error:
                 raise ValueError(f"teacher.url: {server.url}: {error}") from None
-            except (self._http.TransportError, RuntimeError) as error:
+            except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no memory
                 self._leave_alone(server, f"{type(error).__name__}: {error}", None)
                 raise _TryAgain(server.fault) from None
         finally:
             with self._lock:
                 server.busy -= 1
-        if response.status_code in RETRIED:
+        if response.status in RETRIED:
             told = response.headers.get("retry-after", "")
-            self._leave_alone(
-                server, f"{response.status_code}: {_line(content)}", float(told) if told.isdigit() else None
-            )
+            self._leave_alone(server, f"{response.status}: {_line(content)}", float(told) if told.isdigit() else None)
             raise _TryAgain(server.fault)
-        if response.status_code != 200:
-            raise TeacherGone(refusal(server.url, response.status_code, _line(content)))
+        if response.status != 200:
+            raise TeacherGone(refusal(server.url, response.status, _line(content)))
         now = response.headers.get(TEACHER)
         if self.expected is not None and now != self.expected:
             raise TeacherGone(
@@ -207,6 +220,43 @@ class Servers:
             )
         server.failures, server.fault = 0, ""
         return content
+
+    def _exchanged(
+        self, url: str, method: str, path: str, body: bytes | None, kind: str
+    ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
+        """A request and its answer, whole; over a connection that is kept, or a new one."""
+        headers = self._headers | ({} if body is None else {"content-type": kind})
+        while True:
+            with self._lock:
+                idle = self._idle.setdefault(url, [])
+                connection = kept = idle.pop() if idle else None
+            connection = connection or self._connection(url)
+            try:
+                connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
+                response = connection.getresponse()
+                content = _content(response)
+            except BaseException as error:
+                connection.close()
+                if kept and isinstance(error, ConnectionError):  # the server had closed it meanwhile
+                    continue
+                raise
+            with self._lock:
+                if not (response.will_close or self._closed.is_set()):
+                    self._idle.setdefault(url, []).append(connection)
+                    return response, content
+            connection.close()
+            return response, content
+
+    def _connection(self, url: str) -> http.client.HTTPConnection:
+        place = urlsplit(url)
+        kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+        try:
+            connection = kind(place.hostname or "", place.port, timeout=CONNECT_SECONDS)
+        except ValueError as error:  # of the port
+            raise http.client.InvalidURL(str(error)) from None
+        connection.connect()
+        connection.sock.settimeout(self.place.wait)
+        return connection
 
     def _leave_alone(self, server: _Server, fault: str, seconds: float | None) -> None:
         with self._lock:
@@ -219,7 +269,7 @@ class Servers:
 
     # ------------------------------------------------------------- who they are
 
-    def of_each(self, path: str, method: str = "GET", **more: object) -> dict[str, bytes]:
+    def of_each(self, path: str, method: str = "GET", body: bytes | None = None, kind: str = BINARY) -> dict[str, bytes]:
         """The answer of every server, by its address; of those that answer, where others do not.
 
         Raises:
@@ -230,10 +280,10 @@ class Servers:
             with self._lock:
                 server.busy += 1
             with contextlib.suppress(_TryAgain):
-                answers[server.url] = self._ask_one(server, method, path, **more)
+                answers[server.url] = self._ask_one(server, method, path, body, kind).numpy().tobytes()
         if not answers:
-            self.ask(method, path, **more)  # waits for one
-            return self.of_each(path, method, **more)
+            self.fetch(method, path, body, kind)  # waits for one
+            return self.of_each(path, method, body, kind)
         return answers
 
     def identity(self) -> Identity:
@@ -267,9 +317,29 @@ def _identity(url: str, body: bytes) -> Identity:
         raise ValueError(f"teacher.url: {url}: {error}") from None
 
 
-def _line(content: bytes) -> str:
+def _content(response: http.client.HTTPResponse) -> torch.Tensor:
+    """An answer's body, uint8, read into the memory that the GPU copies from."""
+    if response.length is None:  # in chunks, as other servers send
+        return torch.frombuffer(bytearray(response.read() or b"\0"), dtype=torch.uint8)
+    pinned = torch.cuda.is_initialized() and response.length > LARGE
+    content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
+    memory, place = memoryview(content.numpy()), 0
+    while place < len(memory):
+        if not (count := response.readinto(memory[place:])):
+            raise http.client.IncompleteRead(b"", len(memory) - place)
+        place += count
+    response.close()
+    return content
+
+
+def with_query(path: str, **params: object) -> str:
+    """A path and the query of a request."""
+    return f"{path}?{urlencode(params)}"
+
+
+def _line(content: torch.Tensor) -> str:
     """What an error's body says, in one line."""
-    text = content[:2000].decode(errors="replace")
+    text = content[:2000].numpy().tobytes().decode(errors="replace")
     with contextlib.suppress(ValueError, TypeError):
         tree = json.loads(text)
         inner = tree.get("error", tree.get("message", tree)) if isinstance(tree, dict) else tree

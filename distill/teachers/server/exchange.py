@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from distill.core.faults import TeacherGone
 from distill.recipe import Recipe, Teacher
 from distill.teachers.cache.settings import default_tail
-from distill.teachers.server.client import Servers
+from distill.teachers.server.client import Servers, with_query
 from distill.teachers.server.wire import TargetRequest, WireError, hidden_of, tensors_of, unpack_ids
 
 TargetTensors = dict[str, torch.Tensor]
@@ -49,7 +49,7 @@ class TargetSpec(NamedTuple):
             section.send, section.deterministic,
         )  # fmt: skip
 
-    def manifest(self, scale: float, softcap: float | None) -> dict[str, Any]:
+    def manifest(self, scale: float, softcap: float | None) -> dict[str, object]:
         """As a cache's manifest says it, for the format of K tokens."""
         return {
             "kind": "top_k", "k": self.top_k, "tail": self.tail, "temperature": self.temperature, "scale": scale,
@@ -60,17 +60,18 @@ class TargetSpec(NamedTuple):
 class Answer(Protocol):
     """What is under way."""
 
-    def result(self) -> object:
-        """Wait for it.
+    def result(self) -> TargetTensors:
+        """`hidden` [M, H]; or `ids` int32 [M, K], `logprobs`, `tail`, `entropy`, `label_logprob`, as a cache's: waited
+        for.
 
         Raises:
-            TeacherGone: it will not come.
+            TeacherGone: it will not come, or is not that.
         """
         ...
 
 
 class Exchange(Protocol):
-    """Asks, and reads what comes.
+    """Asks.
 
     Attributes:
         spec: of each position.
@@ -86,21 +87,9 @@ class Exchange(Protocol):
         """Ask, and go on."""
         ...
 
-    def read(self, answer: Any, query: TargetRequest) -> TargetTensors:
-        """`hidden` [M, H]; or `ids` int32 [M, K], `logprobs`, `tail`, `entropy`, `label_logprob`, as a cache's.
-
-        Args:
-            answer: the result of what `ask` gave.
-            query: the same.
-
-        Raises:
-            TeacherGone: it is not that.
-        """
-        ...
-
     def exact(self, query: TargetRequest) -> TargetTensors:
         """`hidden` as it is, whatever `spec` says of sending it."""
-        return self.read(self.ask(query).result(), query)
+        return self.ask(query).result()
 
     def logits(self, query: TargetRequest) -> torch.Tensor:
         """fp32 [M, V] as the model makes them by its own forward; of at most `most_logits` rows."""
@@ -125,7 +114,7 @@ class ServerExchange(Exchange):
     servers: Servers
 
     def logits(self, query: TargetRequest) -> torch.Tensor:
-        return tensors_of(self.servers.ask("POST", "/v1/logits", content=query.body()))["logits"]
+        return tensors_of(self.servers.fetch("POST", "/v1/logits", query.body()))["logits"]
 
     def cost(self) -> float:
         return self.servers.received / max(self.servers.positions, 1)
@@ -141,19 +130,22 @@ class DistillExchange(ServerExchange):
         self.servers, self.spec, self.most_logits = servers, spec, most_logits
 
     def exact(self, query: TargetRequest) -> TargetTensors:
-        plain = DistillExchange(self.servers, self.spec._replace(send="auto", deterministic=True), 0)
-        return plain.read(plain.ask(query).result(), query)
+        return DistillExchange(self.servers, self.spec._replace(send="auto", deterministic=True), 0).ask(query).result()
 
-    def ask(self, query: TargetRequest) -> Future[bytes]:
-        spec, params = self.spec, {"deterministic": int(self.spec.deterministic)}  # type: TargetSpec, dict[str, Any]
-        if spec.top_k is None:
-            params["dtype"] = spec.send
-        else:
-            params |= {"top_k": spec.top_k, "columns": spec.columns, "tail": spec.tail,
-                       "temperature": spec.temperature}  # fmt: skip
-        return self.servers.submit("/v1/targets", query.body(), params, len(query.rows))
+    def ask(self, query: TargetRequest) -> Future[TargetTensors]:
+        spec = self.spec
+        params = {"dtype": spec.send} if spec.top_k is None else {
+            "top_k": spec.top_k, "columns": spec.columns, "tail": spec.tail, "temperature": spec.temperature
+        }  # fmt: skip
+        path = with_query("/v1/targets", deterministic=int(spec.deterministic), **params)
+        return self.servers.submit(path, query.body(), len(query.rows), lambda body: self.read(body, query))
 
-    def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
+    def read(self, body: torch.Tensor, query: TargetRequest) -> TargetTensors:
+        """The tensors in an answer's body.
+
+        Raises:
+            TeacherGone: they are not what was asked for.
+        """
         spec = self.spec
         try:
             answer = tensors_of(body)
@@ -187,9 +179,12 @@ def require_sound(
         if tuple(values[name].shape) != shape:
             raise TeacherGone(f"{field}: an answer's {name}: expected {shape}, got {tuple(values[name].shape)}")
         value = values[name]
+        # one pass over the memory tells of most answers that they are fine
+        if not value.is_floating_point() or bool(value.sum().isfinite()):
+            continue
         # a probability may be 0, and its logarithm -inf
         fine = value.isfinite() | (value == -torch.inf) if k is not None else value.isfinite()
-        if value.is_floating_point() and not bool(fine.all()):
+        if not bool(fine.all()):
             raise TeacherGone(f"{field}: an answer's {name} is NaN or infinite at {int((~fine).sum())} places")
     if k is not None and positions and not 0 <= int(values["ids"].min()) <= int(values["ids"].max()) < spec.columns:
         raise TeacherGone(f"{field}: an answer's ids: expected 0 to {spec.columns - 1}")

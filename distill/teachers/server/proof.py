@@ -102,7 +102,7 @@ def _distance(z: torch.Tensor, expected: torch.Tensor) -> float:
 def _sparse(teacher: LogitReading, query: TargetRequest, expected: torch.Tensor) -> tuple[float, float]:
     """The worst of the labels' log-probabilities, and of the K tokens' where they are the likeliest."""
     exchange, spec = teacher.exchange, teacher.exchange.spec
-    values = exchange.read(exchange.ask(query).result(), query)
+    values = exchange.ask(query).result()
     logp = expected[:, : spec.columns].log_softmax(-1)
     labels = torch.from_numpy(query.labels.astype(np.int64)).clamp_max(spec.columns - 1)
     scale = logp.gather(1, labels[:, None])[:, 0]

@@ -20,6 +20,7 @@ from distill.data.collator import valid_rows
 from distill.data.load import Splits
 from distill.data.token_cache import keep
 from distill.models.head import HeadWeights, LogitTransform
+from distill.models.host_copy import to_device
 from distill.models.load import load_student, load_teacher
 from distill.models.meta import meta_config, meta_model, meta_student
 from distill.models.pruning import layer_indices, layers_of
@@ -138,8 +139,8 @@ class ServerTeacher(Teacher):
         """
         if not len(query.rows):
             return _nothing(self.exchange.spec)
-        _, future = self._pending.pop(id(query), (None, None))
-        return self.exchange.read((future or self.exchange.ask(query)).result(), query)
+        _, answer = self._pending.pop(id(query), (None, None))
+        return (answer or self.exchange.ask(query)).result()
 
     @staticmethod
     def _asked(batch: Batch) -> TargetRequest:
@@ -197,7 +198,7 @@ def _rows(batch: Batch) -> torch.Tensor:
 
 
 def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value if device.type == value.device.type else value.pin_memory().to(device, non_blocking=True)
+    return value if device.type == value.device.type else to_device(value, device)
 
 
 def _nothing(spec: TargetSpec) -> TargetTensors:

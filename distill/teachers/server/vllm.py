@@ -65,10 +65,7 @@ class VllmExchange(ServerExchange):
                 raise ValueError(f"teacher.url: {url} serves {other['id']!r}, {first} {identity['id']!r}")
         self.model = str(identity["id"])
         least = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
-        headers = {"content-type": JSON}
-        for body in self.servers.of_each(
-            "/v1/completions", "POST", content=self._question(least), headers=headers
-        ).values():
+        for body in self.servers.of_each("/v1/completions", "POST", self._question(least), JSON).values():
             self.read(body, least)
         return {**identity, "protocol": "vllm"}
 
@@ -79,10 +76,18 @@ class VllmExchange(ServerExchange):
         }  # fmt: skip
         return json.dumps(question).encode()
 
-    def ask(self, query: TargetRequest) -> Future[bytes]:
-        return self.servers.submit("/v1/completions", self._question(query), {}, len(query.rows), JSON)
+    def ask(self, query: TargetRequest) -> Future[TargetTensors]:
+        def read(body: torch.Tensor) -> TargetTensors:
+            return self.read(body.numpy().tobytes(), query)
+
+        return self.servers.submit("/v1/completions", self._question(query), len(query.rows), read, JSON)
 
     def read(self, body: bytes, query: TargetRequest) -> TargetTensors:
+        """The tensors in an answer's body.
+
+        Raises:
+            TeacherGone: they are not what was asked for.
+        """
         pieces, k = _prompts(query), self.spec.top_k or 0
         try:
             choices = sorted(json.loads(body)["choices"], key=lambda choice: int(choice["index"]))

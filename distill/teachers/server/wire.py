@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from distill.teachers.cache.format import join_ids, split_ids
 
@@ -38,6 +36,11 @@ FILES = (
     "chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt",
 )  # fmt: skip
 DTYPES = ("auto", "fp8", "float16", "bfloat16", "float32")
+SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 class WireError(ValueError):
@@ -85,7 +88,7 @@ class TargetRequest:
     def body(self) -> bytes:
         """As safetensors."""
         arrays = {"input_ids": self.ids, "position_ids": self.positions, "rows": self.rows}
-        return save_tensors({name: torch.from_numpy(a) for name, a in arrays.items() if a is not None})
+        return b"".join(parts_of({name: torch.from_numpy(a) for name, a in arrays.items() if a is not None}))
 
     def checked(self, vocabulary: int, most_tokens: int, longest: int | None) -> TargetRequest:
         """Itself, where it can be meant.
@@ -151,16 +154,49 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
     return TargetRequest(arrays["input_ids"], arrays.get("position_ids"), arrays["rows"])
 
 
-def tensors_of(body: bytes) -> dict[str, torch.Tensor]:
-    """Tensors of safetensors bytes.
+def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of safetensors bytes; of a uint8 tensor over its memory, which the library would copy twice.
 
     Raises:
         WireError: they are none.
     """
+    whole = body if isinstance(body, torch.Tensor) else torch.frombuffer(bytearray(body or b"?"), dtype=torch.uint8)
     try:
-        return load_tensors(body)
-    except (SafetensorError, ValueError, KeyError, RuntimeError, OverflowError) as error:
+        ends = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")
+        if not 8 < ends <= len(whole):
+            raise ValueError("the header is longer than the body")
+        header, data = json.loads(whole[8:ends].numpy().tobytes()), whole[ends:]
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {n: _tensor(data, SAFETENSORS[e["dtype"]], e["shape"], e["data_offsets"]) for n, e in entries.items()}
+        if sum(tensor.nbytes for tensor in tensors.values()) != len(data):
+            raise ValueError("its tensors are not all of the body")
+        return tensors
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
         raise WireError(f"body: expected safetensors: {error!s:.100}", 400) from None
+
+
+def _tensor(data: torch.Tensor, dtype: torch.dtype, shape: list[int], offsets: list[int]) -> torch.Tensor:
+    start, stop = offsets
+    if any(type(number) is not int or number < 0 for number in (*shape, start, stop)):
+        raise ValueError("sizes are whole numbers")
+    if not start <= stop <= len(data) or stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor's size is not that of its bytes")
+    part = data[start:stop]
+    return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).reshape(shape)
+
+
+def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+    """Safetensors bytes of CPU tensors, one after the other: the header, then each tensor's own memory, not copied."""
+    names, header, end = {dtype: name for name, dtype in SAFETENSORS.items()}, {}, 0
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)  # so that all are aligned
+    for name, tensor in ordered:
+        header[name] = {
+            "dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end := end + tensor.nbytes]
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    flat = (tensor.contiguous().flatten().view(torch.uint8).numpy() for _, tensor in ordered)
+    return [len(text).to_bytes(8, "little") + text, *map(memoryview, flat)]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
