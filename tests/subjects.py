@@ -82,6 +82,7 @@ def link():
 
     def close():
         """Threads have left store and group before the process takes them down."""
+        made.close()
         worlds.end()
         teacher.join()
         made.group = None

@@ -51,6 +51,8 @@ def open_engine(recipe: Recipe, most_tokens: int) -> Engine:
     if recipe.parallel.teacher == "sharded":
         raise ValueError("parallel.teacher: sharded teachers are not served; fp8, a quantised one or offload may fit")
     transformers.utils.logging.disable_progress_bar()
+    if recipe.train.deterministic:  # before the first product, as in a run: cuBLAS has other ways then
+        transformers.enable_full_determinism(recipe.train.seed)
     source, context = source_of(recipe), open_context(recipe)
     vocabulary = source.vocabulary()
     device = context.device

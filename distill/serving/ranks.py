@@ -17,6 +17,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 
 from distill.core.faults import RunError
 from distill.core.folders import runs_folder
@@ -54,6 +55,8 @@ def answer_ranks(recipe: Recipe, device: torch.device, worlds: Worlds) -> NoRetu
 
 def _answer(recipe: Recipe, device: torch.device, worlds: Worlds) -> None:
     precision = resolve_precision(recipe, device)
+    if recipe.train.deterministic:  # before the first product, as in the ranks that train: cuBLAS has other ways then
+        transformers.enable_full_determinism(recipe.train.seed)
     sharded = is_sharded_on_ranks(recipe, device, worlds.students)
     teacher = load_teacher_ranks(recipe, OpenContext(
         device, precision, Sharing("ddp", sharded, True), AttentionChoices(recipe)

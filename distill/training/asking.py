@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer
 
 from distill.core.faults import TeacherGone
+from distill.core.ranks import world_size
 from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import CHECKPOINT
 
@@ -59,7 +60,10 @@ class Asking:
         for batch in batches:
             teacher.submit(batch)
         fault = teacher.fault_of(batches)
-        if self.reduce(torch.tensor(float(fault is not None), device=self.device)) > 0:
+        anywhere = fault is not None
+        if world_size() > 1:  # alone, the host goes on without waiting for the GPU
+            anywhere = bool(self.reduce(torch.tensor(float(anywhere), device=self.device)) > 0)
+        if anywhere:
             raise TeacherGone(fault or "the teacher's server does not answer another rank", agreed=True)
 
 

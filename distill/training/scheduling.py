@@ -31,7 +31,9 @@ class LossSchedule:
         self.section = loss if isinstance(loss, Loss) and loss.schedule else None
         self.now: Loss | None = None
         if self.section is not None:
-            if objective.teacher.ahead and self.section.leaves_the_teacher_out:
+            teacher = objective.teacher
+            asked = teacher.ahead and teacher.judges_new_rows  # what is only read ahead may be left unread
+            if asked and self.section.leaves_the_teacher_out:
                 raise ValueError(
                     "loss.schedule: this teacher is asked ahead; expected a divergence of weight above 0 in every step"
                 )

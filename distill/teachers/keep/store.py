@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -103,18 +103,15 @@ class Store(Shards):
         """Whether this process can read a document."""
         return key in self._pending or self.find(key) is not None
 
-    def gather(self, documents: Iterable[Document]) -> dict[str, torch.Tensor]:
-        """What is stored of documents, as `Shards.look_up`.
+    def gather(self, documents: Iterable[Document]) -> Callable[[], dict[str, torch.Tensor]]:
+        """Find stored documents; what reads them, in any thread until the next `settle`, gives what `Shards.look_up`
+        does. It raises ValueError where a file is damaged."""
+        places = [(document, self._pending.get(document.key), self.find(document.key)) for document in documents]
+        return lambda: self.joined([empty_piece(self.manifest), *(self._piece(*place) for place in places)])
 
-        Raises:
-            ValueError: a file is damaged.
-        """
-        return self.joined([empty_piece(self.manifest), *map(self._piece, documents)])
-
-    def _piece(self, document: Document) -> dict[str, np.ndarray]:
-        if (piece := self._pending.get(document.key)) is not None:
+    def _piece(self, document: Document, piece: Piece | None, place: tuple[int, int] | None) -> dict[str, np.ndarray]:
+        if piece is not None:
             return piece.arrays()
-        place = self.find(document.key)
         assert place is not None, "a document was looked up that nobody has stored"
         start, stop = self.read_back(*place, len(document.predicting))
         arrays = self.shards[place[0]]

@@ -13,6 +13,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from distill.core.files import write_json
 from distill.core.labels import shift_labels, within_documents
 from distill.core.ranks import is_first
 from distill.data.collator import valid_rows
+from distill.models.host_copy import to_device
 from distill.models.work import Work
 from distill.recipe import Generate, Student
 from distill.teachers.base import Batch, Collate, CutStudent, Pairing, TargetFormat, Targets, Teacher
@@ -34,6 +36,7 @@ from distill.teachers.keep.store import Store
 from distill.teachers.model import LoadedTeacher
 
 DOCUMENTS = f"{PREFIX}documents"
+MOST_READ = 64  # micro-batches that nobody came for
 
 
 class RowDocuments:
@@ -45,6 +48,12 @@ class RowDocuments:
     def to(self, *_: object, **__: object) -> RowDocuments:
         """Itself."""
         return self
+
+
+def _documents(batch: Batch) -> RowDocuments:
+    documents: object = batch[DOCUMENTS]
+    assert isinstance(documents, RowDocuments)
+    return documents
 
 
 class WithDocuments:
@@ -72,12 +81,15 @@ class KeptTeacher(Teacher):
     """
 
     judges_new_rows = False
+    ahead = 1  # read
 
     def __init__(self, inner: LoadedTeacher, store: Store, parts: EncodableTeacher | None = None) -> None:
         self.inner, self.store, self.models = inner, store, inner.models
         device = next(inner.model.parameters()).device
         self.parts = encodable(inner, device) if parts is None else parts
         self.format: TargetFormat = inner.hidden if store.is_hidden else TopKFormat(store.manifest)
+        self._pool = ThreadPoolExecutor(1, "reading")
+        self._reading: dict[RowDocuments, Future[dict[str, torch.Tensor]]] = {}
 
     def collate(self, plain: Collate) -> Collate:
         return WithDocuments(plain)
@@ -87,18 +99,26 @@ class KeptTeacher(Teacher):
             raise ValueError("batch: expected its documents in it; batches come from objective.collator(...)")
         return {name: value for name, value in batch.items() if not name.startswith(PREFIX)}
 
+    def submit(self, batch: Batch) -> None:
+        """Begin to read a batch all of which is stored."""
+        if (batched := _documents(batch)) in self._reading or len(self._reading) > MOST_READ:
+            return
+        documents = [document for row in batched.rows for document in row]
+        if all(self.store.has(document.key) for document in documents):
+            self._reading[batched] = self._pool.submit(self.store.gather(documents))
+
     def targets(self, batch: Batch) -> Targets:
         """What is stored of a batch, after the teacher was asked for what is not."""
-        batched: object = batch[DOCUMENTS]
-        assert isinstance(batched, RowDocuments)
-        rows = batched.rows
+        batched = _documents(batch)
+        rows, reading = batched.rows, self._reading.pop(batched, None)
         new_rows = [n for n, row in enumerate(rows) if not all(self.store.has(document.key) for document in row)]
         fresh = None
         if self._any_process(bool(new_rows)):
             fresh = self._ask(batch, rows, new_rows)
         documents = [document for row in rows for document in row]
         if fresh is None:
-            fresh = {name: value.to(batch["input_ids"].device) for name, value in self.store.gather(documents).items()}
+            values = self.store.gather(documents)() if reading is None else reading.result()
+            fresh = {name: to_device(value, batch["input_ids"].device) for name, value in values.items()}
         self.store.forget()
         return targets_of(self.store.manifest, {**batch, **fresh}, self.parts.head.weight.dtype)
 
@@ -140,6 +160,10 @@ class KeptTeacher(Teacher):
         return {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
     def settle(self) -> None:
+        """Of what is stored twice, another may be read from now on: nothing is read before."""
+        for reading in self._reading.values():
+            reading.cancel()
+        self._reading.clear()
         self.store.settle()
 
     def head_rows(self) -> list[int]:

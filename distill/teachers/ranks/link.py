@@ -7,18 +7,21 @@
 
 Answers are tensors by send and receive in a group of all ranks (gloo, on GPUs NCCL), those of one pair in the order of
 its questions: hidden states [M, H] of the M learned rows in the teacher's dtype, or fp32 logits [M, V]. What a training
-rank asks for is under way while it trains: answers that are ready are received beside the step before the one that
-needs them. Questions go to the teacher's ranks in turn, so that they are equally busy.
+rank asks for is under way while it trains: a thread of it receives each answer once it is ready, on a stream of its
+own. Questions go to the teacher's ranks in turn, so that they are equally busy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import struct
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -75,7 +78,7 @@ def joining_group(worlds: Worlds, device: torch.device) -> Transfers:
     place = dist.PrefixStore("joint", clone(worlds.store)), worlds.rank, worlds.students + worlds.teachers
     if device.type != "cuda":
         return dist.ProcessGroupGloo(*place, STALLED)  # type: ignore[return-value]
-    options = dist.ProcessGroupNCCL.Options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # a transfer is short: it goes first
     options._timeout = STALLED
     return dist.ProcessGroupNCCL(*place, options)  # type: ignore[return-value]
 
@@ -101,28 +104,21 @@ def pairs_of(worlds: Worlds) -> list[Pair]:
     ]
 
 
-class Arriving:
+class Expected(NamedTuple):
     """An answer under way to a training rank.
 
-    Args:
-        link: which asked.
-        pair: the two ranks.
-        number: of the question, among the pair's; `what` it asks for.
-        answer: [M, H] of hidden states or fp32 [M, V] of logits; on the meta device until its receive is posted.
+    Attributes:
+        number: of the question, among the pair's.
+        shape, dtype: of the tensor.
+        learned: whether it is hidden states, rather than logits.
+        future: that gets it.
     """
 
-    def __init__(self, link: StudentLink, pair: Pair, number: int, what: int, answer: torch.Tensor) -> None:
-        self.link, self.pair, self.number, self.what, self.answer = link, pair, number, what, answer
-        self.work: Work | None = None
-        self.complete = False
-
-    def result(self) -> torch.Tensor:
-        """The tensor, which is here.
-
-        Raises:
-            TeacherGone: the rank that sends it is gone.
-        """
-        return self.link.receive(self)
+    number: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    learned: bool
+    future: Future[torch.Tensor]
 
 
 class StudentLink:
@@ -145,11 +141,15 @@ class StudentLink:
         self._count = 0
         self._numbers = dict.fromkeys(self.pairs, 0)
         self._complete = dict.fromkeys(self.pairs, 0)  # answers
-        self._waiting: dict[Pair, deque[Arriving]] = {pair: deque() for pair in self.pairs}
+        self._waiting: dict[Pair, deque[Expected]] = {pair: deque() for pair in self.pairs}
+        self._changed = threading.Condition()  # what waits, and whether anything is still received
+        self._end: BaseException | None = None
         self.received = self.positions = 0
         self.facts = TeacherFacts(**json.loads(worlds.wait("teacher", worlds.students)))
         self.dtype: torch.dtype = getattr(torch, self.facts.dtype)
         self.head = self._head()
+        self._thread = threading.Thread(target=self._receive_all, daemon=True, name="answers")
+        self._thread.start()
 
     def _head(self) -> HeadWeights:
         """From each of the teacher's ranks in turn, which makes the connections too."""
@@ -165,49 +165,76 @@ class StudentLink:
     def _rank(self, pair: Pair) -> int:
         return self.worlds.students + pair.teacher
 
-    def ask(self, query: TargetRequest, what: int = HIDDEN) -> Arriving:
-        """Ask of at least one row; the answer is waited for by `result`."""
+    def ask(self, query: TargetRequest, what: int = HIDDEN) -> Future[torch.Tensor]:
+        """Ask of at least one row; hidden states [M, H], or fp32 logits [M, V], which are on the device once the future
+        has them. It raises TeacherGone where the rank that sends them is gone."""
         pair = self.pairs[(self._count * self.worlds.students + self.worlds.own_rank) % len(self.pairs)]
         self._count += 1
         number, self._numbers[pair] = self._numbers[pair], self._numbers[pair] + 1
         width, dtype = (self.facts.rows, torch.float32) if what == LOGITS else (self.facts.width, self.dtype)
-        arriving = Arriving(self, pair, number, what, torch.empty(len(query.rows), width, dtype=dtype, device="meta"))
-        self._waiting[pair].append(arriving)
+        expected = Expected(number, (len(query.rows), width), dtype, what == HIDDEN, Future())
         try:
             self.worlds.store.set(pair.key("ask", number), HEADER.pack(what, self._complete[pair]) + query.body())  # type: ignore[arg-type]
         except RuntimeError as error:
             self._lose(error, pair)
-        return arriving
+        with self._changed:
+            if self._end is None:
+                self._waiting[pair].append(expected)
+            else:
+                expected.future.set_exception(self._end)
+            self._changed.notify()
+        return expected.future
 
-    def receive(self, arriving: Arriving) -> torch.Tensor:
-        """Wait for an answer; those before it of the same pair come first."""
-        while arriving.work is None:
-            first = self._waiting[arriving.pair][0]
-            self.worlds.wait(first.pair.key("ready", first.number), self._rank(first.pair))
-            self._post(first)
-        if not arriving.complete:  # gloo would wait again
-            self._wait(arriving.work, arriving.pair)
-            arriving.complete = True
-            self._complete[arriving.pair] = max(self._complete[arriving.pair], arriving.number + 1)
-        return arriving.answer
+    def close(self) -> None:
+        """Receive no more."""
+        self._finish(TeacherGone("parallel.teacher: this run has ended"))
+        self._thread.join(timeout=10)
 
-    def receive_ready(self) -> None:
-        """Begin to receive all answers that are ready, without waiting for them."""
-        for waiting in self._waiting.values():
-            while waiting and self.worlds.has(waiting[0].pair.key("ready", waiting[0].number)):
-                self._post(waiting[0])
+    def _finish(self, end: BaseException) -> None:
+        with self._changed:
+            self._end = self._end or end
+            left = [expected for waiting in self._waiting.values() for expected in waiting]
+            self._waiting = {pair: deque() for pair in self.pairs}
+            self._changed.notify()
+        for expected in left:
+            expected.future.set_exception(self._end)
 
-    def _post(self, arriving: Arriving) -> None:
-        arriving.answer = torch.empty_like(arriving.answer, device=self.device)
+    def _receive_all(self) -> None:
+        """Each answer as soon as it is ready, beside the training: until it is received its rank's GPU waits with it,
+        and computes the next one more slowly."""
         try:
-            arriving.work = self.group.recv([arriving.answer], self._rank(arriving.pair), 0)
-            self.worlds.store.delete_key(arriving.pair.key("ready", arriving.number))
-        except RuntimeError as error:
-            self._lose(error, arriving.pair)
-        self._waiting[arriving.pair].popleft()
-        if arriving.what == HIDDEN:
-            self.received += arriving.answer.nbytes
-            self.positions += len(arriving.answer)
+            with _beside(self.device):
+                while self._end is None:
+                    if not self._receive_ready():
+                        time.sleep(LOOKS_S)
+        except BaseException as error:  # whoever waits for an answer raises it
+            self._finish(error)
+
+    def _receive_ready(self) -> int:
+        """How many answers were ready, and are received."""
+        with self._changed:
+            while self._end is None and not any(self._waiting.values()):
+                self._changed.wait()
+            first = {pair: waiting[0] for pair, waiting in self._waiting.items() if waiting}
+        ready = {p: e for p, e in first.items() if self.worlds.has(p.key("ready", e.number))}
+        for pair, expected in ready.items():
+            answer = torch.empty(expected.shape, dtype=expected.dtype, device=self.device)
+            try:
+                work = self.group.recv([answer], self._rank(pair), 0)
+                self.worlds.store.delete_key(pair.key("ready", expected.number))
+            except RuntimeError as error:
+                self._lose(error, pair)
+            self._wait(work, pair)
+            if expected.learned:
+                self.received += answer.nbytes
+                self.positions += len(answer)
+            with self._changed:
+                self._complete[pair] = expected.number + 1
+                if self._end is None:
+                    self._waiting[pair].popleft().future.set_result(answer)
+        if not ready and (fault := self.worlds.fault([self._rank(pair) for pair in first])):
+            self.worlds.lose(fault)
+        return len(ready)
 
     def _wait(self, work: Work, pair: Pair) -> None:
         """For a transfer. gloo ends one whose other end is gone; NCCL's is looked after here."""
@@ -227,6 +254,17 @@ class StudentLink:
             raise error
         fault = self.worlds.fault_soon(self._rank(pair))
         self.worlds.lose(fault or f"the connection to rank {self._rank(pair)} broke: {str(error).splitlines()[0]:.100}")
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """A stream of its own in this thread: what it does there does not wait for the step that is computed."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
 
 
 class TeacherLink:

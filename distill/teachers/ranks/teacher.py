@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from distill.core.faults import TeacherGone
 from distill.core.worlds import Worlds
 from distill.models.head import LogitTransform
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.base import Batch, OpenContext, Pairing, Teacher
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
 from distill.teachers.model import ModelSource
-from distill.teachers.ranks.link import LOGITS, Arriving, StudentLink
+from distill.teachers.ranks.link import LOGITS, StudentLink
 from distill.teachers.server.exchange import Exchange, TargetSpec, TargetTensors, require_sound
 from distill.teachers.server.proof import LogitReading, prove
 from distill.teachers.server.teacher import ServerTeacher
@@ -23,6 +24,23 @@ from distill.teachers.vocabulary import Vocabulary
 
 FIELD = "parallel.teacher"
 LOGITS_BYTES = 64 << 20
+
+
+class Received(NamedTuple):
+    """Hidden states that are under way to this rank's device."""
+
+    future: Future[torch.Tensor]
+
+    def result(self) -> TargetTensors:
+        """Them, on their device, for the stream that is current here.
+
+        Raises:
+            TeacherGone: the rank that sends them is gone.
+        """
+        hidden = self.future.result()
+        if hidden.is_cuda:  # its memory is another stream's
+            hidden.record_stream(torch.cuda.current_stream(hidden.device))
+        return {"hidden": hidden}
 
 
 class RanksExchange(Exchange):
@@ -39,11 +57,8 @@ class RanksExchange(Exchange):
         self.link, self.most_logits = link, max(LOGITS_BYTES // (4 * facts.rows), 1)
         self.spec = TargetSpec(None, facts.rows, facts.width, link.dtype, "bucket", 1.0, "auto", True)
 
-    def ask(self, query: TargetRequest) -> Arriving:
-        return self.link.ask(query)
-
-    def read(self, answer: torch.Tensor, query: TargetRequest) -> TargetTensors:
-        return {"hidden": answer}
+    def ask(self, query: TargetRequest) -> Received:
+        return Received(self.link.ask(query))
 
     def exact(self, query: TargetRequest) -> TargetTensors:
         return require_sound(super().exact(query), len(query.rows), self.spec, FIELD)
@@ -54,10 +69,12 @@ class RanksExchange(Exchange):
     def cost(self) -> float:
         return self.link.received / max(self.link.positions, 1)
 
+    def close(self) -> None:
+        self.link.close()
+
 
 class RanksTeacher(ServerTeacher):
-    """What the teacher's ranks say of the rows of a batch: asked for by `submit`, received by `fault_of` for a whole
-    step, and for the step after it as far as it is ready.
+    """What the teacher's ranks say of the rows of a batch: asked for by `submit`, waited for by `fault_of`.
 
     Args:
         link: to them.
@@ -72,12 +89,7 @@ class RanksTeacher(ServerTeacher):
         super().__init__(RanksExchange(link), facts.fingerprint, transform, link.head, section, dtype)
 
     def fault_of(self, batches: Sequence[Batch]) -> str | None:
-        try:
-            fault = super().fault_of(batches) or self.link.worlds.fault()
-            self.link.receive_ready()
-        except TeacherGone as gone:
-            return str(gone)
-        return fault
+        return super().fault_of(batches) or self.link.worlds.fault()
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
         self.targets(batch)
