@@ -10,13 +10,14 @@ import shutil
 import signal
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from two_ranks import codes_of, run_as_two
+from two_ranks import codes_of, run_as_two, started_on_gpu
 
 from distill.core.ranks import leave
 from distill.core.worlds import Worlds
@@ -218,13 +219,14 @@ def test_two_ranks_teach_one(by_three, alone, layout):
     assert "on 2 ranks of its own, sharded (FSDP2)" in by_three[1] and "ranks of its own, copied" in by_three[1]
 
 
-def failed(place, what):
+def failed(place, what, device="cpu"):
     """Exit codes of two processes, and what they wrote to standard error."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        codes, late = codes_of((__file__, what, place, "cpu"), 2, place, (out, error), 200, all_end=True)
+        codes, late = codes_of((__file__, what, place, device), 2, place, (out, error), 140, all_end=True, device=device)
         error.seek(0)
-        lines = [line for line in error.read().splitlines() if line.startswith("distill")]
-    assert late == [False, False], lines
+        written = error.read()
+        lines = [line for line in written.splitlines() if line.startswith("distill")]
+    assert late == [False, False], written[-4000:]
     return codes, lines
 
 
@@ -265,20 +267,47 @@ def test_it_takes_more_processes_than_the_teacher_has(place, monkeypatch):
         run(recipe(*ranks(1), "train.device=cpu"))
 
 
-@pytest.mark.gpu
-def test_two_gpus(place, monkeypatch):
-    """The same over NCCL. Written where there was no GPU: never run yet."""
-    from distill.run import run
+IN_BF16 = ["train.precision=bfloat16", "teacher.dtype=bfloat16", "train.tokens_per_step=64"]
 
-    monkeypatch.chdir(place)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    run_as_two(__file__, "two_on_gpus", place, "cuda", device="cuda")
-    alone = run(recipe(*CASES["plain"], *ON["cuda"]), name="alone-on-gpu").folder
-    assert_same(place / "runs" / "on-gpus", place / alone)
+
+@pytest.fixture(scope="module")
+def on_gpus(place):
+    """Runs over NCCL beside those of one process, and one whose teacher is killed: all at once, each in new processes.
+    Gives exit codes and what was written to standard error, of the first two ranks and of those of the killed run."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with tempfile.TemporaryFile("w+") as error, ThreadPoolExecutor(3) as pool:
+        alone = started_on_gpu((__file__, "alone_on_gpu", place, "cuda"), place, (None, error))
+        both = pool.submit(run_as_two, __file__, "two_on_gpus", place, "cuda", device="cuda", timeout=150)
+        fails = pool.submit(failed, place, "killed", "cuda")
+        code = alone.wait(timeout=150)
+        error.seek(0)
+        assert code == 0, error.read()[-4000:]
+        return both.result(), fails.result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+def test_on_two_gpus_it_is_the_same_to_the_bit(place, on_gpus, name):
+    assert_same(place / "runs" / f"{name}-on-two", place / "runs" / f"{name}-on-one")
+    assert "on 1 rank of its own, copied" in on_gpus[0] and "are those of its own logits" in on_gpus[0]
+
+
+@pytest.mark.gpu
+def test_a_teacher_that_dies_on_its_gpu_ends_the_run(on_gpus):
+    codes, lines = on_gpus[1]
+    assert codes == [1, -signal.SIGKILL] and len(lines) == 1, (codes, lines)
+    assert "parallel.teacher: rank 1 (process " in lines[0] and " is gone; continue from step " in lines[0], lines
 
 
 def two_on_gpus(device):
-    make_run("on-gpus", *CASES["plain"], *ranks(1), *ON[device])
+    make_run("plain-on-two", *CASES["plain"], *ranks(1), *ON[device])
+    make_run("bf16-on-two", *CASES["plain"], *ON[device], *IN_BF16, *ranks(1))
+
+
+def alone_on_gpu(device):
+    make_run("plain-on-one", *CASES["plain"], *ON[device])
+    make_run("bf16-on-one", *CASES["plain"], *ON[device], *IN_BF16)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ def run_as_two(
     return written
 
 
-def codes_of(arguments, processes, cwd, streams, timeout, all_end=False):
-    """Exit codes of forked `processes`, and who was late; where one fails the others are ended, unless `all_end`."""
+def codes_of(arguments, processes, cwd, streams, timeout, all_end=False, device="cpu"):
+    """Exit codes of forked `processes`, and who was late; where one fails the others are ended, unless `all_end`. On
+    "cuda" they are started, each with a GPU."""
     patience = datetime.timedelta(seconds=timeout)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
     common = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1",
@@ -48,6 +49,7 @@ def codes_of(arguments, processes, cwd, streams, timeout, all_end=False):
             list(map(str, arguments)), cwd=cwd, stdout=streams[0], stderr=streams[1],
             env=clean_environment(**common, RANK=rank, LOCAL_RANK=rank),
         )
+        if device == "cpu" else started_on_gpu(arguments, cwd, streams, **common, RANK=rank, LOCAL_RANK=rank)
         for rank in map(str, range(processes))
     ]  # fmt: skip
     end = time.monotonic() + timeout
@@ -62,16 +64,26 @@ def codes_of(arguments, processes, cwd, streams, timeout, all_end=False):
     return [each.wait() for each in started], late
 
 
+def gpu_environment(**more: str) -> dict[str, str]:
+    """This environment for a process that uses a GPU."""
+    path = os.pathsep.join([*PLACES, *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return given | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more
+
+
+def started_on_gpu(arguments, cwd, streams, **more):
+    """A process of `python *arguments` in `gpu_environment`."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, stdout=streams[0], stderr=streams[1], env=gpu_environment(**more))
+
+
 def _by_torchrun(arguments: list[str], timeout: int) -> str:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    path = os.pathsep.join([*PLACES, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=localhost:0", *arguments,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
+    done = subprocess.run(command, capture_output=True, text=True, env=gpu_environment(), timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout

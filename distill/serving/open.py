@@ -124,7 +124,7 @@ def server_of(app: Starlette, host: str, port: int, **tls: Any) -> uvicorn.Serve
 @contextlib.contextmanager
 def running(app: Starlette, port: int = 0) -> Iterator[str]:
     """The application on a port of loopback, in a thread, while the context lasts; yields its address."""
-    with socket.socket() as bound:
+    with socket.socket(proto=socket.IPPROTO_TCP) as bound:  # named, so that asyncio sends small pieces at once
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", port))
         bound.listen(256)

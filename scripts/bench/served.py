@@ -8,6 +8,7 @@ forwards, and the bytes of a learned token. Shapes of Llama-3.1-8B on a GPU, of 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import statistics
 import time
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-import httpx2
 import numpy as np
 import torch
 
@@ -23,6 +23,7 @@ from distill.recipe import parse
 from distill.serving.app import Limits, make_app
 from distill.serving.engine import Engine
 from distill.serving.open import open_engine, running
+from distill.teachers.server.client import Place, Servers
 from distill.teachers.server.wire import TargetRequest, hidden_of, tensors_of
 from scripts.bench.harness import Row
 
@@ -55,22 +56,24 @@ class Load(NamedTuple):
 
 def ask(url: str, bodies: Sequence[bytes], clients: int, requests: int) -> Load:
     """Have so many clients ask, after a warm-up; called in a process of its own."""
-    with httpx2.Client(timeout=600, limits=httpx2.Limits(max_connections=None)) as http:
+    servers = Servers(Place((url,), None, 600.0))
 
-        def one(number: int) -> tuple[float, int]:
-            begun = time.perf_counter()
-            answer = http.post(f"{url}/v1/targets", content=bodies[number % len(bodies)]).raise_for_status()
-            return time.perf_counter() - begun, len(answer.content)
+    def one(number: int) -> tuple[float, int]:
+        begun = time.perf_counter()
+        answer = servers.fetch("POST", "/v1/targets", bodies[number % len(bodies)])
+        return time.perf_counter() - begun, len(answer)
 
-        def forwards() -> float:
-            return float(http.get(f"{url}/health").json()["seconds"])
+    def forwards() -> float:
+        return float(json.loads(servers.ask("GET", "/health"))["seconds"])
 
-        with ThreadPoolExecutor(clients) as pool:
-            list(pool.map(one, range(clients)))
-            before, begun = forwards(), time.perf_counter()
-            found = list(pool.map(one, range(requests)))
-            seconds = time.perf_counter() - begun
-        return Load(seconds, [each for each, _ in found], sum(size for _, size in found), forwards() - before)
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(clients)))
+        before, begun = forwards(), time.perf_counter()
+        found = list(pool.map(one, range(requests)))
+        seconds = time.perf_counter() - begun
+    load = Load(seconds, [each for each, _ in found], sum(size for _, size in found), forwards() - before)
+    servers.close()
+    return load
 
 
 def seconds_of_forward(engine: Engine, rows: int, length: int) -> float:
@@ -88,10 +91,12 @@ def seconds_of_forward(engine: Engine, rows: int, length: int) -> float:
 
 def require_right(url: str, engine: Engine, question: TargetRequest) -> None:
     """The correctness gate: an answer is the engine's own hidden states, bit for bit."""
-    answer = httpx2.post(f"{url}/v1/targets", params={"deterministic": 1}, content=question.body(), timeout=600)
+    servers = Servers(Place((url,), None, 600.0))
+    answer = tensors_of(servers.fetch("POST", "/v1/targets?deterministic=1", question.body()))
+    servers.close()
     ids = torch.from_numpy(question.ids).long().to(engine.device)
     expected = engine.forward({"input_ids": ids}).flatten(0, 1)[: len(question.rows)].cpu()
-    if not torch.equal(hidden_of(tensors_of(answer.raise_for_status().content), expected.dtype), expected):
+    if not torch.equal(hidden_of(answer, expected.dtype), expected):
         raise ValueError("served hidden states are not those of the teacher's own forward")
 
 
