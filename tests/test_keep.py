@@ -91,6 +91,26 @@ def losses(result):
     return [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_what_is_read_has_the_bits_of_what_was_said(here, asked):
+    """In bf16, over pinned memory and copies beside the step: asked and stored, asked, read; then two epochs of which
+    the second reads, and two that both do."""
+    on_gpu = ["train.device=cuda", "train.precision=bfloat16", "train.deterministic=true", "generate.prompts=[]"]
+    once = [*on_gpu, "train.epochs=1"]
+    first, plain, again = (
+        run(recipe(*once, f"teacher.keep={keep}"), name=name)
+        for name, keep in (("first", "kept"), ("plain", "null"), ("again", "kept"))
+    )
+    for other in (plain, again):
+        assert losses(other) == losses(first) and same(weights(other), weights(first)) and other.after == first.after
+    before = len(asked)
+    twice = run(recipe(*on_gpu, "teacher.keep=kept-too"), name="twice")
+    assert 0 < len(asked) - before <= before  # as often as in the first epoch alone, and evaluations of that
+    asked.clear()
+    read = run(recipe(*on_gpu, "teacher.keep=kept-too"), name="read")
+    assert not asked and losses(read) == losses(twice) and same(weights(read), weights(twice))
+
+
 @pytest.mark.full
 def test_the_first_epoch_is_a_run_without_and_the_second_asks_nothing(here, asked):
     plain, kept = (run(recipe("train.epochs=1", *more), name=name) for name, more in

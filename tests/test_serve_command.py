@@ -9,7 +9,10 @@ import sys
 
 import doc_blocks
 import pytest
+import torch
+from safetensors.torch import load_file
 from served import recipe_in, write_models
+from two_ranks import gpu_environment
 
 from distill.recipe import dump
 from distill.run import run
@@ -41,3 +44,44 @@ def test_it_trains_as_with_the_teacher_loaded_and_leaves_no_server(tmp_path):
     assert json.loads(path.read_text())["after"]["forward_kl"] == alone.after.forward_kl
     with socket.socket() as gone:
         assert gone.connect_ex(("127.0.0.1", port)) != 0, "the server goes on"
+
+
+@pytest.mark.gpu
+def test_served_from_another_gpu_it_is_the_same_to_the_bit(tmp_path):
+    """In bf16, each in a process of its own; of one GPU both use it."""
+    served_on_a_gpu(tmp_path, ["train.device=cuda", "train.precision=bfloat16", "teacher.dtype=bfloat16"])
+
+
+def served_on_a_gpu(folder, settings):
+    recipe = recipe_in(write_models(folder, layers=3), "train.deterministic=true", *settings)
+    (folder / "tiny.yaml").write_text(dump(recipe))
+    last = str(max(torch.cuda.device_count() - 1, 0))
+
+    def start(*words, gpu):
+        environment = gpu_environment(CUDA_VISIBLE_DEVICES=gpu, PYTHONUNBUFFERED="1")
+        return subprocess.Popen(
+            [sys.executable, "-m", "distill", *words], env=environment, cwd=folder, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    alone = start("run", "tiny.yaml", "--name", "alone", gpu="0")
+    server = start("serve", "tiny.yaml", "--port", port, gpu=last)
+    try:
+        said = next((line for line in server.stdout if line.startswith("serving")), None)
+        assert said, "the server has ended"
+        at = ["teacher.type=server", f"teacher.url=http://127.0.0.1:{port}"]
+        served = start("run", "tiny.yaml", "--name", "served", *at, gpu="0")
+        for each in (alone, served):
+            written, _ = each.communicate(timeout=200)
+            assert each.returncode == 0, written[-4000:]
+    finally:
+        server.kill()
+        server.communicate()
+    weights = [load_file(folder / "runs" / name / "student" / "model.safetensors") for name in ("alone", "served")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    results = [json.loads((folder / "runs" / name / "result.json").read_text())["after"] for name in ("alone", "served")]
+    assert results[0] == results[1]

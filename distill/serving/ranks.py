@@ -70,7 +70,10 @@ def _answer(recipe: Recipe, device: torch.device, worlds: Worlds) -> None:
     answering.introduce(teacher)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # it ends when they do, who finish their step first
         signal.signal(number, signal.SIG_IGN)
-    answering.run()
+    try:
+        answering.run()
+    finally:
+        answering.link.close()
 
 
 def load_teacher_ranks(recipe: Recipe, context: OpenContext) -> LoadedTeacher:

@@ -189,6 +189,8 @@ class StudentLink:
         """Receive no more."""
         self._finish(TeacherGone("parallel.teacher: this run has ended"))
         self._thread.join(timeout=10)
+        if self.device.type == "cuda":  # what nobody came for would keep GPUs busy until their processes end
+            self.group.abort()
 
     def _finish(self, end: BaseException) -> None:
         with self._changed:
@@ -313,6 +315,11 @@ class TeacherLink:
         number, self._next[pair] = self._next[pair], self._next[pair] + 1
         self._sent[pair].append((number, self.group.send([values], pair.student, 0), values))
         self.worlds.store.set(pair.key("ready", number), "")
+
+    def close(self) -> None:
+        """Answer no more."""
+        if self.device.type == "cuda":
+            self.group.abort()
 
     def _forget(self, pair: Pair, complete: int) -> None:
         """Let go of the first so many answers, which have arrived."""
