@@ -1,5 +1,6 @@
 """What the benchmarks compare computes the same thing: candidates' gradients on the CPU, small; nothing is timed."""
 
+import copy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,9 +9,12 @@ import pytest
 import torch
 from distill_kernels import FusedTopKKLLoss
 from helpers import realistic_heads, relative_error
-from tiny import save_tiny
+from tiny import save_tiny, tiny_model
 
-from scripts.bench import adoption, logit_losses, on_policy, small, topk_losses
+from distill.commands import bench
+from distill.models.patching import patch
+from distill.teachers.objective import DistillationObjective
+from scripts.bench import adoption, chat_step, logit_losses, on_policy, packed_rivals, small, topk_losses
 
 
 @pytest.mark.parametrize("name", logit_losses.TERMS)
@@ -89,3 +93,24 @@ def test_on_policy_prompts_have_the_tokens_that_they_were_given_and_rows_name_th
     rows = on_policy.rows_of("tiny", on_policy.PAIRS["smollm2"], [*results, ("ours", figures | {"ms": 250.0}, "")])
     assert [row.tokens_per_s for row in rows] == [100, 50, 400]
     assert "4.00 x, 1.00 of the memory of TRL, 16 x 4" in rows[2].note
+
+
+def test_steps_on_packed_chats_have_one_loss(device, monkeypatch):
+    teacher, student = tiny_model(seed=0).to(device), tiny_model(seed=1).to(device)
+    batch = chat_step.chats(len(student.lm_head.weight), 2, 48, device)
+    assert 0.2 < batch["valid_rows"].numel() / batch["input_ids"].numel() < 0.6
+    assert (batch["position_ids"] == 0).sum() > 4
+    clock, losses = SimpleNamespace(mark=lambda phase: None), {}
+    monkeypatch.setattr(packed_rivals, "_attend_by_varlen", lambda *models: None)  # sdpa sees positions that restart
+    for name in ("plain", "plain-rows"):
+        learner = copy.deepcopy(student)
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1)
+        losses[name] = packed_rivals.PACKED_RIVALS[name](teacher, learner, batch, optimizer)(clock).item()
+    for model in (teacher, student):
+        patch(model, log_it=False)
+    ours = bench.our_step(
+        DistillationObjective(teacher, student), student, batch, torch.optim.SGD(student.parameters())
+    )
+    losses["ours"] = ours(clock).item()
+    assert losses["plain"] > 0.01
+    assert max(losses.values()) - min(losses.values()) < 1e-5 * losses["plain"]

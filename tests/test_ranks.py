@@ -222,7 +222,9 @@ def test_two_ranks_teach_one(by_three, alone, layout):
 def failed(place, what, device="cpu"):
     """Exit codes of two processes, and what they wrote to standard error."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        codes, late = codes_of((__file__, what, place, device), 2, place, (out, error), 140, all_end=True, device=device)
+        codes, late = codes_of(
+            (__file__, what, place, device), 2, place, (out, error), 140, all_end=True, device=device
+        )
         error.seek(0)
         written = error.read()
         lines = [line for line in written.splitlines() if line.startswith("distill")]

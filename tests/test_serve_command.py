@@ -83,5 +83,7 @@ def served_on_a_gpu(folder, settings):
     weights = [load_file(folder / "runs" / name / "student" / "model.safetensors") for name in ("alone", "served")]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    results = [json.loads((folder / "runs" / name / "result.json").read_text())["after"] for name in ("alone", "served")]
+    results = [
+        json.loads((folder / "runs" / name / "result.json").read_text())["after"] for name in ("alone", "served")
+    ]
     assert results[0] == results[1]

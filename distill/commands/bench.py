@@ -3,13 +3,14 @@
 Every variant trains the same student from the same teacher on the same tokens; one step is the teacher's forward, the
 student's forward and backward with the divergence, and AdamW. Variants run one after the other, each long enough to
 reach its own sustained clocks, and the first is run again at the end so that drift shows. Phases are timed by CUDA
-events without stopping the device.
+events without stopping the device; joules are NVML's over two seconds of steps, since its counter is coarse.
 
     plain           transformers with sdpa attention, logits in full, KL in fp32, torch's fused AdamW
     compile         the same, each decoder layer and the divergence under torch.compile
     liger           Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
     distill         our patches, attention, loss and AdamW
     distill-graphs  the same with both decoders replayed from CUDA graphs, as `train.cuda_graph` does
+    distill-compile the same with each decoder layer under torch.compile
     distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
 """
 
@@ -18,8 +19,10 @@ from __future__ import annotations
 import gc
 import importlib.util
 import logging
+import math
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +35,7 @@ from torch.nn import functional as F
 from distill.core.labels import shift_labels
 from distill.models.attention import choose_attention
 from distill.models.cards import peak_flops
+from distill.models.compiling import compile_layers
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
 from distill.models.patching import patch, unpatch
@@ -42,13 +46,21 @@ from distill.teachers.objective import DistillationObjective
 log = logging.getLogger(__name__)
 
 PHASES = ("teacher", "student", "loss", "backward", "optimizer")
+WARM_SECONDS, TIMED_SECONDS = 1.5, 2.2  # at least, of a variant's steps
 Batch = dict[str, torch.Tensor]
 Step = Callable[["Clock"], torch.Tensor]
+# teacher, student, batch and the student's optimizer
+Rival = Callable[[nn.Module, nn.Module, Batch, torch.optim.Optimizer], Step]
 
 
 @dataclass
 class StepTime:
-    """One variant's training step: milliseconds, tokens a second, share of the GPU's bf16 peak, peak memory."""
+    """One variant's training step: milliseconds, tokens a second, share of the GPU's bf16 peak, peak memory.
+
+    Attributes:
+        joules: NaN where NVML does not answer.
+        loss: of the very first step, which is the same for all variants up to rounding.
+    """
 
     variant: str
     ms: float
@@ -58,6 +70,19 @@ class StepTime:
     phases: dict[str, float] = field(default_factory=dict)
     loss: float = float("nan")
     note: str = ""
+    joules: float = float("nan")
+
+
+def joules_so_far() -> float:
+    """What the first GPU has taken since its driver was loaded, by NVML; NaN where it does not answer."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))) / 1e3
+    except Exception as error:  # nvidia-ml-py's errors have no class without it
+        log.info("bench: no joules (%s)", error)
+        return math.nan
 
 
 class Clock:
@@ -88,29 +113,32 @@ def make_batch(batch_size: int, length: int, vocab_size: int, seed: int = 0) -> 
     return {name: tensor.cuda() for name, tensor in {"input_ids": ids, "labels": ids, "valid_rows": rows}.items()}
 
 
-def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8, warmup: int = 4) -> StepTime:
-    """Run `step` and report medians over `steps` of them."""
-    for _ in range(warmup):
+def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) -> StepTime:
+    """Run `step` and report medians over `steps` of them, or more where they take less than two seconds."""
+    loss = float(step(Clock()))
+    step(Clock())
+    torch.cuda.synchronize()
+    began, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - began < WARM_SECONDS:
         step(Clock())
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        count += 1
+    steps = max(steps, math.ceil(TIMED_SECONDS * count / (time.perf_counter() - began)))
     torch.cuda.reset_peak_memory_stats()
-    clocks, totals = [], []
-    loss = torch.zeros(())
-    for _ in range(steps):
-        clock = Clock()
-        clock.mark("start")
-        loss = step(clock)
-        clocks.append(clock)
-    torch.cuda.synchronize()
+    clocks, joules = [Clock() for _ in range(steps)], joules_so_far()
     for clock in clocks:
-        totals.append(clock.events[0][1].elapsed_time(clock.events[-1][1]))
+        clock.mark("start")
+        step(clock)
+    torch.cuda.synchronize()
+    joules = (joules_so_far() - joules) / steps
+    totals = [clock.events[0][1].elapsed_time(clock.events[-1][1]) for clock in clocks]
     ms = statistics.median(totals)
     phases = [clock.milliseconds() for clock in clocks]
     split = {name: statistics.median(p[name] for p in phases) for name in PHASES if name in phases[0]}
     peak = peak_flops(torch.device("cuda"))
     mfu = flops / (ms * 1e-3) / peak if peak else None
     memory = torch.cuda.max_memory_allocated() / 2**30
-    return StepTime(name, ms, tokens / ms * 1e3, mfu, memory, split, float(loss))
+    return StepTime(name, ms, tokens / ms * 1e3, mfu, memory, split, loss, joules=joules)
 
 
 def _learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
@@ -123,23 +151,19 @@ def _learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -
     return loss.detach()
 
 
-def plain_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiled: bool):
-    """Logits of both models in full, forward KL over fp32 log-probabilities."""
-
-    def divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-        student_logits, teacher_logits = (z[:, :-1].flatten(0, 1).float() for z in (student_logits, teacher_logits))
-        log_p, log_q = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
-        return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
-
-    divergence_of = torch.compile(divergence) if compiled else divergence
+def logits_step(
+    ask: Callable[[], torch.Tensor], learn: Callable[[], torch.Tensor], divergence: Callable[..., torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> Step:  # fmt: skip
+    """A step by logits: `ask` gives the teacher's, `learn` the student's, `divergence` the loss of both."""
 
     def step(clock: Clock) -> torch.Tensor:
         with torch.no_grad():
-            teacher_logits = teacher(input_ids=batch["input_ids"], use_cache=False).logits
+            teacher_logits = ask()
         clock.mark("teacher")
-        student_logits = student(input_ids=batch["input_ids"], use_cache=False).logits
+        student_logits = learn()
         clock.mark("student")
-        loss = divergence_of(student_logits, teacher_logits)
+        loss = divergence(student_logits, teacher_logits)
         del student_logits, teacher_logits
         clock.mark("loss")
         return _learn(loss, optimizer, clock)
@@ -147,32 +171,82 @@ def plain_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: 
     return step
 
 
-def liger_loss(teacher: nn.Module, student: nn.Module, batch: Batch) -> Callable[[Clock], torch.Tensor]:
-    """Liger's fused linear JSD at beta = 0 on the hidden states; the models must carry Liger's patches."""
+def decoder_inputs(batch: Batch) -> dict[str, Any]:
+    """What a model of transformers is called with, but for labels."""
+    return {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")} | {"use_cache": False}
+
+
+def plain_step(
+    teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiled: bool = False
+) -> Step:
+    """Logits of both models in full, forward KL over fp32 log-probabilities of all positions but the last of a row."""
+
+    def divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+        student_logits, teacher_logits = (z[:, :-1].flatten(0, 1).float() for z in (student_logits, teacher_logits))
+        log_p, log_q = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
+        return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
+
+    inputs, loss = decoder_inputs(batch), torch.compile(divergence) if compiled else divergence
+    return logits_step(lambda: teacher(**inputs).logits, lambda: student(**inputs).logits, loss, optimizer)
+
+
+def compiled_step(teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) -> Step:
+    """The plain step with each decoder layer and the divergence compiled."""
+    for model in (teacher, student):
+        compile_layers(model)
+    return plain_step(teacher, student, batch, optimizer, compiled=True)
+
+
+def liger_loss(
+    teacher: nn.Module, student: nn.Module, batch: Batch, rows: torch.Tensor | None = None
+) -> Callable[[Clock], torch.Tensor]:
+    """Liger's fused linear JSD at beta = 0 on the hidden states; the models must carry Liger's patches.
+
+    Args:
+        rows: int64, the flat positions that the loss is over; None for all with a label.
+    """
     from liger_kernel.transformers import LigerFusedLinearJSD
 
-    loss_fn = LigerFusedLinearJSD(jsd_beta=0.0)
+    loss_fn, inputs = LigerFusedLinearJSD(jsd_beta=0.0), decoder_inputs(batch)
     shifted = shift_labels(batch["labels"]).flatten()
+    shifted = shifted if rows is None else shifted[rows]
+
+    def hidden_of(model: nn.Module) -> torch.Tensor:
+        hidden: torch.Tensor = decoder_of(model)(**inputs).last_hidden_state.flatten(0, 1)
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def loss_of(clock: Clock) -> torch.Tensor:
         with torch.no_grad():
-            teacher_hidden = decoder_of(teacher)(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+            teacher_hidden = hidden_of(teacher)
         clock.mark("teacher")
-        hidden = decoder_of(student)(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+        hidden = hidden_of(student)
         clock.mark("student")
-        loss = loss_fn(
-            hidden.flatten(0, 1), find_head(student).linear.weight,
-            teacher_hidden.flatten(0, 1), find_head(teacher).linear.weight, shifted,
-        )  # fmt: skip
+        weights = (find_head(model).linear.weight for model in (student, teacher))
+        loss: torch.Tensor = loss_fn(hidden, next(weights), teacher_hidden, next(weights), shifted)
         clock.mark("loss")
         return loss
 
     return loss_of
 
 
+def liger_step(
+    teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer,
+    rows: torch.Tensor | None = None,
+) -> Step:  # fmt: skip
+    """Liger's patches and loss; `rows` as of `liger_loss`."""
+    apply_liger(teacher)
+    apply_liger(student)
+    loss_of = liger_loss(teacher, student, batch, rows)
+    return lambda clock: _learn(loss_of(clock), optimizer, clock)
+
+
+RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "liger": liger_step}
+VARIANTS = (*RIVALS, "distill", "distill-graphs", "distill-compile", "distill-fp8")
+
+
 def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer):
     """The objective as the trainer runs it; `student` covers its forward and the fused loss with its gradient."""
-    items = torch.tensor(batch["valid_rows"].numel(), device="cuda")
+    items = torch.tensor(batch["valid_rows"].numel(), device=batch["valid_rows"].device)
 
     def step(clock: Clock) -> torch.Tensor:
         inputs = objective.compare(batch, items)
@@ -186,20 +260,21 @@ def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch,
 
 def bench_step(
     load: Callable[[], tuple[nn.Module, nn.Module]],
-    batch_size: int,
-    length: int,
+    make: Callable[[int], Batch],
     loss: Loss,
     *,
     variants: tuple[str, ...] = ("plain", "compile", "liger", "distill", "distill-fp8"),
+    rivals: Mapping[str, Rival] = RIVALS,
     steps: int = 8,
-    seed: int = 0,
 ) -> list[StepTime]:
     """Time the training step under each variant.
 
     Args:
         load: Returns teacher and student on the GPU, freshly made: Liger's patches cannot be taken off again.
+        make: The batch for a vocabulary of so many tokens, on the GPU, as a collator makes it.
         loss: The recipe's loss; "distill" uses it as it is, the others run forward KL.
         variants: Which to run, in this order; one whose library is missing is skipped with a log line.
+        rivals: What is not ours among them.
 
     Returns:
         A row for each variant, then "plain (again)" if plain ran first and others followed.
@@ -212,7 +287,8 @@ def bench_step(
             log.warning("bench: liger-kernel is not installed; skipped")
             continue
         # in a function of its own, so that nothing of one variant is still in memory when the next one's peak is taken
-        results.append(_bench_variant(variant, load, batch_size, length, loss, steps, seed))
+        results.append(_bench_variant(variant, load(), make, loss, rivals, steps))
+        torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
         log.info("bench: %s %.1f ms", variant, results[-1].ms)
@@ -221,24 +297,23 @@ def bench_step(
 
 def _bench_variant(
     variant: str,
-    load: Callable[[], tuple[nn.Module, nn.Module]],
-    batch_size: int,
-    length: int,
+    models: tuple[nn.Module, nn.Module],
+    make: Callable[[int], Batch],
     loss: Loss,
+    rivals: Mapping[str, Rival],
     steps: int,
-    seed: int,
 ) -> StepTime:
-    teacher, student = load()
-    vocabulary = min(read_head(find_head(model)).weight.shape[0] for model in (teacher, student))
-    batch = make_batch(batch_size, length, vocabulary, seed)
-    work, tokens = [work_of(teacher, trains=False), work_of(student, trains=True)], batch_size * length
-    learned, pairs = batch["valid_rows"].numel(), tokens * (length + 1) / 2
-    flops = sum(w.of(tokens, learned, pairs) for w in work if w is not None)
+    teacher, student = models
+    batch = make(min(read_head(find_head(model)).weight.shape[0] for model in models))
+    work, tokens = [work_of(teacher, trains=False), work_of(student, trains=True)], batch["input_ids"].numel()
+    (rows, length), positions = batch["input_ids"].shape, batch.get("position_ids")
+    pairs = tokens * (length + 1) / 2 if positions is None else float((positions + 1).sum())
+    flops = sum(w.of(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
     student.train()
     note, graphs = "", DecoderGraphs() if variant == "distill-graphs" else None
     if variant.startswith("distill"):
-        chosen = [choose_attention(m, batch_size, length, backward=m is student)[0] for m in (teacher, student)]
-        note = "attention " + " / ".join(chosen)
+        chosen = [choose_attention(m, rows, length, backward=m is student)[0] for m in models]
+        note = "attention " + (" / ".join(chosen) if positions is None else "of packed rows")
         patch(teacher, "teacher", attention=chosen[0])
         patch(student, "student", attention=chosen[1])
         objective = DistillationObjective(teacher, student, loss)
@@ -250,20 +325,13 @@ def _bench_variant(
             swap_linears_for_fp8(teacher)
             gc.collect()
             torch.cuda.empty_cache()
+        elif variant == "distill-compile":
+            compile_layers(teacher)
+            compile_layers(student)
         step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
     else:
         optimizer = torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True)
-        if variant == "liger":
-            apply_liger(teacher)
-            apply_liger(student)
-            loss_of = liger_loss(teacher, student, batch)
-            step = lambda clock: _learn(loss_of(clock), optimizer, clock)  # noqa: E731
-        else:
-            if variant == "compile":
-                for model in (teacher, student):
-                    for layer in decoder_of(model).layers:  # type: ignore[union-attr]
-                        layer.compile()
-            step = plain_step(teacher, student, batch, optimizer, variant == "compile")
+        step = rivals[variant.removesuffix(" (again)")](teacher, student, batch, optimizer)
     result = measure(variant, step, tokens, flops, steps)
     if graphs is not None:
         for name, why in graphs.refused.items():

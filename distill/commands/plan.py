@@ -254,7 +254,8 @@ def bench(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     variants: Annotated[
-        str, typer.Option(metavar="LIST", help="Of plain, compile, liger, distill, distill-graphs, distill-fp8.")
+        str,
+        typer.Option(metavar="LIST", help="Of plain, compile, liger, distill, distill-{graphs, compile, fp8}."),
     ] = "plain,compile,liger,distill,distill-graphs",
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps of each.")] = 8,
     as_json: AsJson = False,
@@ -268,15 +269,15 @@ def bench(
     distill bench my.yaml --variants plain,distill --json
     """
     _, resolved = load_recipe(recipe, overrides)
-    known = ("plain", "compile", "liger", "distill", "distill-graphs", "distill-fp8")
+    from distill.commands.bench import VARIANTS, bench_step, make_batch
+
     chosen = tuple(name.strip() for name in variants.split(",") if name.strip())
-    if not chosen or set(chosen) - set(known):
-        raise ValueError(f"--variants: expected some of {', '.join(known)}, got {variants!r}")
+    if not chosen or set(chosen) - set(VARIANTS):
+        raise ValueError(f"--variants: expected some of {', '.join(VARIANTS)}, got {variants!r}")
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError("bench: expected a CUDA device in this machine, got none")
-    from distill.commands.bench import bench_step
     from distill.models.load import load_student, load_teacher
 
     def models() -> tuple[Any, Any]:
@@ -285,8 +286,9 @@ def bench(
 
     without_bars()
     with console.working("timing"):
+        rows, length = resolved.train.batch_size, resolved.data.max_length
         found = bench_step(
-            models, resolved.train.batch_size, resolved.data.max_length, resolved.loss, variants=chosen, steps=steps
+            models, lambda words: make_batch(rows, length, words), resolved.loss, variants=chosen, steps=steps
         )
     if as_json:
         say_json(found)
@@ -294,9 +296,9 @@ def bench(
     rows = [
         [
             row.variant, f"{row.ms:.1f}", f"{row.tokens_per_second:,.0f}",
-            "unknown" if row.mfu is None else f"{row.mfu:.0%}", f"{row.peak_gib:.1f}",
+            "unknown" if row.mfu is None else f"{row.mfu:.0%}", f"{row.peak_gib:.1f}", f"{row.joules:.1f}",
             " / ".join(f"{name} {ms:.0f}" for name, ms in row.phases.items()),
         ]
         for row in found
     ]  # fmt: skip
-    console.show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "of which ms"], rows)
+    console.show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "joules", "of which ms"], rows)

@@ -73,9 +73,7 @@ def trained(folder: Path, words: Sequence[str], gpus: str) -> list[dict[str, Any
         RuntimeError: it failed, or took longer than the limit.
     """
     try:
-        done = subprocess.run(
-            words, cwd=folder, env=environment(gpus), capture_output=True, text=True, timeout=LIMIT_S
-        )
+        done = subprocess.run(words, cwd=folder, env=environment(gpus), capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as late:
         raise RuntimeError(f"{words[-1]}: no end within {LIMIT_S:.0f} s\n{str(late.stderr)[-3000:]}") from None
     if done.returncode:

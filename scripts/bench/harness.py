@@ -38,6 +38,7 @@ class Row:
     host_us: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
+    joules: float | None = None
     note: str = ""
 
 
@@ -170,6 +171,7 @@ def table(rows: list[Row]) -> str:
             (row.host_us, "{:6.1f} us host"),
             (row.tokens_per_s, "{:7.0f} tokens/s"),
             (row.mfu, "MFU {:.3f}"),
+            (row.joules, "{:6.1f} J"),
         ):
             if value is not None:
                 cells.append(form.format(value))

@@ -19,7 +19,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -269,7 +269,9 @@ class Servers:
 
     # ------------------------------------------------------------- who they are
 
-    def of_each(self, path: str, method: str = "GET", body: bytes | None = None, kind: str = BINARY) -> dict[str, bytes]:
+    def of_each(
+        self, path: str, method: str = "GET", body: bytes | None = None, kind: str = BINARY
+    ) -> dict[str, bytes]:
         """The answer of every server, by its address; of those that answer, where others do not.
 
         Raises:
