@@ -305,17 +305,19 @@ def _bench_variant(
 ) -> StepTime:
     teacher, student = models
     batch = make(min(read_head(find_head(model)).weight.shape[0] for model in models))
-    work, tokens = [work_of(teacher, trains=False), work_of(student, trains=True)], batch["input_ids"].numel()
+    tokens = batch["input_ids"].numel()
     (rows, length), positions = batch["input_ids"].shape, batch.get("position_ids")
     pairs = tokens * (length + 1) / 2 if positions is None else float((positions + 1).sum())
-    flops = sum(w.of(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
     student.train()
-    note, graphs = "", DecoderGraphs() if variant == "distill-graphs" else None
-    if variant.startswith("distill"):
+    note, ours, graphs = "", variant.startswith("distill"), DecoderGraphs() if variant == "distill-graphs" else None
+    if ours:
         chosen = [choose_attention(m, rows, length, backward=m is student)[0] for m in models]
         note = "attention " + (" / ".join(chosen) if positions is None else "of packed rows")
         patch(teacher, "teacher", attention=chosen[0])
         patch(student, "student", attention=chosen[1])
+    work = [work_of(teacher, trains=False), work_of(student, trains=True)]
+    flops = sum(w.of(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
+    if ours:
         objective = DistillationObjective(teacher, student, loss)
         if graphs is not None:
             for name, model in (("teacher", teacher), ("student", student)):

@@ -37,6 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from distill.models import output_rows
+
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
 KNOWN_HOOKS = ("torch.", "transformers.", "peft.", "accelerate.", "distill.")
 
@@ -114,6 +116,7 @@ class _GraphedDecoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs = self.graphs
+        kwargs.pop(output_rows.NAME, None)  # how many they are is a shape: all are computed, launched or replayed
         if self._captures:
             return self.launched(*args, **kwargs)
         right_mode = self.trains == torch.is_grad_enabled() and self.trains == self.decoder.training

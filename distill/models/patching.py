@@ -31,11 +31,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from distill.core.eval_mode import eval_mode
+from distill.models import output_rows
 from distill.models.bias_gelu_mlp import APPROXIMATIONS, bias_gelu_forward, two_products
 from distill.models.head import bare, decoder_of
 from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forward
 from distill.models.packed import keeps_apart
 from distill.models.padding import hidden_of_padded
+from distill.models.pruning import find_layers
 from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches
 from distill.models.shared_input import GROUP, groups_of, projection_forward, sharing_forward
 
@@ -203,6 +205,23 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         if form is not None:
             replace_forward(layer, forward(form == "casts"), undo)
             report.swapped["residual_norm"] += 1
+    if report.swapped["residual_norm"]:
+        _mark_output_layer(model, undo, verdicts)
+
+
+def _mark_output_layer(model: nn.Module, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
+    """Have the decoder's last layer compute some rows where it is asked to; see `output_rows.py`."""
+    decoder, layer = decoder_of(model), find_layers(model)[1][-1]
+    ours = getattr(layer.__dict__.get("forward"), "__func__", None) in LAYER_FORWARDS.values()
+    if not ours or not hasattr(layer.self_attn, "o_proj"):
+        return
+    if sum(p.numel() for p in output_rows.row_parameters(layer)) < output_rows.WIDEST_LEFT:
+        return
+    if "output_rows" not in verdicts and not any(parameter.is_meta for parameter in model.parameters()):
+        verdicts["output_rows"] = output_rows.computes_rows(decoder, layer)
+    if verdicts.get("output_rows"):
+        decoder.__dict__[output_rows.MARK] = layer
+        undo.append(lambda: decoder.__dict__.pop(output_rows.MARK, None))
 
 
 def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None]], report: PatchReport) -> None:

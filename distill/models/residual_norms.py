@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from distill.models.head import decoder_of
+from distill.models.output_rows import pick, projecting, put_back, rows_of
 from distill.models.shared_input import cast_dtype
 
 
@@ -43,29 +44,32 @@ def _takes_residual(norm: Any) -> bool:
 
 
 def _attend(
-    layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, object], casts: bool
+    layer: Any, hidden_states: torch.Tensor, rows: torch.Tensor | None, kwargs: dict[str, object], casts: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype | None]:
-    """What attention adds, the hidden states that it is added to, and the dtype that norms write (None: their own)."""
+    """What attention adds, to what, of `rows` alone as [1, R, H], and the dtype that norms write (None: their own)."""
     dtype = cast_dtype(hidden_states, layer.self_attn, layer.mlp) if casts else None
     normed, hidden_states = layer.input_layernorm(hidden_states, dtype=dtype, and_input=True)
-    return layer.self_attn(hidden_states=normed, **kwargs)[0], hidden_states, dtype
+    with projecting(layer.self_attn, rows):
+        return layer.self_attn(hidden_states=normed, **kwargs)[0], pick(hidden_states, rows), dtype
 
 
 def _pre_norm_forward(casts: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        attended, hidden_states, dtype = _attend(self, hidden_states, kwargs, casts)
-        normed, residual = self.post_attention_layernorm(attended, hidden_states, dtype)
-        return residual + self.mlp(normed)
+        rows = rows_of(self, kwargs)
+        attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
+        normed, residual = self.post_attention_layernorm(attended, residual, dtype)
+        return put_back(residual + self.mlp(normed), rows, hidden_states.shape)
 
     return forward
 
 
 def _sandwich_forward(casts: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        attended, hidden_states, dtype = _attend(self, hidden_states, kwargs, casts)
+        rows = rows_of(self, kwargs)
+        attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
         attended = self.post_attention_layernorm(attended)
-        normed, residual = self.pre_feedforward_layernorm(attended, hidden_states, dtype)
-        return residual + self.post_feedforward_layernorm(self.mlp(normed))
+        normed, residual = self.pre_feedforward_layernorm(attended, residual, dtype)
+        return put_back(residual + self.post_feedforward_layernorm(self.mlp(normed)), rows, hidden_states.shape)
 
     return forward
 

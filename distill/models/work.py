@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
+from distill.models.output_rows import MARK, row_parameters
 from distill.models.quantised import as_built
 
 
@@ -34,7 +35,10 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
         return None
     decoder, linear = decoder_of(model), find_head(model).linear
     embeddings = {id(p) for m in decoder.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    body = [p for p in decoder.parameters() if id(p) not in embeddings]
+    layer = decoder.__dict__.get(MARK)
+    rows = [] if layer is None else row_parameters(layer)  # which only rows that are read meet
+    apart = embeddings | {id(p) for p in rows}
+    body = [p for p in decoder.parameters() if id(p) not in apart]
     heads, _, width = attention_sizes(config)
 
     def cost(parameters: list[nn.Parameter]) -> float:
@@ -43,7 +47,7 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
 
     return Work(
         cost(body),
-        cost(list(linear.parameters())),
+        cost([*linear.parameters(), *rows]),
         4.0 * (3 if trains else 1) * config.num_hidden_layers * heads * width,
     )
 

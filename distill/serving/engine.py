@@ -126,7 +126,7 @@ class Engine:
         identity: who it is.
         files: configuration and tokenizer, name to text.
         head: its weight and bias on the CPU.
-        forward: of ids and positions int64 [B, S] to hidden states [B, S, H].
+        forward: of ids and positions int64 [B, S] to hidden states [B, S, H], of which `valid_rows` are read.
     """
 
     def __init__(
@@ -193,8 +193,10 @@ class Engine:
     # ------------------------------------------------------------------ answers
 
     def answer(self, jobs: Sequence[Job]) -> list[Answer]:
-        """What the teacher says to each; one job alone in its own rows, several packed together. On a GPU it is under way
-        when this returns, in `HostCopy`."""
+        """What the teacher says to each; one job alone in its own rows, several packed together.
+
+        On a GPU it is under way when this returns, in `HostCopy`.
+        """
         hidden = [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
         return [self._encoded(job, rows) for job, rows in zip(jobs, hidden, strict=True)]
 
@@ -207,7 +209,7 @@ class Engine:
             with torch.no_grad():  # its own way to logits, beside the one that the trainer takes
                 logits = self.model(**batch, use_cache=False).logits
         else:
-            logits = self.forward(batch)
+            logits = self.forward({**batch, "valid_rows": rows})
         return logits.flatten(0, 1).index_select(0, rows)
 
     def _together(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
@@ -236,6 +238,7 @@ class Engine:
         batch = {"input_ids": _ids(ids, self.device)}
         if self.packs:
             batch["position_ids"] = _ids(positions, self.device)
+        batch["valid_rows"] = _ids(np.concatenate(list(flat.values())), self.device)
         hidden = self.forward(batch).flatten(0, 1)
         nothing = [np.zeros(0, np.int64)]
         return [hidden.index_select(0, _ids(np.concatenate(mine or nothing), self.device)) for mine in places]

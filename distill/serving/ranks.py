@@ -101,7 +101,7 @@ def forward_of(teacher: LoadedTeacher, device: torch.device, what: int, query: T
     if what == LOGITS:
         with torch.no_grad():
             return teacher.model(**batch, use_cache=False).logits.flatten(0, 1).index_select(0, rows).float()
-    hidden = teacher.targets(batch)
+    hidden = teacher.targets({**batch, "valid_rows": rows})
     if teacher.is_collective:  # a head that is one unit with the embedding: the body alone has left it gathered
         with teacher.hidden.head.open():
             pass

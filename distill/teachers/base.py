@@ -115,12 +115,14 @@ class TargetFormat(Protocol):
         caveat: what must be known of them; None where they are those of two whole distributions.
         terms: the divergences that these targets can be compared by, as `loss.terms` names them.
         routes: of which the statistics are followed by their own, as `PER_ROUTE` of teachers/losses.py names them.
+        reads_valid_rows: whether losses read of hidden states nothing but a batch's `valid_rows`.
     """
 
     measure: Measure = KL
     caveat: str | None = None
     terms: frozenset[str] = DIVERGENCES
     routes: tuple[str, ...] = ()
+    reads_valid_rows: bool = True
 
     def pair(self, student: LogitTransform, rows: int, vocab_size: int | None) -> Pairing:
         """How a student meets these targets.

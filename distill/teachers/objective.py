@@ -26,6 +26,7 @@ from torch import nn
 
 from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
 from distill.models.head import HeadWeights, bare, call_head, decoder_of, find_head, probe_logits
+from distill.models.output_rows import output_rows
 from distill.teachers.base import Batch, Collate, HeadCall, LossInputs, LossResult, Pairing, Targets, Teacher
 from distill.teachers.losses import KL, STATISTICS, LossSpec, TargetLoss, soft_terms
 from distill.teachers.measure import Measure
@@ -213,7 +214,9 @@ class DistillationObjective:
         # what PEFT passes along for the full forward
         for key in ("output_attentions", "output_hidden_states", "return_dict", "use_cache"):
             inputs.pop(key, None)
-        hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
+        decoder, rows = decoder_of(student), valid_rows if self.teacher.format.reads_valid_rows else None
+        inputs |= output_rows(decoder, rows, labels.numel())
+        hidden = decoder(**inputs, use_cache=False).last_hidden_state
         shifted = shift_labels(labels)
 
         def compute(hidden: torch.Tensor, head: HeadWeights) -> dict[str, torch.Tensor]:

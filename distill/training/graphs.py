@@ -4,7 +4,8 @@
 
 A few steps run launched, so that kernels are compiled and tuned and the optimizer has its states. With `auto` some more
 are timed launched and as many replayed, and the faster way is kept: a graph must win by `WINS`, since it holds memory.
-Timed steps are steps of the run: a graph gives the bits of launched kernels.
+Timed steps are steps of the run: a graph gives the bits of launched kernels, but where a wide last layer computes the
+learned rows alone while it is launched (models/output_rows.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.core import console
 from distill.core.ranks import is_first
+from distill.models import output_rows
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
 
@@ -49,6 +51,8 @@ class GraphedSteps(TrainerCallback):
     ) -> None:
         self.models, self.always, self.mean = models, always, mean
         self.say = say or (lambda text: console.say(f"{'graphs':<12}{text}") if is_first() else None)
+        for _, model in models if always else ():  # launched steps shall have the bits of replayed ones
+            decoder_of(model).__dict__.pop(output_rows.MARK, None)
         self.graphs: DecoderGraphs | None = None
         self._steps = 0  # of this process
         self._launched: list[float] = []

@@ -68,7 +68,8 @@ class ContextTeacher(LoadedTeacher):
     def targets(self, batch: Batch) -> torch.Tensor:
         """Its last hidden states [B, S, hidden] at the student's positions; 0 where nothing is learned."""
         shape = batch["input_ids"].shape
-        hidden = last_hidden(self.model, reading_of(batch)).flatten(0, 1)[batch["teacher_rows"]]
+        reading = {**reading_of(batch), "valid_rows": batch["teacher_rows"]}
+        hidden = last_hidden(self.model, reading).flatten(0, 1)[batch["teacher_rows"]]
         return spread(hidden, batch["valid_rows"], shape)
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:

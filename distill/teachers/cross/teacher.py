@@ -45,6 +45,7 @@ class SpansFormat(TargetFormat):
     """
 
     measure = SPANS  # of no KL: a part of it is by size
+    reads_valid_rows = False  # a span's tokens need not all have labels
 
     def __init__(self, inner: HiddenFormat, shared: Shared) -> None:
         self.inner = inner
