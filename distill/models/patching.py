@@ -199,21 +199,22 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
             undo.append(functools.partial(member.__dict__.pop, GROUP, None))
             replace_forward(member, sharing_forward(module) if member is module else projection_forward, undo)
         report.swapped["shared_input"] += 1
+    fused = []
     for kind, layer in fusable_layers(model):
         forward = LAYER_FORWARDS[kind]
         form = judged("residual_norm", layer, functools.partial(layer_matches, model=model, forward=forward))
         if form is not None:
             replace_forward(layer, forward(form == "casts"), undo)
             report.swapped["residual_norm"] += 1
-    if report.swapped["residual_norm"]:
-        _mark_output_layer(model, undo, verdicts)
+            fused.append(layer)
+    if fused and find_layers(model)[1][-1] is fused[-1]:
+        _mark_output_layer(model, fused[-1], undo, verdicts)
 
 
-def _mark_output_layer(model: nn.Module, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
+def _mark_output_layer(model: nn.Module, layer: Any, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
     """Have the decoder's last layer compute some rows where it is asked to; see `output_rows.py`."""
-    decoder, layer = decoder_of(model), find_layers(model)[1][-1]
-    ours = getattr(layer.__dict__.get("forward"), "__func__", None) in LAYER_FORWARDS.values()
-    if not ours or not hasattr(layer.self_attn, "o_proj"):
+    decoder = decoder_of(model)
+    if not hasattr(layer.self_attn, "o_proj"):
         return
     if sum(p.numel() for p in output_rows.row_parameters(layer)) < output_rows.WIDEST_LEFT:
         return
