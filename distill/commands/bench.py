@@ -10,7 +10,8 @@ events without stopping the device; joules are NVML's over two seconds of steps,
     liger           Liger Kernel's patches on both models and its fused linear JSD at beta = 0 (forward KL)
     distill         our patches, attention, loss and AdamW
     distill-graphs  the same with both decoders replayed from CUDA graphs, as `train.cuda_graph` does
-    distill-compile the same with each decoder layer under torch.compile
+    distill-all-rows distill, where the last layers compute the rows that nobody reads as well
+    distill-compile distill with each decoder layer under torch.compile
     distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
 """
 
@@ -38,6 +39,7 @@ from distill.models.cards import peak_flops
 from distill.models.compiling import compile_layers
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
+from distill.models.output_rows import MARK
 from distill.models.patching import patch, unpatch
 from distill.models.work import work_of
 from distill.recipe.loss import Loss
@@ -241,7 +243,7 @@ def liger_step(
 
 
 RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "liger": liger_step}
-VARIANTS = (*RIVALS, "distill", "distill-graphs", "distill-compile", "distill-fp8")
+VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-rows", "compile", "fp8")))
 
 
 def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer):
@@ -315,6 +317,8 @@ def _bench_variant(
         note = "attention " + (" / ".join(chosen) if positions is None else "of packed rows")
         patch(teacher, "teacher", attention=chosen[0])
         patch(student, "student", attention=chosen[1])
+        for model in models if variant == "distill-all-rows" else ():
+            decoder_of(model).__dict__.pop(MARK, None)
     work = [work_of(teacher, trains=False), work_of(student, trains=True)]
     flops = sum(w.of(tokens, batch["valid_rows"].numel(), pairs) for w in work if w is not None)
     if ours:

@@ -1,8 +1,8 @@
 """Work that nobody reads: of the last decoder layer's output a loss reads the learned rows alone.
 
 Keys and values are needed of all rows. The last layer's output projection, residual, norms and MLP run on the rows
-that are read; the others come out as zeros, in their places, so that who reads hidden states at flat positions finds
-what was there before. Attention is left whole.
+that are read; the others come out as zeros, in their places, so that whoever reads hidden states at flat positions
+finds what was there before. Attention is left whole.
 
     hidden = decoder(**inputs, use_cache=False, **output_rows(decoder, rows, tokens)).last_hidden_state
 

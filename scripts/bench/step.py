@@ -18,7 +18,10 @@ from scripts.bench.harness import Row
 ARCHITECTURES = "recipes/architectures"
 TEACHER, STUDENT = "llama-3.1-8b", "llama-3.2-1b"
 BATCH, LENGTH = 2, 4096
-NAMES = {"distill": "ours", "distill-fp8": "ours, fp8 teacher", "distill-compile": "ours, compiled layers"}
+NAMES = {
+    "distill": "ours", "distill-fp8": "ours, fp8 teacher", "distill-compile": "ours, compiled layers",
+    "distill-all-rows": "ours, all rows of the last layers",
+}  # fmt: skip
 
 
 def random_model(name: str, seed: int) -> Any:
