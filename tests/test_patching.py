@@ -85,6 +85,19 @@ def test_outputs_and_gradients_stay(kind):
     assert not [m for m in model.modules() if "forward" in m.__dict__]
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_residuals_are_added_within_the_product_for_inference(narrow):
+    """Not under autocast, whose casts would be in the way."""
+    model, plain = make("llama"), make("llama")
+    patch(model, "teacher", attention=None)
+    with torch.profiler.profile() as profile, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        actual = model(input_ids=ids(), use_cache=False).logits
+    products = sum(event.name == "aten::addmm_" for event in profile.events())
+    assert products == (0 if narrow else 2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+        assert_same(actual, plain(input_ids=ids(), use_cache=False).logits, 0.05 if narrow else 2e-6)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3"])
 def test_patched_on_the_kernels_themselves(kind, kernel_device):

@@ -38,7 +38,14 @@ from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forw
 from distill.models.packed import keeps_apart
 from distill.models.padding import hidden_of_padded
 from distill.models.pruning import find_layers
-from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches
+from distill.models.residual_norms import (
+    LAYER_FORWARDS,
+    add_product,
+    fusable_layers,
+    is_close,
+    layer_matches,
+    takes_residual,
+)
 from distill.models.shared_input import GROUP, groups_of, projection_forward, sharing_forward
 
 log = logging.getLogger(__name__)
@@ -204,7 +211,7 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         forward = LAYER_FORWARDS[kind]
         form = judged("residual_norm", layer, functools.partial(layer_matches, model=model, forward=forward))
         if form is not None:
-            replace_forward(layer, forward(form == "casts"), undo)
+            replace_forward(layer, forward(form == "casts", takes_residual(layer.mlp)), undo)
             report.swapped["residual_norm"] += 1
             fused.append(layer)
     if fused and find_layers(model)[1][-1] is fused[-1]:
@@ -348,9 +355,13 @@ def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Calla
     gate_name, up_name, down_name = names
     gated = ACTIVATIONS[activation]
 
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         parts = [getattr(self, name)(x) for name in (gate_name, up_name) if name is not None]
-        return down_of_gated(getattr(self, down_name), gated, *parts)
+        down = getattr(self, down_name)
+        if residual is not None and not torch.is_grad_enabled():
+            return add_product(down, gated(*parts), residual)
+        out = down_of_gated(down, gated, *parts)
+        return out if residual is None else residual + out
 
     return forward
 

@@ -30,17 +30,17 @@ def fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         children = {name for name, _ in module.named_children()}
         if "forward" in module.__dict__:
             continue
-        if not children >= pre_norm or not _takes_residual(module.input_layernorm):
+        if not children >= pre_norm or not takes_residual(module.input_layernorm):
             continue
-        if children == pre_norm and _takes_residual(module.post_attention_layernorm):
+        if children == pre_norm and takes_residual(module.post_attention_layernorm):
             yield "pre_norm", module
-        elif children == sandwich and _takes_residual(module.pre_feedforward_layernorm):
+        elif children == sandwich and takes_residual(module.pre_feedforward_layernorm):
             yield "sandwich", module
 
 
-def _takes_residual(norm: Any) -> bool:
-    """Whether a norm runs our forward, and that of an RMSNorm: a LayerNorm's takes no residual."""
-    return "forward" in norm.__dict__ and "residual" in inspect.signature(norm.forward).parameters
+def takes_residual(module: Any) -> bool:
+    """Whether a norm or an MLP runs our forward, and one that takes a residual: that of a LayerNorm does not."""
+    return "forward" in module.__dict__ and "residual" in inspect.signature(module.forward).parameters
 
 
 def _attend(
@@ -53,17 +53,30 @@ def _attend(
         return layer.self_attn(hidden_states=normed, **kwargs)[0], pick(hidden_states, rows), dtype
 
 
-def _pre_norm_forward(casts: bool) -> Callable[..., torch.Tensor]:
+def add_product(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """`residual + layer(x)` for inference: within the product where that is plain, which overwrites `residual`."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
+    if type(layer) is nn.Linear and layer.bias is None and not (hooks or torch.compiler.is_compiling()):
+        plain = type(layer.weight) is nn.Parameter and type(residual) is torch.Tensor and residual.is_contiguous()
+        same = x.dtype == residual.dtype == layer.weight.dtype
+        if plain and same and not torch.is_autocast_enabled(x.device.type):
+            residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), layer.weight.t())
+            return residual
+    return residual + layer(x)
+
+
+def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         rows = rows_of(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
         normed, residual = self.post_attention_layernorm(attended, residual, dtype)
-        return put_back(residual + self.mlp(normed), rows, hidden_states.shape)
+        output = self.mlp(normed, residual) if adds else residual + self.mlp(normed)
+        return put_back(output, rows, hidden_states.shape)
 
     return forward
 
 
-def _sandwich_forward(casts: bool) -> Callable[..., torch.Tensor]:
+def _sandwich_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         rows = rows_of(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
@@ -74,15 +87,16 @@ def _sandwich_forward(casts: bool) -> Callable[..., torch.Tensor]:
     return forward
 
 
-# by form; each takes whether attention and MLP do nothing with their input but cast it, under autocast, for products
-LAYER_FORWARDS: dict[str, Callable[[bool], Callable[..., torch.Tensor]]] = {
+# by form; each takes whether attention and MLP do nothing with their input but cast it, under autocast, for products,
+# and whether the MLP takes the residual that its output is added to
+LAYER_FORWARDS: dict[str, Callable[[bool, bool], Callable[..., torch.Tensor]]] = {
     "pre_norm": _pre_norm_forward, "sandwich": _sandwich_forward,
 }  # fmt: skip
 
 
 @torch.no_grad()
 def layer_matches(
-    layer: nn.Module, *, model: nn.Module, forward: Callable[[bool], Callable[..., torch.Tensor]]
+    layer: nn.Module, *, model: nn.Module, forward: Callable[[bool, bool], Callable[..., torch.Tensor]]
 ) -> Literal["as it is", "casts"] | None:
     """Run one whole layer both ways, called as the decoder calls it: whether `forward` is its own, and with what."""
     seen: list[tuple[tuple[object, ...], dict[str, object]]] = []
@@ -101,7 +115,7 @@ def layer_matches(
     if len(args) > 1 or not isinstance(expected, torch.Tensor):
         return None
     try:
-        ours = forward(False)(layer, *args, **kwargs)
+        ours = forward(False, takes_residual(layer.mlp))(layer, *args, **kwargs)
     except TypeError:  # an MLP that returns more than hidden states (gpt-oss: its router's scores)
         return None
     if not is_close(ours, expected):
