@@ -8,6 +8,7 @@ and `unpatch` restores everything.
 
     report = patch(model, role="teacher")
     print(report)                          # llama: 65 rms_norm, 32 glu, 32 rope, 32 residual_norm, attention triton
+                                           # and 64 shared_input (projections with one input gradient) of a student
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def patch(
     inner.__dict__[UNDO] = undo
     with eval_mode(inner):
         if layers:
-            _swap_layers(inner, undo, report)
+            _swap_layers(inner, undo, report, role)
         if attention is not None:
             _swap_attention(inner, attention, undo, report)
     if log_it:
@@ -155,7 +156,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: list[C
     undo.append(restore)
 
 
-def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: PatchReport) -> None:
+def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: PatchReport, role: Role) -> None:
     verdicts = report.verdicts
 
     def judged(kind: str, module: nn.Module, judge: Callable[[nn.Module], Any]) -> Any:
@@ -200,7 +201,7 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         elif (rotary := _rotary_function(module)) and judged("rope", module, _rotary_matches):
             replace_forward(module, _with_our_rotary(rotary), undo)
             report.swapped["rope"] += 1
-    for module, group in list(groups_of(model)):
+    for module, group in list(groups_of(model)) if role == "student" else []:  # a teacher has no gradients to share
         for member in (module, *group.layers.values()):
             member.__dict__[GROUP] = group
             undo.append(functools.partial(member.__dict__.pop, GROUP, None))
