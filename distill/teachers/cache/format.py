@@ -214,7 +214,7 @@ def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) ->
         start, stop = arrays["offsets"][number : number + 2].tolist()
         digest = xxhash.xxh3_64(arrays["keys"][number].tobytes())
         for name in names:
-            digest.update(np.ascontiguousarray(arrays[name][start:stop]).view(np.uint8))
+            digest.update(np.ascontiguousarray(arrays[name][start:stop]).data)
         sums.append(int.from_bytes(digest.digest(), "little", signed=True))
     return sums
 

@@ -325,7 +325,7 @@ def _content(response: http.client.HTTPResponse) -> torch.Tensor:
         return torch.frombuffer(bytearray(response.read() or b"\0"), dtype=torch.uint8)
     pinned = torch.cuda.is_initialized() and response.length > LARGE
     content = torch.empty(response.length, dtype=torch.uint8, pin_memory=pinned)
-    memory, place = memoryview(content.numpy()), 0
+    memory, place = content.numpy().data, 0
     while place < len(memory):
         if not (count := response.readinto(memory[place:])):
             raise http.client.IncompleteRead(b"", len(memory) - place)

@@ -195,8 +195,8 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
         }  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    flat = (tensor.contiguous().flatten().view(torch.uint8).numpy() for _, tensor in ordered)
-    return [len(text).to_bytes(8, "little") + text, *map(memoryview, flat)]
+    flat = (tensor.contiguous().flatten().view(torch.uint8).numpy().data for _, tensor in ordered)
+    return [len(text).to_bytes(8, "little") + text, *flat]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
