@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,24 @@ def same(a, b):
 
 def losses(result):
     return [row["loss"] for row in read_metrics(result.folder / "metrics.jsonl") if "loss" in row]
+
+
+def test_the_second_epoch_is_read_a_micro_batch_ahead(here, monkeypatch):
+    """In a thread, and all of it is."""
+    where, gather = [], store.Store.gather
+
+    def seen(self, documents):
+        read = gather(self, documents)
+
+        def reads():
+            where.append(threading.current_thread() is threading.main_thread())
+            return read()
+
+        return reads
+
+    monkeypatch.setattr(store.Store, "gather", seen)
+    run(recipe("train.batch_size=4"))
+    assert where == [False] * 11, "ten of the second epoch, and the evaluation after training"
 
 
 @pytest.mark.gpu

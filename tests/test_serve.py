@@ -8,6 +8,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load, save
 from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, serving, write_models
 from tiny import tiny_model, tiny_tokenizer
 
@@ -26,6 +27,7 @@ from distill.teachers.server.wire import (
     fp8_rows,
     head_hash,
     hidden_of,
+    parts_of,
     read_body,
     tensors_of,
     unpack_ids,
@@ -105,6 +107,25 @@ def test_top_k_is_what_a_cache_stores(engine, url, tail):
         assert torch.equal(unpack_ids(answers[0], 200), stored.ids) and torch.equal(answers[0]["tail"], stored.tail)
     sizes = {name: tensor.nbytes / len(query.rows) for name, tensor in answers[0].items()}
     assert sum(sizes.values()) == 8 * 4 + 3 * 2
+
+
+def test_what_travels_is_safetensors_read_and_written_without_a_copy():
+    dtypes = [torch.uint8, torch.bfloat16, torch.float32, torch.uint16, torch.int64, torch.float8_e4m3fn, torch.bool]
+    tensors = {str(d): torch.arange(15).reshape(5, 3).to(d) for d in dtypes} | {
+        "none": torch.empty(0, 7),
+        "": torch.tensor(3.0),
+    }
+    body = b"".join(parts_of(tensors))
+    for read in (tensors_of(body), load(body)):
+        assert read.keys() == tensors.keys()
+        assert all(read[n].dtype == t.dtype and torch.equal(read[n].view(t.shape), t) for n, t in tensors.items())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in tensors_of(save(tensors)).items())
+    memory = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    first, last = memory.data_ptr(), memory.data_ptr() + len(memory)
+    assert all(first <= tensor.data_ptr() < last for tensor in tensors_of(memory).values() if tensor.numel())
+    (_, part) = parts_of({"x": tensors["torch.float32"]})
+    tensors["torch.float32"][0, 0] = 77
+    assert bytes(part)[:4] == np.float32(77).tobytes()
 
 
 def test_fp8_on_the_wire_costs_what_the_identity_says(engine, url):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from served import HTTP, engine_in, expected_hidden, post, question, serving, write_models
 
+from distill.models.host_copy import HostCopy
 from distill.serving.engine import Job, Options
 from distill.serving.worker import Full, Worker
 from distill.teachers.server.wire import TargetRequest, tensors_of
@@ -142,6 +143,59 @@ def test_one_who_makes_a_forward_fail_is_the_only_one_to_fail():
     assert first.result(timeout=10) and futures[0].result(timeout=10) and futures[2].result(timeout=10)
     with pytest.raises(RuntimeError, match="bad"):
         futures[1].result(timeout=10)
+    worker.close()
+
+
+class OnTheWay(HostCopy):
+    """An answer that is on its way from a GPU until it is let go."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.here = threading.Event()
+
+    def is_ready(self):
+        return self.here.is_set()
+
+    def wait(self):
+        assert self.here.wait(10)
+        return self
+
+
+def test_a_gpu_has_its_next_forward_before_the_answers_of_the_last_have_left_it():
+    begun = []
+
+    def answer(jobs):
+        begun.append([OnTheWay({"hidden": torch.ones(1)}) for _ in jobs])
+        return begun[-1]
+
+    def until(count):
+        end = time.monotonic() + 10
+        while len(begun) < count and time.monotonic() < end:
+            time.sleep(0.001)
+        return [len(answers) for answers in begun]
+
+    worker = Worker(answer, budget=30, most_waiting=1000)
+    futures = [worker.submit(job(1, alone=True)), worker.submit(job(2, alone=True)), worker.submit(job(3))]
+    assert until(2) == [1, 1] and not any(future.done() for future in futures)
+    time.sleep(0.05)
+    assert until(2) == [1, 1], "one beside the one that runs, and no more"
+    begun[0][0].here.set()
+    assert futures[0].result(timeout=10) and until(3) == [1, 1, 1] and not futures[1].done()
+    begun[1][0].here.set()
+    begun[2][0].here.set()
+    assert futures[2].result(timeout=10)
+    worker._each = 100.0  # seconds a token: the next forward will not end soon, so more may come
+    futures.append(worker.submit(job(4)))
+    assert until(4) == [1, 1, 1, 1]
+    futures += [worker.submit(job(n)) for n in (5, 6)]
+    time.sleep(0.05)
+    assert until(4) == [1, 1, 1, 1], "begun before its time"
+    futures.append(worker.submit(job(7)))
+    assert until(5)[4] == 3, "the budget is full"
+    for answers in begun:
+        for each in answers:
+            each.here.set()
+    assert all(future.result(timeout=10) for future in futures)
     worker.close()
 
 
