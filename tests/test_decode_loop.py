@@ -3,13 +3,14 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from distill.generation.decode_loop import DecodeLoop, EngineSettings, why_not
+from distill.generation.decode_loop import STEPS, DecodeLoop, EngineSettings, why_not
 from distill.models.attention import keep_soft_cap, use_fused_attention
 from distill.models.head import decoder_of
 from distill.models.patching import patch
@@ -233,6 +234,36 @@ def test_a_model_on_triton_kernels_alone(kernel_device):
         use_triton_only(tiny_model(kind="gpt2"))
     with pytest.raises(ValueError, match=r"multiples of 8, got model.layers.0.*36 x 32"):
         use_triton_only(tiny_model(intermediate_size=36))
+
+
+class Replayed(DecodeLoop):
+    """Replays as a GPU does, by running what a graph would hold."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.replays = True
+
+    def _capture(self, seats, temperature):
+        def replay():
+            for _ in range(STEPS):
+                self._step(seats, temperature)
+
+        seats.graph = SimpleNamespace(replay=replay)
+
+
+@pytest.mark.parametrize("limit", [1, STEPS + 1, 4 * STEPS - 1])
+def test_replays_of_several_tokens_end_where_single_ones_do(limit):
+    """Without a token that ends answers all of them reach their limits, which no replay needs to end at."""
+    model = tiny_model(dtype=torch.float64)
+    for ends in ([], [0]):
+        settings = EngineSettings(2, ends, log_probs=True)
+        limits = [limit, 1, limit, 0, 1]
+        one, several = (
+            way(model, settings).generate(PROMPTS, max_new_tokens=limits, temperature=1.0, seeds=[4, 5, 6, 7, 8])
+            for way in (DecodeLoop, Replayed)
+        )
+        assert several.tokens == one.tokens and several.truncated == one.truncated
+        assert several.log_probs == [pytest.approx(each, abs=1e-9) for each in one.log_probs]
 
 
 @pytest.mark.gpu

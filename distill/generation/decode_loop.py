@@ -38,6 +38,7 @@ from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
+STEPS = 4  # tokens of one replay: between two the host is needed, which may be busy with a training step
 SLOTS_STEP = 128
 MOST_BUFFERS = 2  # captured steps, each with its cache
 
@@ -206,7 +207,8 @@ class DecodeLoop(Engine):
         self._read_prompts(prompts, seats)
         seats.seat(prompts, limits, seeds, self.pad)
         look_every = LOOK_EVERY if self.device.type == "cuda" else 1
-        for made in range(1, (most := max(limits)) + 1):
+        at_once, most = 1 if seats.graph is None else STEPS, max(limits)
+        for made in range(at_once, most + at_once, at_once):
             if seats.graph is not None:
                 seats.graph.replay()
             else:
@@ -241,6 +243,7 @@ class DecodeLoop(Engine):
         if not self.replays:
             return Seats(self.inner.config, batch, slots, most, self.device)
         batch, most = min(next_power_of_2(batch), batch_size), max(self.settings.max_new_tokens, next_power_of_2(most))
+        most = max(most, STEPS)
         slots = -(-max(self.settings.max_length, slots) // SLOTS_STEP) * SLOTS_STEP
         seats = next((seats for seats in self.buffers if seats.sizes == (batch, slots, most)), None)
         if seats is None:
@@ -302,7 +305,7 @@ class DecodeLoop(Engine):
             yield
 
     def _capture(self, seats: Seats, temperature: float) -> None:
-        """Record the step once for these buffers, this temperature, these weights' addresses and patches."""
+        """Record `STEPS` steps once for these buffers, this temperature, these weights' addresses and patches."""
         weights = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         patches = tuple(id(module.__dict__.get("forward")) for module in self.model.modules())
         depends_on = (temperature, weights, patches)
@@ -327,7 +330,8 @@ class DecodeLoop(Engine):
         graph = torch.cuda.CUDAGraph()
         # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
         with _own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            self._step(seats, temperature)
+            for _ in range(STEPS):
+                self._step(seats, temperature)
         seats.graph, seats.captured = graph, depends_on
 
 

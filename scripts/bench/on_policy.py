@@ -53,8 +53,8 @@ class Pair(NamedTuple):
 
 
 PAIRS = {
-    "8b-to-1b": Pair("llama-3.1-8b", "llama-3.2-1b", new=256, length=2048, rows=12, micro=4),
-    "smollm2": Pair("smollm2-135m", "smollm2-135m", new=128, length=1280, rows=12, micro=12),
+    "8b-to-1b": Pair("llama-3.1-8b", "llama-3.2-1b", new=256, length=2000, rows=12, micro=4),
+    "smollm2": Pair("smollm2-135m", "smollm2-135m", new=128, length=1248, rows=12, micro=12),
 }
 LARGE, SMALL = PAIRS
 TRL: dict[str, dict[str, Any]] = {
@@ -178,7 +178,7 @@ def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, float]:
             f"teacher.config={_architecture(pair.teacher)}", f"student.config={_architecture(pair.student)}",
             f"data.source={folder}/rows.jsonl", "data.subset=null", "data.format=prompt_completion",
             f"data.max_length={pair.length}", "data.max_rows=null", "data.cache=false",
-            f"data.on_policy={{fraction: 1, max_new_tokens: {pair.new}, batch_size: {PROMPTS + 8}}}",
+            f"data.on_policy={{fraction: 1, max_new_tokens: {pair.new}, batch_size: {PROMPTS}}}",
             f"train.batch_size={pair.micro}", f"train.tokens_per_step={pair.rows * pair.length}",
             f"train.steps={warm + steps + 1}",  # the one after them is drawn for while the last one trains
             "train.gradient_checkpointing=false", "train.eval_every=null",
