@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from distill.core.faults import RunError
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.on_policy import OnPolicy
+from distill.models.patching import patch
 from distill.models.snapshot import Snapshot
 
 
@@ -109,6 +110,19 @@ def test_an_evaluation_waits_for_what_is_drawn(tmp_path, monkeypatch):
     made = ahead(tmp_path, max_steps=2, callbacks=[Evaluates()])
     made.train()
     assert made.state.global_step == 2
+
+
+def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(monkeypatch):
+    monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
+    student = tiny_model(dtype=torch.float64)
+    prompts = [row["input_ids"][:4] for row in pairs(6)]
+    expected = DecodeLoop(student, EngineSettings(2, [])).generate(prompts, max_new_tokens=6)
+    patch(student, "student", attention=None)
+    copied = Snapshot(student).model
+    ours = [module for module in copied.modules() if "forward" in module.__dict__]
+    assert len(ours) == len([module for module in student.modules() if "forward" in module.__dict__]) > 0
+    assert all(module.forward.__self__ is module for module in ours)
+    assert DecodeLoop(copied, EngineSettings(2, [])).generate(prompts, max_new_tokens=6).tokens == expected.tokens
 
 
 @pytest.mark.gpu

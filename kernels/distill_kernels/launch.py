@@ -238,9 +238,10 @@ class Launch:
         if runner is not None:
             runner(*map(torch.Tensor.data_ptr, tensors), *others)
             return
-        if kinds in self._compiled:
+        before = self._compiled.pop(kinds, None)
+        if before is not None:  # and no other thread has taken it
             whole = grid if isinstance(grid, tuple) else (grid, 1, 1)
-            self._runners[kinds] = self._compiled.pop(kinds)[whole]
+            self._runners[kinds] = before[whole]
             self(kernel, grid, kinds[0], tensors, others)
             return
         if len(self._runners) + len(self._compiled) >= KINDS:  # shapes that are new with every batch
