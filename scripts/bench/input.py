@@ -47,8 +47,8 @@ def run(quick: bool, only: str) -> list[Row]:
             arguments = training_arguments(
                 recipe, Path(folder), rows=len(data), device=device, precision=resolve_precision(recipe, device)
             )
-            models = (LlamaForCausalLM(config) for _ in range(2))
-            loader = DistillationTrainer(*models, arguments, train_dataset=data).get_train_dataloader()
+            student, teacher = LlamaForCausalLM(config), LlamaForCausalLM(config)
+            loader = DistillationTrainer(student, teacher, arguments, train_dataset=data).get_train_dataloader()
             tokens, began = 0, time.perf_counter()
             for number, batch in enumerate(loader):
                 tokens += batch["input_ids"].numel()

@@ -242,8 +242,9 @@ class Timed(TrainerCallback):
             self.result = self.meter.stop(self.pair.timed)
             tell(self.result)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The share of the phase `data` in the last interval that is timed."""
+        logs = kwargs["logs"]
         times = [value for key, value in logs.items() if key.startswith("time_")]
         if times and state.global_step == self.pair.warm + self.pair.timed:
             self.result["note"] = f"data {logs['time_data'] / sum(times):.1%}"
