@@ -112,3 +112,27 @@ def test_a_descriptor_made_again_is_of_its_own_tensor():
     made = [tiles_of(x, 16, 16, True) for x in (first, second, first[:, :, :4])]
     assert [x.base.data_ptr() for x in made] == [first.data_ptr(), second.data_ptr(), first.data_ptr()]
     assert {**vars(made[1]), "base": None} == {**vars(made[0]), "base": None} and made[2].shape == [2, 3, 4, 16]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"window": 100, "softcap": 30}, {"causal": False, "scale": 1}])
+@pytest.mark.parametrize("layout", [0, 1])
+def test_later_launches_give_the_bits_of_the_first(layout, more, monkeypatch):
+    for module in KERNELS:
+        for name in [name for name, value in vars(module).items() if isinstance(value, Launch)]:
+            monkeypatch.setattr(module, name, Launch())
+
+    def results(seed):
+        torch.manual_seed(seed)
+        with torch.device("cuda"):
+            q, k, v, dout = (drawn(layout, heads, 300, 64, torch.bfloat16) for heads in (4, 2, 2, 4))
+            lengths = torch.tensor([300, 17 * seed + 2])
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attention(*leaves, **more)
+        shared = {name: value for name, value in more.items() if name != "causal"}
+        decoded = decode.decode_attention(q[:, :, :2], k, v, lengths, **shared)
+        return out, *torch.autograd.grad(out, leaves, dout), decoded
+
+    first, other = results(1), results(2)
+    again = results(1)
+    assert all(map(torch.equal, first, again)) and not torch.equal(first[0], other[0])
