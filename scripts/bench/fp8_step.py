@@ -1,0 +1,196 @@
+"""The flagship step in fp8: time, joules and memory beside bf16 and torchao, and what its parts take.
+
+8B to 1B shapes, 2 x 4,096 random tokens, every one learned. All candidates in one process, one after the other, each
+`WARM` steps and then at least `SECONDS` by the wall clock; joules are NVML's counter over the same steps.
+
+    plain                     transformers' layers, sdpa, logits in full, KL in fp32, torch's fused AdamW
+    compile                   the same, each decoder layer and the divergence under torch.compile
+    torchao fp8 + compile     the same, the student's linear layers torchao's float8 training and the teacher's its
+                              dynamic float8 inference, both row-wise, heads in bf16
+    ours, ours fp8 teacher, ours fp8 teacher and student
+
+With `--only parts`: the student's products and what quantises their operands, alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from distill_kernels.matmul import fp8_train
+from distill_kernels.matmul.fp8 import swap_linears_for_fp8
+from distill_kernels.optim.adamw import FusedAdamW
+
+from distill.commands.bench import Clock, make_batch, our_step, plain_step
+from distill.models.attention import choose_attention
+from distill.models.fp8_student import compute_in_fp8
+from distill.models.head import decoder_of
+from distill.models.patching import patch
+from distill.recipe.loss import Loss
+from distill.teachers.objective import DistillationObjective
+from scripts.bench.harness import Row, time_in_turn
+from scripts.bench.small import Meter
+from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model
+
+WARM, SECONDS = 5, 2.5
+TOKENS = BATCH * LENGTH
+CANDIDATES = ("plain", "ours", "ours, fp8 teacher", "ours, fp8 teacher and student", "compile", "torchao fp8 + compile")
+
+
+def our_candidate(name: str, teacher: Any, student: Any, batch: dict[str, torch.Tensor]) -> Callable[[Clock], Any]:
+    """`distill run`'s step."""
+    for model, role in ((teacher, "teacher"), (student, "student")):
+        back_end, _ = choose_attention(model, BATCH, LENGTH, backward=model is student)
+        patch(model, role, attention=back_end)  # type: ignore[arg-type]
+    objective = DistillationObjective(teacher, student, Loss())
+    if "fp8 teacher" in name:
+        swap_linears_for_fp8(teacher)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if name.endswith("student"):
+        compute_in_fp8(student)
+    return our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
+
+
+def rival(name: str, teacher: Any, student: Any, batch: dict[str, torch.Tensor]) -> Callable[[Clock], Any]:
+    """transformers' models, compiled by layers and in torchao's fp8 as the name says."""
+    if name.startswith("torchao"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
+
+        def body(module: torch.nn.Module, path: str) -> bool:
+            return isinstance(module, torch.nn.Linear) and "lm_head" not in path
+
+        convert_to_float8_training(
+            student, config=Float8LinearConfig.from_recipe_name("rowwise"), module_filter_fn=body
+        )
+        quantize_(teacher, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()), filter_fn=body)
+        gc.collect()
+        torch.cuda.empty_cache()
+    compiled = "compile" in name
+    if compiled:
+        torch._dynamo.reset()
+        for model in (teacher, student):
+            for layer in decoder_of(model).layers:  # type: ignore[union-attr]
+                layer.compile()
+    return plain_step(teacher, student, batch, torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True), compiled)
+
+
+def measured(name: str) -> Row:
+    """One candidate; in a function of its own, so that nothing of it outlives it."""
+    teacher, student = random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1).train()
+    batch = make_batch(BATCH, LENGTH, student.config.vocab_size)
+    step = (our_candidate if name.startswith("ours") else rival)(name, teacher, student, batch)
+    meter = Meter()
+    for number in range(WARM):
+        if number == WARM - 1:
+            meter.start()
+        loss = step(Clock())
+    steps = math.ceil(SECONDS / meter.stop(1)["ms"] * 1e3)
+    torch.cuda.reset_peak_memory_stats()
+    clocks = [Clock() for _ in range(steps)]
+    meter.start()
+    for clock in clocks:
+        clock.mark("start")
+        loss = step(clock)
+    result = meter.stop(steps)
+    phases = [clock.milliseconds() for clock in clocks]
+    split = [f"{phase} {statistics.median(each[phase] for each in phases):.1f}" for phase in phases[0]]
+    return Row(
+        case="fp8_step", shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens", candidate=name, ms=result["ms"],
+        peak_mib=result["peak_mib"], tokens_per_s=TOKENS / result["ms"] * 1e3,
+        note=", ".join([f"{result['joules']:.1f} J", *split, f"loss {float(loss):.4f}"]),
+    )  # fmt: skip
+
+
+def parts() -> list[Row]:
+    """Each kernel of the student's layers in fp8 with its bytes, each product with its operations and bf16's."""
+    hidden, inner, qkv = 2048, 8192, 3072
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    x, h, gate, up, w = draw(TOKENS, hidden), draw(TOKENS, inner), draw(TOKENS, inner), draw(TOKENS, inner), draw(
+        inner, hidden
+    )  # fmt: skip
+    dq = [draw(TOKENS, 2048), draw(TOKENS, 512), draw(TOKENS, 512)]
+    _, sw = fp8_train.quantize([draw(2 * inner, hidden)])
+    sw = sw.view(-1)
+    dy8, c = fp8_train.quantize([gate, up, h], "swiglu_backward", sw)
+    x8, sx = fp8_train.quantize([x])
+    small, token = sw[:qkv].contiguous(), c * sx
+    dq8, _ = fp8_train.quantize(dq, factor=small)
+    kernels: dict[str, tuple[Callable[[], object], int]] = {
+        "quantize x": (lambda: fp8_train.quantize([x]), 3 * x.numel()),
+        "quantize silu(gate) up": (lambda: fp8_train.quantize([gate, up], "swiglu"), 5 * h.numel()),
+        "quantize dq dk dv": (lambda: fp8_train.quantize(dq, factor=small), 3 * TOKENS * qkv),
+        "quantize dgate dup": (
+            lambda: fp8_train.quantize([gate, up, h], "swiglu_backward", sw), 8 * h.numel()
+        ),
+        "quantize w": (lambda: fp8_train.quantize([w]), 3 * w.numel()),
+        "transpose w": (lambda: fp8_train.transpose_weights([w], sw[:inner]), 3 * w.numel()),
+        "transpose x": (lambda: fp8_train.transpose_bytes(x8), 2 * x.numel()),
+        "dq dk dv by columns": (lambda: fp8_train.by_columns(dq8, token, small), 3 * TOKENS * qkv),
+        "dgate dup by columns": (lambda: fp8_train.by_columns(dy8, token, sw), 6 * h.numel()),
+    }  # fmt: skip
+    rows = []
+    times = time_in_turn({name: run for name, (run, _) in kernels.items()}, calls=10)
+    for name, (_, moved) in kernels.items():
+        rows.append(
+            Row("fp8_parts", f"{TOKENS} tokens, {STUDENT}", name, times[name], tb_per_s=moved / times[name] / 1e9)
+        )
+    # every product as [M, K] x [N, K]: M, N, K
+    shapes = {
+        "y, q k v": (TOKENS, qkv, hidden), "dx, q k v": (TOKENS, hidden, qkv), "dW, q k v": (qkv, hidden, TOKENS),
+        "y, gate": (TOKENS, inner, hidden), "dx, gate up": (TOKENS, hidden, 2 * inner),
+        "dW, gate up": (2 * inner, hidden, TOKENS), "y, down": (TOKENS, hidden, inner),
+        "dh, down": (TOKENS, inner, hidden), "dW, down": (hidden, inner, TOKENS),
+    }  # fmt: skip
+    for name, (m, n, k) in shapes.items():
+        a, b = draw(m, k), draw(n, k)
+        (a8, a_scale), (b8, b_scale) = fp8_train.quantize([a]), fp8_train.quantize([b])
+        runs = {
+            "fp8": lambda: torch._scaled_mm(  # noqa: B023
+                a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True  # noqa: B023
+            ),
+            "fp8, exact sums": lambda: torch._scaled_mm(  # noqa: B023
+                a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16  # noqa: B023
+            ),
+            "bf16": lambda: a @ b.t(),  # noqa: B023
+        }  # fmt: skip
+        times = time_in_turn(runs, calls=20)
+        exact = a8.float() @ b8.float().t() * a_scale * b_scale.t()
+        for label, ms in times.items():
+            error = {} if label == "bf16" else {"error": float((runs[label]().float() - exact).norm() / exact.norm())}  # type: ignore[attr-defined]
+            rows.append(Row(
+                "fp8_parts", f"{TOKENS} tokens, {STUDENT}", f"{name}: {label}", ms, error=error,
+                tflop_per_s=2 * m * n * k / ms / 1e9,
+            ))  # fmt: skip
+    return rows
+
+
+def run(quick: bool, only: str) -> list[Row]:
+    """`quick` leaves out what compiles; `only` is a part of a candidate's name, or "parts"."""
+    if only == "parts":
+        return parts()
+    rows = []
+    for name in CANDIDATES:
+        if only not in name or (quick and "compile" in name):
+            continue
+        try:
+            rows.append(measured(name))
+        except Exception as error:  # a rival that fails leaves the others' rows
+            if name.startswith("ours"):
+                raise
+            print(f"fp8_step: {name}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        print(f"{name:<36}{rows[-1].ms:8.1f} ms  {rows[-1].peak_mib or 0:8.0f} MiB  {rows[-1].note}", flush=True)
+    return rows
