@@ -1,4 +1,4 @@
-"""A student whose decoder's linear layers compute in fp8 while it trains; parameters, names and saving stay as they are.
+"""A student whose linear layers compute in fp8 while it trains; parameters, names and saving stay as they are.
 
 Only forwards are replaced, and only in training mode: a student is evaluated and answers as it will be used. Sizes that
 gain: a product of [M, K] and [K, N] takes M N K / rate, and quantising for it about M (N + K) / bandwidth, so that what
@@ -30,8 +30,8 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 def compute_in_fp8(model: nn.Module) -> int:
     """Have the linear layers of the decoder layers compute in fp8 in training mode, as `unpatch` undoes.
 
-    Call it after `patch` and after adapters are added (whose frozen base layers compute in fp8, and they do not), before
-    the model is sharded. On a GPU layers that are too small to gain are left; on a CPU, which only emulates, none are.
+    Call it after `patch` and after adapters are added (whose frozen base layers then compute in fp8), before the
+    model is sharded. On a GPU layers that are too small to gain are left; on a CPU, which only emulates, none are.
 
     Returns:
         How many layers.

@@ -14,6 +14,7 @@ With `--only parts`: the student's products and what quantises their operands, a
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
@@ -138,12 +139,12 @@ def parts() -> list[Row]:
         "dq dk dv by columns": (lambda: fp8_train.by_columns(dq8, token, small), 3 * TOKENS * qkv),
         "dgate dup by columns": (lambda: fp8_train.by_columns(dy8, token, sw), 6 * h.numel()),
     }  # fmt: skip
-    rows = []
+    shape = f"{TOKENS} tokens, {STUDENT}"
     times = time_in_turn({name: run for name, (run, _) in kernels.items()}, calls=10)
-    for name, (_, moved) in kernels.items():
-        rows.append(
-            Row("fp8_parts", f"{TOKENS} tokens, {STUDENT}", name, times[name], tb_per_s=moved / times[name] / 1e9)
-        )
+    rows = [
+        Row("fp8_parts", shape, name, times[name], tb_per_s=moved / times[name] / 1e9)
+        for name, (_, moved) in kernels.items()
+    ]
     # every product as [M, K] x [N, K]: M, N, K
     shapes = {
         "y, q k v": (TOKENS, qkv, hidden), "dx, q k v": (TOKENS, hidden, qkv), "dW, q k v": (qkv, hidden, TOKENS),
@@ -154,23 +155,19 @@ def parts() -> list[Row]:
     for name, (m, n, k) in shapes.items():
         a, b = draw(m, k), draw(n, k)
         (a8, a_scale), (b8, b_scale) = fp8_train.quantize([a]), fp8_train.quantize([b])
-        runs = {
-            "fp8": lambda: torch._scaled_mm(  # noqa: B023
-                a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True  # noqa: B023
-            ),
-            "fp8, exact sums": lambda: torch._scaled_mm(  # noqa: B023
-                a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16  # noqa: B023
-            ),
-            "bf16": lambda: a @ b.t(),  # noqa: B023
-        }  # fmt: skip
-        times = time_in_turn(runs, calls=20)
+        in_fp8 = functools.partial(
+            torch._scaled_mm, a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16
+        )
+        runs: dict[str, Callable[[], torch.Tensor]] = {
+            "fp8": functools.partial(in_fp8, use_fast_accum=True),
+            "fp8, exact sums": in_fp8,
+            "bf16": functools.partial(torch.mm, a, b.t()),
+        }
         exact = a8.float() @ b8.float().t() * a_scale * b_scale.t()
-        for label, ms in times.items():
-            error = {} if label == "bf16" else {"error": float((runs[label]().float() - exact).norm() / exact.norm())}  # type: ignore[attr-defined]
-            rows.append(Row(
-                "fp8_parts", f"{TOKENS} tokens, {STUDENT}", f"{name}: {label}", ms, error=error,
-                tflop_per_s=2 * m * n * k / ms / 1e9,
-            ))  # fmt: skip
+        for label, ms in time_in_turn(runs, calls=20).items():
+            error = {"error": float((runs[label]().float() - exact).norm() / exact.norm())}
+            rate = 2 * m * n * k / ms / 1e9
+            rows.append(Row("fp8_parts", shape, f"{name}: {label}", ms, error=error, tflop_per_s=rate))
     return rows
 
 
