@@ -49,6 +49,8 @@ WITH = {
         "schedule: [{setting: terms.1.weight, steps: [0, 9], values: [0, 1]}]}"
     ],
     "LoRA": ["student.lora={r: 2}"],
+    "fp8 student": ["student.compute=fp8"],
+    "compiled layers": ["train.compile=true"],
 }
 
 

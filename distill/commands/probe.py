@@ -34,6 +34,7 @@ def probe(recipe: Recipe) -> Measured:
     Raises:
         ValueError: no GPU here, or models that cannot be loaded.
     """
+    from distill.models.fp8_student import compute_in_fp8
     from distill.teachers.opening import opened_pair, patch_models
     from distill.training.trainer import DistillationTrainer
 
@@ -69,6 +70,8 @@ def probe(recipe: Recipe) -> Measured:
         trainer.remove_callback(PrinterCallback)
         patch_models(pair, context.attention)
         pair.teacher.quantise()
+        if recipe.student.compute == "fp8":
+            compute_in_fp8(pair.student)
         torch.cuda.reset_peak_memory_stats(device)
         trainer.train()
     second = next(logs for logs in trainer.state.log_history if logs["step"] == 2 and "seconds" in logs)

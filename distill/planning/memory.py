@@ -11,7 +11,8 @@ for PEFT's LoRA layers under autocast, each of which keeps its own (ours do not)
                     and g = 2 for PEFT's layers under autocast, else 1 and 1; 2 c I for an MLP without gate; row
                     statistics in fp32
       checkpointed  N L r H, and one layer of the above
-    weight copies   linear weights x c under autocast, kept for the backward
+      in fp8        N L (2 H normed inputs + (A + I) one byte each + c (3 A + 2 K) + 2 c I), for all but LoRA's
+    weight copies   linear weights x c under autocast, kept for the backward; none in fp8
     loss            the workspace that `distill_kernels` plans, the head's copy, and dW
     cached teacher  no weights but, of stored hidden states, the head; of N tokens what was stored, as it comes from
                     the disk and at its positions; K stored tokens have no logits: the workspace is the student's alone
@@ -61,12 +62,23 @@ class Memory(NamedTuple):
         return max(self.moments.values())
 
 
-def layer_activations(shape: Shape, *, compute: int, residual: int, autocast: bool, apart: bool = False) -> float:
-    """Bytes one layer keeps for its backward, a token; `apart`: each projection casts and keeps its own input."""
+def layer_activations(
+    shape: Shape, *, compute: int, residual: int, autocast: bool, apart: bool = False, fp8: bool = False
+) -> float:
+    """Bytes one layer keeps for its backward, a token.
+
+    Args:
+        apart: each projection casts and keeps its own input.
+        fp8: of inputs of its products one byte a number.
+    """
     normed = compute if autocast or residual == compute else residual
     attention = 2 * shape.query + (shape.query + 2 * shape.key_value)
     first, second = (3, 2 if shape.gated else 1) if autocast and apart else (1, 1)
     mlp = (3 if shape.gated else 2) * shape.intermediate
+    if fp8:
+        mlp -= shape.intermediate
+        in_bytes = 2 * shape.hidden + shape.query + shape.intermediate
+        return 2 * residual * shape.hidden + in_bytes + compute * (attention + mlp) + 4 * (shape.heads + 6)
     return (
         2 * residual * shape.hidden
         + normed * (first + second) * shape.hidden
@@ -109,10 +121,11 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
 
     # our LoRA layers keep each input once, as it is; PEFT's keep a copy of each adapted input, in fp32 without autocast
     ours = lora and weight == compute and not (recipe.student.lora and recipe.student.lora.dropout)
+    fp8 = recipe.student.compute == "fp8"
     one_layer = tokens * layer_activations(
-        student, compute=compute, residual=weight, autocast=autocast and not ours, apart=lora
+        student, compute=compute, residual=weight, autocast=autocast and not ours, apart=lora, fp8=fp8 and not lora
     )
-    if not ours:
+    if (fp8 and lora) or not ours:
         one_layer += tokens * student.adapted / student.layers * (compute if autocast else 4)
     elif student.gated:  # the input of the projection down is made again
         one_layer -= tokens * student.intermediate * compute
@@ -123,7 +136,7 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     again = one_layer if checkpointed else 0.0
     # gradients inside one layer: of the MLP's three wide tensors, and of the stream
     inside = tokens * (compute * 3 * student.intermediate + 2 * weight * student.hidden)
-    copies = 0.0 if lora or not autocast else student.linear * compute / share
+    copies = 0.0 if lora or fp8 or not autocast else student.linear * compute / share
 
     head_trained = not lora
     columns = columns if soft else student.vocabulary

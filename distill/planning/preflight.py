@@ -23,6 +23,7 @@ from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.core.worlds import require_teacher_ranks
 from distill.data.sources import STDLIB, local_path, missing_source
+from distill.models.fp8_student import fp8_problem
 from distill.models.meta import meta_config, sizes_of
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
@@ -137,6 +138,12 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
         situation.accumulation, tokens, recipe.train.steps,
     )  # fmt: skip
     report.problems += source.problems(cuda=device.cuda, sharded=sharing.teacher_sharded, family=device.family)
+    if recipe.student.compute == "fp8":
+        report.problems += [problem] if (problem := fp8_problem(recipe.student, device.family)) else []
+        report.notes.append(
+            "student.compute: fp8: linear layers large enough to gain, but not the head; the run measures and prints "
+            "what it does to the loss and to the gradients"
+        )
     _check_lengths(situation, report)
     models = {"teacher": source.config_section, "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]

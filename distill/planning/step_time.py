@@ -3,7 +3,8 @@
     seconds = (student's FLOPs + recomputed ones) / rate + max(teacher's FLOPs / rate, bytes moved / bus)
     with ranks of its own for the teacher: the larger of the student's and the teacher's, each at the rate of its ranks
 
-`rate` is half of the GPUs' dense bf16 peak; for a teacher in fp8, 36 % of their dense fp8 peak.
+`rate` is half of the GPUs' dense bf16 peak; for a teacher in fp8, and for the decoder of a student that computes in it,
+36 % of their dense fp8 peak.
 Where a rate is not known there is no time rather than a guess.
 """
 
@@ -59,10 +60,12 @@ def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepT
     rate = device.flops * SUSTAINED
     sections = situation.source.sections.values()
     in_fp8 = bool(sections) and all(section.dtype == "fp8" for section in sections)
-    peak = device.card.fp8 if in_fp8 and device.card is not None else None
-    teachers_rate = rate if peak is None else peak * 1e12 * SUSTAINED_FP8
+    peak = device.card.fp8 if device.card is not None else None
+    rate_in_fp8 = rate if peak is None else peak * 1e12 * SUSTAINED_FP8
+    teachers_rate = rate_in_fp8 if in_fp8 else rate
     apart = recipe.parallel.teacher_ranks
-    students, teachers = (of_student + again) / rate / situation.world, of_teacher / teachers_rate
+    saved = student.token * tokens.tokens * (1 / rate - 1 / rate_in_fp8) * (recipe.student.compute == "fp8")
+    students, teachers = ((of_student + again) / rate - saved) / situation.world, of_teacher / teachers_rate
     if apart is not None:
         return StepTime(flops, max(students, teachers / apart))
     return StepTime(flops, students + max(teachers / situation.world, moved / bus if bus else 0.0))

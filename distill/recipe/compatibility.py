@@ -45,6 +45,8 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "running average": lambda recipe: recipe.teacher.ema is not None,
     "teacher for some steps": lambda recipe: recipe.loss.leaves_the_teacher_out,
     "LoRA": lambda recipe: recipe.student.lora is not None,
+    "fp8 student": lambda recipe: recipe.student.compute == "fp8",
+    "compiled layers": lambda recipe: recipe.train.compile,
 }
 
 
@@ -184,6 +186,10 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         "running average", "sharded teacher",
         "teacher.ema: a running average cannot be sharded; set parallel.teacher to copied",
+    ),
+    Conflict(
+        "fp8 student", "compiled layers",
+        "train.compile: not with student.compute: fp8, which brings kernels of its own for what would be compiled",
     ),
     Conflict(
         "mixture", "plugin",

@@ -304,11 +304,15 @@ class Student(ModelSection):
         lora: train adapters instead of all weights.
         vocabulary: `keep`; `extend` by the tokens that only the teacher has; or `cross`: the student keeps a tokenizer
             that is not the teacher's, and both are compared wherever their tokens end at the same byte.
+        compute: `fp8` for the products of the linear layers but the head while it trains, forward and backward, on a
+            GPU that has them: weights keep their dtype, evaluations and answers are not in fp8. What it does to the
+            loss and to the gradients is measured on one batch and printed. `auto` is `train.precision`.
     """
 
     from_teacher: FromTeacher | None = None
     lora: Lora | None = None
     vocabulary: Literal["keep", "extend", "cross"] = "keep"
+    compute: Literal["auto", "fp8"] = "auto"
 
     @property
     def is_cut(self) -> bool:
@@ -325,6 +329,7 @@ class Student(ModelSection):
         if self.dtype in EIGHT_BITS:
             raise ValueError(
                 f"dtype: {self.dtype} is for teachers; a student is trained in float32, bfloat16 or float16"
+                + ", and may compute in fp8 (student.compute)" * (self.dtype == "fp8")
             )
         return self
 

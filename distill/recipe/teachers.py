@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 from distill.recipe.data import Data
 from distill.recipe.loss import Loss
 from distill.recipe.models import Student, Teacher, WeightedTeacher
-from distill.recipe.train import Parallel
+from distill.recipe.train import Parallel, Train
 
 Kind = Literal["model", "cache", "keep", "server", "ranks", "mixture", "routed", "cross", "context"]
 CHECKPOINT = ("model", "init", "config", "revision", "trust_remote_code")  # fields that say which model it is
@@ -21,6 +21,7 @@ class Sections(Protocol):
     student: Student
     data: Data
     loss: Loss
+    train: Train
     parallel: Parallel
 
 

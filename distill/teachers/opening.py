@@ -14,6 +14,7 @@ from distill.core.ranks import is_first
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
 from distill.models.cards import family_in, path_of, runs_our_kernels
+from distill.models.fp8_student import fp8_problem
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
 from distill.models.packed import keeps_apart
@@ -79,6 +80,8 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContex
     for problem in source.problems(
         cuda=device.type == "cuda", sharded=context.sharing.teacher_sharded, family=family_in(device)
     ):
+        raise ValueError(problem)
+    if problem := fp8_problem(section, family_in(device)):
         raise ValueError(problem)
     teacher = source.open(context, vocabulary)
     without_lora = section.model_copy(update={"lora": None})

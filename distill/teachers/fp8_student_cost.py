@@ -1,0 +1,63 @@
+"""What `student.compute: fp8` does to the loss and to the gradients, on one real batch.
+
+Every product of the decoder is rounded, so that gradients are off by more than the 4 % of one product, each time by
+something else: noise, beside that of drawing batches. The run's held-out figures, which are not in fp8, judge it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distill.models.fp8_student import compute_in_fp8
+from distill.teachers.base import Batch
+from distill.teachers.objective import DistillationObjective
+
+
+def compute_and_measure(
+    objective: DistillationObjective, batch: Batch, autocast: torch.dtype | None, *, checkpointed: bool, sharded: bool
+) -> str:
+    """Have the student compute in fp8, and say in a line by how much that moves its loss and gradients.
+
+    Args:
+        objective: of the run; its student patched, with its adapters, before it is sharded.
+        batch: collated, on the device.
+        autocast: what is computed in otherwise; None for the weights' own dtype.
+        checkpointed: whether to keep as few activations as a run with gradient checkpointing does.
+        sharded: the student will be cut over the ranks, and gradients of all of it may not fit: nothing is measured.
+
+    Raises:
+        ValueError: no layer of the student gains.
+    """
+    student: Any = objective.student
+    if sharded:
+        layers = compute_in_fp8(student)
+        return f"{'fp8':<12}student: {layers} linear layers compute in it; in shards, so that the cost is not measured"
+    inputs = objective.compare(batch)
+    weights = [p for p in student.parameters() if p.requires_grad]
+    device, training = weights[0].device, student.training
+
+    def loss_and_gradients() -> tuple[float, list[torch.Tensor]]:
+        devices = [device] if device.type == "cuda" else []
+        in_dtype = torch.autocast(device.type, autocast, enabled=autocast is not None)
+        with torch.random.fork_rng(devices), in_dtype:
+            torch.manual_seed(0)
+            loss = student(**inputs)["loss"]
+            return loss.item(), list(torch.autograd.grad(loss, weights, materialize_grads=True))
+
+    student.train()
+    if checkpointed:
+        student.gradient_checkpointing_enable({"use_reentrant": False})
+    loss, gradients = loss_and_gradients()
+    layers = compute_in_fp8(student)
+    loss_in_fp8, in_fp8 = loss_and_gradients()
+    if checkpointed:
+        student.gradient_checkpointing_disable()
+    student.train(training)
+    torch._foreach_sub_(in_fp8, gradients)
+    off, size = (torch.stack(torch._foreach_norm(tensors)).double().norm() for tensors in (in_fp8, gradients))
+    return (
+        f"{'fp8':<12}student: {layers} linear layers compute in it, the head as it was; on one batch loss "
+        f"{loss_in_fp8:.4f}, before {loss:.4f}, gradient off by {float(off / size):.1%}"
+    )
