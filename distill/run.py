@@ -65,7 +65,6 @@ from distill.reports.model_card import licence_of, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
 from distill.serving.ranks import answer_ranks, worlds_of
 from distill.teachers.base import OpenContext, TeacherSource
-from distill.teachers.fp8_student_cost import compute_and_measure
 from distill.teachers.identity import model_name
 from distill.teachers.opening import Pair, compile_models, opened_pair, patch_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
@@ -215,12 +214,7 @@ def _run(
         patch_models(pair, attention)
     first = _first_held_out(trainer, splits, arguments.per_device_train_batch_size)
     proof = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
-    if recipe.student.compute == "fp8":
-        proof.append(compute_and_measure(
-            trainer.objective, first, precision.autocast, checkpointed=recipe.train.gradient_checkpointing,
-            sharded=sharing.student_sharded,
-        ))  # fmt: skip
-    proof += first_look(trainer, first, splits.train, recipe.data)
+    proof += first_look(trainer, first, splits.train, recipe)
     if recipe.train.compile:
         compile_models(pair)
     trainer.on_policy = on_policy_of(

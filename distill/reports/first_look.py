@@ -1,4 +1,5 @@
-"""What is looked at before a run trains: does the teacher say what the data say, and is there room for answers."""
+"""What is looked at before a run trains: does the teacher say what the data say, is there room for answers, and what
+does fp8 cost the student, which computes in it from then on."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, shift_labels, within_documents
 from distill.generation.documents import documents_of
-from distill.recipe import Data
+from distill.recipe import Data, Recipe
 from distill.teachers.base import Batch, Collate
+from distill.teachers.fp8_student_cost import compute_and_measure
 from distill.teachers.objective import DistillationObjective
 from distill.training.trainer import DistillationTrainer
 
@@ -19,11 +21,16 @@ FEW = 0.1  # a teacher that agrees with the data's answers less often than this 
 
 
 def first_look(
-    trainer: DistillationTrainer, batch: Batch, rows: Sequence[Mapping[str, Sequence[int]]], data: Data
+    trainer: DistillationTrainer, batch: Batch, rows: Sequence[Mapping[str, Sequence[int]]], recipe: Recipe
 ) -> list[str]:
     """The lines on a trainer's first held-out batch and on its training rows."""
-    fits = room_for_answers(rows, trainer.data_collator, data)  # type: ignore[arg-type]
-    return agreement_with_data(trainer.objective, batch) + fits
+    cost = []
+    if recipe.student.compute == "fp8":
+        checkpointed, sharded = recipe.train.gradient_checkpointing, trainer.is_fsdp_enabled
+        autocast = trainer.accelerator.autocast
+        cost = [compute_and_measure(trainer.objective, batch, autocast, checkpointed=checkpointed, sharded=sharded)]
+    fits = room_for_answers(rows, trainer.data_collator, recipe.data)  # type: ignore[arg-type]
+    return cost + agreement_with_data(trainer.objective, batch) + fits
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ something else: noise, beside that of drawing batches. The run's held-out figure
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,14 +18,15 @@ from distill.teachers.objective import DistillationObjective
 
 
 def compute_and_measure(
-    objective: DistillationObjective, batch: Batch, autocast: torch.dtype | None, *, checkpointed: bool, sharded: bool
-) -> str:
+    objective: DistillationObjective, batch: Batch, autocast: Callable[[], AbstractContextManager[object]], *,
+    checkpointed: bool, sharded: bool,
+) -> str:  # fmt: skip
     """Have the student compute in fp8, and say in a line by how much that moves its loss and gradients.
 
     Args:
         objective: of the run; its student patched, with its adapters, before it is sharded.
         batch: collated, on the device.
-        autocast: what is computed in otherwise; None for the weights' own dtype.
+        autocast: what the run's forwards are in.
         checkpointed: whether to keep as few activations as a run with gradient checkpointing does.
         sharded: the student will be cut over the ranks, and gradients of all of it may not fit: nothing is measured.
 
@@ -40,8 +43,7 @@ def compute_and_measure(
 
     def loss_and_gradients() -> tuple[float, list[torch.Tensor]]:
         devices = [device] if device.type == "cuda" else []
-        in_dtype = torch.autocast(device.type, autocast, enabled=autocast is not None)
-        with torch.random.fork_rng(devices), in_dtype:
+        with torch.random.fork_rng(devices), autocast():
             torch.manual_seed(0)
             loss = student(**inputs)["loss"]
             return loss.item(), list(torch.autograd.grad(loss, weights, materialize_grads=True))
