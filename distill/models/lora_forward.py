@@ -28,7 +28,18 @@ def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) ->
     weights = None if args or kwargs else _plain(self, x)
     if weights is None:
         return type(self).forward(self, x, *args, **kwargs)
-    return lora_linear(x.to(weights[0].dtype), *weights)
+    weight, _, a, b, scale = weights
+    if not _has_own_forward(self):
+        return lora_linear(x.to(weight.dtype), *weights)
+    y = self.get_base_layer()(x)  # the tensor that its siblings get too
+    low = torch.mm(x.reshape(-1, x.shape[-1]).to(weight.dtype), a.t().to(weight.dtype))
+    return torch.addmm(y.view(-1, y.shape[-1]), low, b.t().to(weight.dtype), alpha=scale).view(y.shape)
+
+
+def _has_own_forward(layer: Any) -> bool:
+    """Whether the layer inside computes otherwise than by its weight's dtype while it trains: in fp8."""
+    base = layer.get_base_layer()
+    return base.training and "forward" in base.__dict__
 
 
 def down_of_gated(down: Any, gated: Callable[..., torch.Tensor], *parts: torch.Tensor) -> torch.Tensor:
@@ -37,7 +48,7 @@ def down_of_gated(down: Any, gated: Callable[..., torch.Tensor], *parts: torch.T
     hooked = down._forward_hooks or down._forward_pre_hooks
     if ours and not hooked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         weights = _plain(down, parts[0])
-        if weights is not None and parts[0].dtype == weights[0].dtype:
+        if weights is not None and not _has_own_forward(down) and parts[0].dtype == weights[0].dtype:
             return lora_linear_of(gated, parts, *weights)
     return down(gated(*parts))
 
@@ -47,8 +58,6 @@ def _plain(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, float] | None:
     """Weight, bias, A, B and scale, where the layer is the plain case."""
     name, base = _only_adapter(layer), layer.get_base_layer()
-    if base.training and "forward" in base.__dict__:  # it computes in fp8
-        return None
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if name is None or base.weight.dtype != dtype or type(base.weight) is not nn.Parameter:
