@@ -14,11 +14,7 @@ from scripts import house
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 20
-<<<<<<< HEAD
-MOST_LINES = {"distill": 37_900, "kernels": 12_400}
-=======
-MOST_LINES = {"distill": 36_821, "kernels": 12_201}
->>>>>>> 917697c (The house's bounds with what trains in fp8)
+MOST_LINES = {"distill": 37_900, "kernels": 12_460}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 600}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
