@@ -286,9 +286,9 @@ def bench(
 
     without_bars()
     with console.working("timing"):
-        rows, length = resolved.train.batch_size, resolved.data.max_length
+        size, length = resolved.train.batch_size, resolved.data.max_length
         found = bench_step(
-            models, lambda words: make_batch(rows, length, words), resolved.loss, variants=chosen, steps=steps
+            models, lambda words: make_batch(size, length, words), resolved.loss, variants=chosen, steps=steps
         )
     if as_json:
         say_json(found)

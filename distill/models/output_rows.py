@@ -14,7 +14,7 @@ of no form that `residual_norms.py` knows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,22 @@ class OutputRows:
 
     def __init__(self, layer: nn.Module, rows: torch.Tensor) -> None:
         self.layer, self.rows = layer, rows
+
+
+def mark(decoder: nn.Module, layer: Any, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
+    """Have the decoder's last layer, one of `residual_norms.py`, compute some rows where it is asked to.
+
+    Args:
+        undo: gets what takes it back.
+        verdicts: of `PatchReport`: what was tried on a model of the same parts, and what is tried here.
+    """
+    if not hasattr(layer.self_attn, "o_proj") or sum(p.numel() for p in row_parameters(layer)) < WIDEST_LEFT:
+        return
+    if "output_rows" not in verdicts and not any(parameter.is_meta for parameter in decoder.parameters()):
+        verdicts["output_rows"] = computes_rows(decoder, layer)
+    if verdicts.get("output_rows"):
+        decoder.__dict__[MARK] = layer
+        undo.append(lambda: decoder.__dict__.pop(MARK, None))
 
 
 def output_rows(decoder: nn.Module, rows: torch.Tensor | None, tokens: int) -> dict[str, OutputRows]:
@@ -109,7 +125,8 @@ class _Pick(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _put(upstream, *ctx.saved_tensors, ctx.shape), None
+        (rows,) = ctx.saved_tensors
+        return _put(upstream, rows, ctx.shape), None
 
 
 class _PutBack(torch.autograd.Function):

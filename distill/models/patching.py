@@ -216,21 +216,7 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
             report.swapped["residual_norm"] += 1
             fused.append(layer)
     if fused and find_layers(model)[1][-1] is fused[-1]:
-        _mark_output_layer(model, fused[-1], undo, verdicts)
-
-
-def _mark_output_layer(model: nn.Module, layer: Any, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
-    """Have the decoder's last layer compute some rows where it is asked to; see `output_rows.py`."""
-    decoder = decoder_of(model)
-    if not hasattr(layer.self_attn, "o_proj"):
-        return
-    if sum(p.numel() for p in output_rows.row_parameters(layer)) < output_rows.WIDEST_LEFT:
-        return
-    if "output_rows" not in verdicts and not any(parameter.is_meta for parameter in model.parameters()):
-        verdicts["output_rows"] = output_rows.computes_rows(decoder, layer)
-    if verdicts.get("output_rows"):
-        decoder.__dict__[output_rows.MARK] = layer
-        undo.append(lambda: decoder.__dict__.pop(output_rows.MARK, None))
+        output_rows.mark(decoder_of(model), fused[-1], undo, verdicts)
 
 
 def _swap_attention(model: nn.Module, backend: str, undo: list[Callable[[], None]], report: PatchReport) -> None:

@@ -81,8 +81,8 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContex
         cuda=device.type == "cuda", sharded=context.sharing.teacher_sharded, family=family_in(device)
     ):
         raise ValueError(problem)
-    if problem := fp8_problem(section, family_in(device)):
-        raise ValueError(problem)
+    if refusal := fp8_problem(section, family_in(device)):
+        raise ValueError(refusal)
     teacher = source.open(context, vocabulary)
     without_lora = section.model_copy(update={"lora": None})
     layer_indices, dtype = None, context.precision.student
