@@ -42,8 +42,15 @@ def _has_own_forward(layer: Any) -> bool:
     return base.training and "forward" in base.__dict__
 
 
-def down_of_gated(down: Any, gated: Callable[..., torch.Tensor], *parts: torch.Tensor) -> torch.Tensor:
-    """`down(gated(*parts))`, the input of a LoRA layer made again in the backward in place of being kept."""
+def down_of_gated(
+    down: Any, gated: Callable[..., torch.Tensor], *parts: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`down(gated(*parts))`, the input of a LoRA layer made again in the backward in place of being kept; added to
+    `residual`, where there is one, which is overwritten where no gradient is asked for."""
+    if residual is not None and not torch.is_grad_enabled():
+        return _add_product(down, gated(*parts), residual)
+    if residual is not None:
+        return residual + down_of_gated(down, gated, *parts)
     ours = getattr(down.__dict__.get("forward"), "__func__", None) is lora_forward
     hooked = down._forward_hooks or down._forward_pre_hooks
     if ours and not hooked and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -51,6 +58,18 @@ def down_of_gated(down: Any, gated: Callable[..., torch.Tensor], *parts: torch.T
         if weights is not None and not _has_own_forward(down) and parts[0].dtype == weights[0].dtype:
             return lora_linear_of(gated, parts, *weights)
     return down(gated(*parts))
+
+
+def _add_product(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    """`residual + layer(x)`, within the product where that is plain."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
+    if type(layer) is nn.Linear and layer.bias is None and not (hooks or torch.compiler.is_compiling()):
+        plain = type(layer.weight) is nn.Parameter and type(residual) is torch.Tensor and residual.is_contiguous()
+        same = x.dtype == residual.dtype == layer.weight.dtype
+        if plain and same and not torch.is_autocast_enabled(x.device.type):
+            residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), layer.weight.t())
+            return residual
+    return residual + layer(x)
 
 
 def _plain(

@@ -39,15 +39,8 @@ from distill.models.lora_forward import down_of_gated, is_lora_linear, lora_forw
 from distill.models.packed import keeps_apart
 from distill.models.padding import hidden_of_padded
 from distill.models.pruning import find_layers
-from distill.models.residual_norms import (
-    LAYER_FORWARDS,
-    add_product,
-    fusable_layers,
-    is_close,
-    layer_matches,
-    takes_residual,
-)
-from distill.models.shared_input import GROUP, groups_of, projection_forward, sharing_forward
+from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches, takes_residual
+from distill.models.shared_input import GROUP, groups_of
 
 log = logging.getLogger(__name__)
 
@@ -202,10 +195,10 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
             replace_forward(module, _with_our_rotary(rotary), undo)
             report.swapped["rope"] += 1
     for module, group in list(groups_of(model)) if role == "student" else []:  # a teacher has no gradients to share
-        for member in (module, *group.layers.values()):
+        for member, ours in group.forwards(module):
             member.__dict__[GROUP] = group
             undo.append(functools.partial(member.__dict__.pop, GROUP, None))
-            replace_forward(member, sharing_forward(module) if member is module else projection_forward, undo)
+            replace_forward(member, ours, undo)
         report.swapped["shared_input"] += 1
     fused = []
     for kind, layer in fusable_layers(model):
@@ -344,11 +337,7 @@ def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Calla
 
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         parts = [getattr(self, name)(x) for name in (gate_name, up_name) if name is not None]
-        down = getattr(self, down_name)
-        if residual is not None and not torch.is_grad_enabled():
-            return add_product(down, gated(*parts), residual)
-        out = down_of_gated(down, gated, *parts)
-        return out if residual is None else residual + out
+        return down_of_gated(getattr(self, down_name), gated, *parts, residual=residual)
 
     return forward
 

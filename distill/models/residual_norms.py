@@ -53,18 +53,6 @@ def _attend(
         return layer.self_attn(hidden_states=normed, **kwargs)[0], pick(hidden_states, rows), dtype
 
 
-def add_product(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-    """`residual + layer(x)` for inference: within the product where that is plain, which overwrites `residual`."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
-    if type(layer) is nn.Linear and layer.bias is None and not (hooks or torch.compiler.is_compiling()):
-        plain = type(layer.weight) is nn.Parameter and type(residual) is torch.Tensor and residual.is_contiguous()
-        same = x.dtype == residual.dtype == layer.weight.dtype
-        if plain and same and not torch.is_autocast_enabled(x.device.type):
-            residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), layer.weight.t())
-            return residual
-    return residual + layer(x)
-
-
 def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         rows = rows_of(self, kwargs)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from distill_kernels.matmul.fp8 import SIBLINGS
@@ -37,6 +36,11 @@ class SharedInput:
         self.wasted = False  # an output was made that nobody took: the module calls its projections in another way
         self._source: tuple[torch.Tensor, int, torch.dtype] | None = None
         self._outputs: dict[nn.Module, torch.Tensor] = {}
+
+    def forwards(self, module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+        """What takes the place of whose forward, where these are the projections of `module`."""
+        yield module, sharing_forward(module)
+        yield from ((layer, projection_forward) for layer in self.layers.values())
 
     def is_intact(self, module: nn.Module) -> bool:
         """Whether `module` still calls these projections, as they are: none is wrapped (an adapter) or replaced."""
@@ -91,7 +95,7 @@ def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, SharedInput]]:
                 break
 
 
-def projection_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """What takes the place of a sibling projection's forward."""
     if not torch.compiler.is_compiling():
         group = self.__dict__[GROUP]
@@ -102,12 +106,12 @@ def projection_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x, self.weight, self.bias)
 
 
-def sharing_forward(module: nn.Module) -> Callable[..., Any]:
+def sharing_forward(module: nn.Module) -> Callable[..., object]:
     """What takes the place of the forward of a module with such projections: the same, with its group open."""
-    inner = module.forward.__func__  # type: ignore[attr-defined]
+    inner: Callable[..., object] = module.forward.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(inner)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return inner(self, *args, **kwargs)
         group = self.__dict__[GROUP]
