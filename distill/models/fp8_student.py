@@ -151,10 +151,11 @@ class _Siblings:
         return forward
 
 
-def _mlp_forward(before: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def forward(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+def _mlp_forward(before: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(mlp: Any, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if not mlp.training:
-            return before(x)
-        return fp8_swiglu_mlp(_cast(x), *(getattr(mlp, name).weight for name in GATED))
+            return before(x, *residual)
+        out = fp8_swiglu_mlp(_cast(x), *(getattr(mlp, name).weight for name in GATED))
+        return residual[0] + out if residual else out
 
     return forward
