@@ -112,17 +112,33 @@ def test_an_evaluation_waits_for_what_is_drawn(tmp_path, monkeypatch):
     assert made.state.global_step == 2
 
 
-def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(monkeypatch):
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(tmp_path, monkeypatch, kind):
+    """Also after it took other weights, and from a checkpoint; siblings are one product each."""
     monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
-    student = tiny_model(dtype=torch.float64)
+    student = tiny_model(kind=kind, dtype=torch.float64)
     prompts = [row["input_ids"][:4] for row in pairs(6)]
-    expected = DecodeLoop(student, EngineSettings(2, [])).generate(prompts, max_new_tokens=6)
     patch(student, "student", attention=None)
-    copied = Snapshot(student).model
-    ours = [module for module in copied.modules() if "forward" in module.__dict__]
-    assert len(ours) == len([module for module in student.modules() if "forward" in module.__dict__]) > 0
-    assert all(module.forward.__self__ is module for module in ours)
-    assert DecodeLoop(copied, EngineSettings(2, [])).generate(prompts, max_new_tokens=6).tokens == expected.tokens
+    copied, again = Snapshot(student), Snapshot(student)
+    layers = [module for module in copied.model.modules() if type(module) is torch.nn.Linear]
+    joined = [layer for layer in layers if "forward" in layer.__dict__]
+    assert len(joined) == 5 * 2 and len(layers) == 7 * 2 + 1
+    calls, linear = [], torch.nn.functional.linear
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(1 + 0.5 * torch.rand_like(parameter))
+    copied.take(student, 7)
+    copied.save(tmp_path)
+    again.restore(tmp_path)
+    assert again.step == 7
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: calls.append(1) or linear(*a))
+    copied.model(input_ids=torch.tensor(prompts[:1]))
+    assert len(calls) == 4 * 2 + 1
+    expected, *got = (
+        DecodeLoop(model, EngineSettings(2, [])).generate(prompts, max_new_tokens=6).tokens
+        for model in (student, copied.model, again.model)
+    )
+    assert got == [expected, expected]
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from distill.models.cards import runs_our_kernels
+from distill.models.joined import join_siblings
 from distill.models.patching import UNDO, patch
 
 FILE, STEP = "answers_from.safetensors", "step"  # of a checkpoint
@@ -31,6 +32,7 @@ class Snapshot:
             for name in ("forward", UNDO):
                 module.__dict__.pop(name, None)
         if runs_our_kernels(next(self.model.parameters()).device):
+            join_siblings(self.model)
             patch(self.model, "teacher", attention=None, log_it=False)
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
@@ -46,7 +48,9 @@ class Snapshot:
     def save(self, checkpoint: Path) -> None:
         """Write it into a checkpoint's folder."""
         own = dict(self.model.named_parameters())
-        save_file({STEP: torch.tensor(self.step)} | {name: own[name] for name in self._trained}, checkpoint / FILE)
+        # safetensors takes no tensors that share memory
+        weights = {name: own[name].detach().to("cpu", copy=True) for name in self._trained}
+        save_file({STEP: torch.tensor(self.step)} | weights, checkpoint / FILE)
 
     @torch.no_grad()
     def restore(self, checkpoint: Path) -> None:
