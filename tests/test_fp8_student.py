@@ -1,5 +1,6 @@
 """A student's products in fp8: kernels against their references, gradients against the formula in fp64, training."""
 
+import copy
 import re
 import shutil
 
@@ -173,6 +174,12 @@ def test_a_model_trains_in_fp8_and_is_evaluated_as_it_is(adapters, monkeypatch):
     assert 0.05 < relative_error(ours, theirs) < 0.5
     again = gradients_of(model, ids, checkpointed=True)
     assert torch.equal(again[0], loss) and all(map(torch.equal, again[1], gradients))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert torch.equal(copied.eval()(input_ids=ids).logits, before), "a copy reads the weights of what it was made of"
+    assert all(map(torch.equal, gradients_of(copied, ids)[1], gradients))
     unpatch(model)
     assert not [name for name, module in model.named_modules() if "forward" in module.__dict__]
     with pytest.raises(ValueError, match=r"student\.compute: fp8 expected linear layers with sizes divisible by 16"):

@@ -7,6 +7,7 @@ counts is N K / (N + K), with N over all layers that read the same input. On an 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from distill.models.residual_norms import is_close
 from distill.recipe import Student
 
 GAINS_FROM = 512  # N K / (N + K)
+GROUP = "_distill_fp8_siblings"
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -60,8 +62,10 @@ def compute_in_fp8(model: nn.Module) -> int:
         )
     for group in groups:
         siblings = _Siblings(group)
-        for place, linear in enumerate(group):
-            replace_forward(linear, siblings.forward_of(place), undo)
+        for linear in group:
+            linear.__dict__[GROUP] = siblings
+            replace_forward(linear, _linear_forward, undo)
+            undo.append(functools.partial(linear.__dict__.pop, GROUP))
     computed = {linear for group in groups for linear in group}
     verdicts: dict[Any, bool] = {}
     for module in model.modules():
@@ -71,7 +75,7 @@ def compute_in_fp8(model: nn.Module) -> int:
             if key not in verdicts:
                 verdicts[key] = _is_swiglu(module)
             if verdicts[key]:
-                replace_forward(module, _mlp_forward(module.forward), undo)
+                replace_forward(module, _mlp_forward(module), undo)
     return len(computed)
 
 
@@ -124,37 +128,45 @@ def _cast(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Siblings:
-    """Layers that read the same input, one after another: the first that is called computes all of them."""
+    """Layers that read the same input, one after another: the first that is called computes all of them.
+
+    It is an attribute of each of them, so that copies of a model have their own.
+    """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
         self.source: weakref.ref[torch.Tensor] | None = None
-        self.outputs: dict[int, torch.Tensor] = {}
+        self.outputs: dict[nn.Linear, torch.Tensor] = {}
 
     def forget(self, source: weakref.ref[torch.Tensor]) -> None:
         if source is self.source:  # a sibling was never called, and now cannot be
             self.source, self.outputs = None, {}
 
-    def forward_of(self, place: int) -> Callable[..., torch.Tensor]:
-        def forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
-            if not linear.training:
-                return nn.Linear.forward(linear, x)
-            if self.source is None or self.source() is not x or place not in self.outputs:
-                made = fp8_linears(_cast(x), *(layer.weight for layer in self.layers))
-                self.outputs = dict(enumerate(made))
-                self.source = weakref.ref(x, self.forget)
-            y = self.outputs.pop(place)
-            if not self.outputs:
-                self.source = None
-            return y if linear.bias is None else y + linear.bias.to(y.dtype)
-
-        return forward
+    def output_of(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if self.source is None or self.source() is not x or linear not in self.outputs:
+            made = fp8_linears(_cast(x), *(layer.weight for layer in self.layers))
+            self.outputs = dict(zip(self.layers, made, strict=True))
+            self.source = weakref.ref(x, self.forget)
+        y = self.outputs.pop(linear)
+        if not self.outputs:
+            self.source = None
+        return y
 
 
-def _mlp_forward(before: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _linear_forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    if not linear.training:
+        return nn.Linear.forward(linear, x)
+    y = linear.__dict__[GROUP].output_of(linear, x)
+    return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+
+def _mlp_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
+    before = getattr(module.forward, "__func__", type(module).forward)
+
     def forward(mlp: Any, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if not mlp.training:
-            return before(x, *residual)
+            output: torch.Tensor = before(mlp, x, *residual)
+            return output
         out = fp8_swiglu_mlp(_cast(x), *(getattr(mlp, name).weight for name in GATED))
         return residual[0] + out if residual else out
 
