@@ -118,6 +118,17 @@ ours.decode_attention(t(1, 8, 1, 64), t(1, 2, 4096, 64), t(1, 2, 4096, 64), torc
 """,
         {"_forward_kernel", "_backward_kernel", "_column_sums_kernel", "_chunk_kernel", "_combine_kernel"},
     ),
+    "layers that train in fp8": (
+        """
+from distill_kernels.matmul import fp8_train
+fp8_train._product = lambda a, s, b, t: torch.ones(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+x = t(64, 2048)
+for y in fp8_train.fp8_linears(x, t(2048, 2048), t(512, 2048), t(512, 2048, dtype=torch.float32)):
+    y.sum().backward(retain_graph=True)
+fp8_train.fp8_swiglu_mlp(x, t(18944, 2048), t(18944, 2048), t(2048, 18944)).sum().backward()
+""",
+        {"_quantize_kernel", "_transpose_kernel", "_column_maxima_kernel"},
+    ),
     "attention in parts": (
         """
 q, k = t(1, 1, 2048, 128), t(1, 1, 2048, 128)

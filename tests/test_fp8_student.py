@@ -1,17 +1,26 @@
 """A student's products in fp8: kernels against their references, gradients against the formula in fp64, training."""
 
 import copy
+import itertools
+import os
 import re
 import shutil
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from distill_kernels.matmul import fp8_train
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
 from helpers import relative_error
 from test_fp8 import _interpreter_rounds_to_fp8  # noqa: F401
 from tiny import tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import run_as_two
 
 from distill.models import fp8_student
 from distill.models.adapters import add_lora
@@ -234,6 +243,38 @@ def test_what_a_recipe_may_ask(workplace):
     assert 0.8 < narrow.memory.parts["activations"] / plain.memory.parts["activations"] < 0.95
 
 
+def gradients_on_ranks():
+    """What two ranks make of a row each, under DDP and in shards, from checkpoints too."""
+    rank, ids, found = dist.get_rank(), torch.arange(3, 67).view(2, 32), {}
+    for kind, checkpointed in itertools.product(("alone", "ddp", "fsdp"), (False, True)):
+        model = student()
+        patch(model, "student", attention=None, log_it=False)
+        compute_in_fp8(model)
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        wrapped = model.train()
+        if kind == "ddp":
+            wrapped = DistributedDataParallel(model)
+        if kind == "fsdp":
+            for unit in (*model.model.layers, model):
+                fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+        rows = range(2) if kind == "alone" else [rank]
+        for row in rows:
+            loss = wrapped(input_ids=ids[row : row + 1], labels=ids[row : row + 1], use_cache=False).loss
+            (loss / len(rows)).backward()
+        gradients = [p.grad for p in model.parameters()]
+        found[kind, checkpointed] = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+    return found
+
+
+@pytest.mark.full
+def test_ranks_learn_as_one_does(tmp_path):
+    run_as_two(__file__, tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt")
+    for kind, checkpointed in found:
+        assert all(map(torch.equal, found[kind, checkpointed], found["alone", False])), (kind, checkpointed)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens, hidden, inner", [(4096, 2048, 8192), (1001, 1536, 8960)])
 def test_real_shapes(device, tokens, hidden, inner):
@@ -273,3 +314,12 @@ def test_a_captured_step_has_the_bits_of_a_launched_one(device, adapters):
     assert graphs.replays == 2 and not graphs.refused, graphs.refused
     assert torch.equal(hidden, launched[0]) and all(map(torch.equal, gradients, launched[1]))
     graphs.release()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    gradients = gradients_on_ranks()
+    if dist.get_rank() == 0:
+        torch.save(gradients, sys.argv[1])
+    dist.barrier()
+    os._exit(0)
