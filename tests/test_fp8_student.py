@@ -240,7 +240,7 @@ def test_what_a_recipe_may_ask(workplace):
     narrow, plain = (check(parse(RECIPE, overrides), find_device("H200")) for overrides in plans)
     assert 0.85 < narrow.seconds_per_step / plain.seconds_per_step < 0.95
     assert narrow.memory.parts["weight copies"] == 0
-    assert 0.8 < narrow.memory.parts["activations"] / plain.memory.parts["activations"] < 0.95
+    assert 0.85 < narrow.memory.parts["activations"] / plain.memory.parts["activations"] < 0.92
 
 
 def gradients_on_ranks():

@@ -24,10 +24,10 @@ from distill.models.head import bare
 from distill.models.patching import UNDO, replace_forward
 from distill.models.pruning import find_layers
 from distill.models.residual_norms import is_close
+from distill.models.shared_input import FP8_GROUP
 from distill.recipe import Student
 
 GAINS_FROM = 512  # N K / (N + K)
-GROUP = "_distill_fp8_siblings"
 GATED = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -63,9 +63,9 @@ def compute_in_fp8(model: nn.Module) -> int:
     for group in groups:
         siblings = _Siblings(group)
         for linear in group:
-            linear.__dict__[GROUP] = siblings
+            linear.__dict__[FP8_GROUP] = siblings
             replace_forward(linear, _linear_forward, undo)
-            undo.append(functools.partial(linear.__dict__.pop, GROUP))
+            undo.append(functools.partial(linear.__dict__.pop, FP8_GROUP))
     computed = {linear for group in groups for linear in group}
     verdicts: dict[Any, bool] = {}
     for module in model.modules():
@@ -156,7 +156,7 @@ class _Siblings:
 def _linear_forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
     if not linear.training:
         return nn.Linear.forward(linear, x)
-    y = linear.__dict__[GROUP].output_of(linear, x)
+    y = linear.__dict__[FP8_GROUP].output_of(linear, x)
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 
@@ -165,9 +165,8 @@ def _mlp_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
 
     def forward(mlp: Any, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if not mlp.training:
-            output: torch.Tensor = before(mlp, x, *residual)
-            return output
-        out = fp8_swiglu_mlp(_cast(x), *(getattr(mlp, name).weight for name in GATED))
-        return residual[0] + out if residual else out
+            return before(mlp, x, *residual)
+        y = fp8_swiglu_mlp(_cast(x), *(getattr(mlp, name).weight for name in GATED))
+        return residual[0] + y if residual else y
 
     return forward

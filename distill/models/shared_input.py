@@ -20,6 +20,7 @@ from distill_kernels.matmul.shared_input import compute_dtype, shared_linear
 from torch import nn
 
 GROUP = "_distill_shared_input"
+FP8_GROUP = "_distill_fp8_siblings"  # of a projection that computes in fp8 while it trains, with siblings of its own
 PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -79,7 +80,8 @@ class SharedInput:
 
 def _is_ours(layer: nn.Module) -> bool:
     hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    ours = getattr(layer.__dict__.get("forward"), "__func__", None) is projection_forward
+    forward = getattr(layer.__dict__.get("forward"), "__func__", None)
+    ours = forward is projection_forward or FP8_GROUP in layer.__dict__
     return ours and type(layer) is nn.Linear and not hooks
 
 
