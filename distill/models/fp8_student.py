@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from distill_kernels.matmul.fp8 import SIBLINGS
@@ -67,7 +66,7 @@ def compute_in_fp8(model: nn.Module) -> int:
             replace_forward(linear, _linear_forward, undo)
             undo.append(functools.partial(linear.__dict__.pop, FP8_GROUP))
     computed = {linear for group in groups for linear in group}
-    verdicts: dict[Any, bool] = {}
+    verdicts: dict[tuple[object, ...], bool] = {}
     for module in model.modules():
         parts = [getattr(module, name, None) for name in GATED]
         if all(part in computed for part in parts):
@@ -111,7 +110,7 @@ def _gains(group: Sequence[nn.Linear]) -> bool:
 
 
 @torch.no_grad()
-def _is_swiglu(mlp: Any) -> bool:
+def _is_swiglu(mlp: nn.Module) -> bool:
     """Whether a gated MLP without biases is `down(silu(gate(x)) * up(x))`, by what it computes."""
     gate, up, down = (getattr(mlp, name) for name in GATED)
     if any(part.bias is not None or part._forward_hooks or part._forward_pre_hooks for part in (gate, up, down)):
@@ -153,7 +152,7 @@ class _Siblings:
         return y
 
 
-def _linear_forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
+def _linear_forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if not linear.training:
         return nn.Linear.forward(linear, x)
     y = linear.__dict__[FP8_GROUP].output_of(linear, x)
@@ -163,7 +162,7 @@ def _linear_forward(linear: Any, x: torch.Tensor) -> torch.Tensor:
 def _mlp_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     before = getattr(module.forward, "__func__", type(module).forward)
 
-    def forward(mlp: Any, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
+    def forward(mlp: nn.Module, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if not mlp.training:
             return before(mlp, x, *residual)
         y = fp8_swiglu_mlp(_cast(x), *(getattr(mlp, name).weight for name in GATED))
