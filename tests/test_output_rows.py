@@ -18,7 +18,7 @@ KINDS = ("llama", "qwen2", "qwen3", "gemma2")
 
 @pytest.fixture(autouse=True)
 def narrow_layers_too(monkeypatch):
-    monkeypatch.setattr(output_rows, "WIDEST_LEFT", 0)
+    monkeypatch.setattr(output_rows, "WIDE", 0)
 
 
 def batch_of(packed, device, learned=0.4):
@@ -122,7 +122,7 @@ def test_where_all_rows_are_computed(monkeypatch):
     unpatch(teacher)
     assert output_rows.output_rows(decoder, rows, tokens) == {}
     narrow = tiny_model()
-    monkeypatch.setattr(output_rows, "WIDEST_LEFT", 40e6)
+    monkeypatch.setattr(output_rows, "WIDE", 40e6)
     patch(narrow, log_it=False)
     assert output_rows.output_rows(decoder_of(narrow), rows, tokens) == {}
 

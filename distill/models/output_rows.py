@@ -22,7 +22,7 @@ from torch import nn
 
 NAME = "output_rows"
 MARK = "_distill_output_layer"
-WIDEST_LEFT = 40e6  # parameters that a row meets behind attention; with fewer, a layer computes all rows
+WIDE = 40e6  # parameters that a row meets after attention; with fewer, a layer computes all rows
 MOST = 0.9  # of a batch's rows; with more, all are computed
 
 
@@ -64,6 +64,12 @@ def output_rows(decoder: nn.Module, rows: torch.Tensor | None, tokens: int) -> d
     if layer is None or rows is None or not 0 < rows.numel() <= MOST * tokens:
         return {}
     return {} if layer._compiled_call_impl is not None else {NAME: OutputRows(layer, rows)}
+
+
+def is_wide(layer: nn.Module) -> bool:
+    """Whether a layer spends so much on each row that leaving some out is worth it."""
+    known = hasattr(layer.self_attn, "o_proj")
+    return known and sum(p.numel() for p in row_parameters(layer)) >= WIDE
 
 
 def row_parameters(layer: nn.Module) -> list[nn.Parameter]:
@@ -137,13 +143,14 @@ class _PutBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _picked(upstream, *ctx.saved_tensors), None, None
+        (rows,) = ctx.saved_tensors
+        return _picked(upstream, rows), None, None
 
 
 @torch.no_grad()
 def computes_rows(decoder: nn.Module, layer: nn.Module) -> bool:
-    """Whether some rows of six tokens come out as they do among all, and others do not: the decoder hands arguments
-    on to its layers, and attention ends in `o_proj`."""
+    """Whether some rows of six tokens come out as they do among all, and others do not: the layer is the last one, it
+    is handed the decoder's arguments, and attention ends in `o_proj`."""
     device = next(decoder.parameters()).device
     ids, rows = torch.arange(6, device=device)[None], torch.tensor([1, 4], device=device)
     try:
