@@ -116,8 +116,9 @@ def _picked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _put(x: torch.Tensor, rows: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    full = x.new_zeros(shape[:-1].numel(), x.shape[-1])
-    return full.index_copy_(0, rows, x[0]).view(*shape[:-1], -1)
+    full = x.new_zeros(*shape[:-1], x.shape[-1])
+    full.flatten(0, -2).index_copy_(0, rows, x[0])
+    return full  # no view: FSDP2 puts hooks on what a layer returns
 
 
 class _Pick(torch.autograd.Function):
