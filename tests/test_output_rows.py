@@ -153,7 +153,7 @@ def test_in_bf16_the_loss_differs_by_rounding(monkeypatch):
     teacher, student = (
         tiny_model(
             hidden=hidden, layers=2, dtype=torch.bfloat16, seed=seed, intermediate_size=inner, num_attention_heads=32,
-            num_key_value_heads=8, head_dim=hidden // 32, vocab_size=32_000,
+            num_key_value_heads=8, head_dim=hidden // 32, vocab_size=32_000, initializer_range=0.02,
         ).cuda()
         for hidden, inner, seed in ((4096, 14336, 0), (2048, 8192, 1))
     )  # fmt: skip
