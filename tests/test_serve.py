@@ -80,7 +80,8 @@ def test_several_are_packed_into_one_forward(engine):
     needed = sum(len(piece.ids) for each in query for piece in documents(each))
     assert np.prod(shapes[0]) < 1.25 * needed < sum(each.ids.size for each in query) * 1.25
     for each, answer in zip(query, answers, strict=True):
-        torch.testing.assert_close(answer["hidden"], expected_hidden(engine, each), rtol=1e-4, atol=1e-5)
+        alone = expected_hidden(engine, each)  # from which attention's order of adding up differs, and nothing else
+        assert (answer["hidden"] - alone).norm() < 1e-6 * alone.norm()
 
 
 def test_a_model_that_mixes_documents_gets_one_a_row(engine, monkeypatch):
