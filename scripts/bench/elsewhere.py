@@ -170,8 +170,8 @@ def planned(overrides: Sequence[str]) -> float:
 
 
 def keep_rows(folder: Path) -> list[Row]:
-    """Two epochs, of which the second asks nothing."""
-    words = [sys.executable, "-m", "distill", "run", str(RECIPE), *DRY, *SMALLER, f"data.max_rows={ROWS * EPOCH}",
+    """Two epochs, of which the second asks nothing; one row is held out."""
+    words = [sys.executable, "-m", "distill", "run", str(RECIPE), *DRY, *SMALLER, f"data.max_rows={ROWS * EPOCH + 1}",
              f"train.steps={2 * EPOCH - 1}", "train.log_every=1", "teacher.keep=kept", "--name", "keep"]  # fmt: skip
     lines = [line for line in trained(folder, words, "0") if "tokens_per_second" in line]
     first, second = (
