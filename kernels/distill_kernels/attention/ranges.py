@@ -156,7 +156,24 @@ def packed_ranges(
     cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, causal: bool, window: int | None, *,
     from_keys: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`reference_ranges` as int32 in one launch, without waiting for the device."""
+    """`reference_ranges` as int32 in one launch, without waiting for the device.
+
+    Lengths of `cu_seqlens_from_position_ids` keep what was made of them, for all of a model's layers; but not where
+    either is captured in a CUDA graph and the other is not: a replay reads lengths that may have changed since.
+    """
+    captured, kept = getattr(cu_seqlens_q, "distill_ranges", (None, {}))
+    if cu_seqlens_q is cu_seqlens_k and captured == _is_captured(cu_seqlens_q):
+        key = (rows, causal, window, from_keys, None if cu_seqlens_q.is_inference() else cu_seqlens_q._version)
+        if key not in kept:
+            kept[key] = _packed_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys)
+        made: torch.Tensor = kept[key]
+        return made
+    return _packed_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys)
+
+
+def _packed_ranges(
+    cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, rows: int, causal: bool, window: int | None, from_keys: bool
+) -> torch.Tensor:
     if not runs_on_triton(cu_seqlens_q):
         return reference_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys=from_keys).int()
     own, other = (cu_seqlens_k, cu_seqlens_q) if from_keys else (cu_seqlens_q, cu_seqlens_k)
@@ -188,4 +205,12 @@ def cu_seqlens_from_position_ids(position_ids: torch.Tensor) -> torch.Tensor:
     flat = torch.arange(total, dtype=torch.int32, device=position_ids.device)
     # rows that start no document all write to the last entry what it holds already
     target = torch.where(starts, starts.cumsum(0) - 1, total)
-    return out.scatter_(0, target, torch.where(starts, flat, total))
+    out.scatter_(0, target, torch.where(starts, flat, total))
+    if not torch.compiler.is_compiling():
+        out.distill_ranges = (_is_captured(out), {})  # type: ignore[attr-defined]
+    return out
+
+
+def _is_captured(tensor: torch.Tensor) -> bool:
+    """Whether what is done to `tensor` now goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
