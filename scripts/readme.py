@@ -55,6 +55,7 @@ HEADINGS = {
     "tflop_per_s": "TFLOP/s",
     "host_us": "host us",
     "tokens_per_s": "tokens/s",
+    "joules": "J",
     "mfu": "MFU",
     "note": "note",
 }
@@ -219,7 +220,11 @@ def cell(row: dict[str, Any], column: str) -> str:
     if column in ("tflop_per_s", "host_us"):
         return f"{value:.0f}"
     return (
-        f"{value:.3f}" if isinstance(value, float) and value < 1 else f"{value:.1f}" if column == "ms" else str(value)
+        f"{value:.3f}"
+        if isinstance(value, float) and value < 1
+        else f"{value:.1f}"
+        if column in ("ms", "joules")
+        else str(value)
     )
 
 

@@ -22,6 +22,7 @@ and tuned choices are kept in one folder, so that a candidate that was stopped c
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -325,8 +326,7 @@ def candidate(pair: str, name: str, limit: float) -> dict[str, Any]:
     results = [json.loads(line.removeprefix(RESULT)) for line in out.splitlines() if line.startswith(RESULT)]
     result = results[-1] if results else {}
     graphs = [line.removeprefix("graphs").strip() for line in out.splitlines() if line.startswith("graphs  ")]
-    notes = [f"{result['joules']:.1f} J"] if result else []
-    return {**result, "note": ", ".join(part for part in (*notes, result.get("note"), *graphs, why) if part)}
+    return {**result, "note": ", ".join(part for part in (result.get("note"), *graphs, why) if part)}
 
 
 def run(quick: bool, only: str) -> list[Row]:
@@ -337,7 +337,7 @@ def run(quick: bool, only: str) -> list[Row]:
     for name, candidate_name in chosen(quick, only):
         pair, began = PAIRS[name], time.monotonic()
         found = candidate(name, candidate_name, max(min(limit, ends - began), 0.1))
-        ms = found.get("ms", float("nan"))
+        ms = found.get("ms", math.nan)
         rows.append(
             Row(
                 case="small",
@@ -346,11 +346,13 @@ def run(quick: bool, only: str) -> list[Row]:
                 ms=ms,
                 peak_mib=found.get("peak_mib"),
                 tokens_per_s=pair.batch * pair.length / ms * 1e3 if "ms" in found else None,
+                joules=found.get("joules"),
                 note=found["note"],
             )
         )
-        took = time.monotonic() - began
-        print(f"{name:<14}{candidate_name:<40}{ms:8.2f} ms  {took:4.0f} s  {found['note']}", flush=True)
+        took, joules = time.monotonic() - began, found.get("joules", math.nan)
+        times = f"{ms:8.2f} ms {joules:6.1f} J  {took:4.0f} s"
+        print(f"{name:<14}{candidate_name:<40}{times}  {found['note']}", flush=True)
     return rows
 
 
