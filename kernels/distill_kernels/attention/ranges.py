@@ -161,13 +161,13 @@ def packed_ranges(
     Lengths of `cu_seqlens_from_position_ids` keep what was made of them, for all of a model's layers; but not where
     either is captured in a CUDA graph and the other is not: a replay reads lengths that may have changed since.
     """
-    captured, kept = getattr(cu_seqlens_q, "distill_ranges", (None, {}))
+    none: dict[tuple[object, ...], torch.Tensor] = {}
+    captured, kept = getattr(cu_seqlens_q, "distill_ranges", (None, none))
     if cu_seqlens_q is cu_seqlens_k and captured == _is_captured(cu_seqlens_q):
         key = (rows, causal, window, from_keys, None if cu_seqlens_q.is_inference() else cu_seqlens_q._version)
         if key not in kept:
             kept[key] = _packed_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys)
-        made: torch.Tensor = kept[key]
-        return made
+        return kept[key]
     return _packed_ranges(cu_seqlens_q, cu_seqlens_k, rows, causal, window, from_keys)
 
 
