@@ -44,7 +44,7 @@ def mark(decoder: nn.Module, layer: Any, undo: list[Callable[[], None]], verdict
         undo: gets what takes it back.
         verdicts: of `PatchReport`: what was tried on a model of the same parts, and what is tried here.
     """
-    if not hasattr(layer.self_attn, "o_proj") or sum(p.numel() for p in row_parameters(layer)) < WIDEST_LEFT:
+    if not is_wide(layer):
         return
     if "output_rows" not in verdicts and not any(parameter.is_meta for parameter in decoder.parameters()):
         verdicts["output_rows"] = computes_rows(decoder, layer)
