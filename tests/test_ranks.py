@@ -10,9 +10,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from two_ranks import codes_of, run_as_two, started_on_gpu
 
 from distill.core.ranks import leave
 from distill.core.worlds import Worlds
+from distill.teachers.server.wire import TargetRequest
 
 RECIPE = """
 name: tiny
@@ -331,3 +334,16 @@ def test_time_in_which_a_rank_itself_stood_still_is_no_silence_of_others():
     store.set("sign/1", "4 1 elsewhere")
     assert worlds._fault_of(1, 220.0) is None
     worlds._ended.set()
+
+
+def test_answers_are_received_whatever_the_training_does():
+    """By a thread: a send that waits keeps the teacher's GPU from its next forward."""
+    from subjects import link
+
+    query = TargetRequest(np.full((1, 6), 7, np.int32), None, np.arange(5, dtype=np.int32))
+    futures = [link().ask(query) for _ in range(3)]
+    until = time.monotonic() + 20
+    while not all(future.done() for future in futures) and time.monotonic() < until:
+        time.sleep(0.01)
+    hidden = [future.result(timeout=0) for future in futures]
+    assert hidden[0].shape == (5, link().facts.width) and all(torch.equal(hidden[0], each) for each in hidden)
