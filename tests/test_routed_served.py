@@ -172,15 +172,15 @@ def test_validate_looks_at_the_paths_of_every_route(place, tmp_path, name):
 def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
     source = source_of(recipe_of(place, urls))
     assert source.title().count("(served)") == 2 and not source.sections
-    asked, ask = [], client.Servers.ask
+    asked, fetch = [], client.Servers.fetch
 
-    def until(self, method, path, **more):
+    def until(self, method, path, *more):
         asked.append(path)
         if len(asked) > 30:
             raise TeacherGone("teacher.url: no answer within 1 s")
-        return ask(self, method, path, **more)
+        return fetch(self, method, path, *more)
 
-    monkeypatch.setattr(client.Servers, "ask", until)
+    monkeypatch.setattr(client.Servers, "fetch", until)
     with pytest.raises(RunError, match="no answer within 1 s"):
         trained(recipe_of(place, {"talk": urls["talk"]}, "train.steps=40"), "dies")
     assert list((place / "runs" / "dies").glob("checkpoint-*/manifest.json"))

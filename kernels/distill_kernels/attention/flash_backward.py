@@ -285,7 +285,7 @@ def backward_on_triton(
         ), num_warps=key_tile.warps, num_stages=key_tile.stages,
     )  # fmt: skip
     if sums is not None:
-        add_parts(sums, dk, masking.scale, dv)
+        add_parts(sums, dk, scale, dv)
     tma = by_descriptors(facts, tile)
     tiles, seen = cdiv(queries, tile.queries), most_keys(tile.queries, keys, masking.causal, masking.window)
     parts = query_parts or part_count(tiles * batches * heads, cdiv(seen, tile.keys), at_once)
@@ -300,5 +300,5 @@ def backward_on_triton(
         ), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
-        add_parts(dq_sums, dq, masking.scale)
+        add_parts(dq_sums, dq, scale)
     return dq, dk, dv
