@@ -270,7 +270,7 @@ def decode_attention(
         ValueError: shapes, dtypes or arguments that do not fit.
     """
     check_tensor("q", q)
-    masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else scale, window, softcap)
+    masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap)
     check_attention(q, k, v, masking)
     if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
         raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")

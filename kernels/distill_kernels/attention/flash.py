@@ -250,7 +250,7 @@ def flash_attention(
         ValueError: shapes, dtypes or arguments that do not fit.
     """
     check_tensor("q", q)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton takes the int 1 for a constant
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k))
     out, _ = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
