@@ -79,3 +79,14 @@ def test_tables_follow_from_rows_alone():
     assert text.index(f"| {base} |") < text.index(f"| {other} |"), "in the plan's order, whatever ended first"
     assert "2.00 to 0.50" in text and "No row: policy gradient, seed 0: no room" in text
     assert mean_and_interval([0.25]) == "25.0", "one seed has no interval"
+
+
+@pytest.mark.parametrize(("right", "kind"), [("1" * 46 + "0" * 14, "not told apart"), ("1" * 20 + "0" * 40, "worse")])
+def test_methods_are_told_apart_by_questions_not_by_seeds_that_agree(right, kind):
+    row = {"part": "worked solutions", "task": "sums", "kl": [1.0, 0.5]}
+    rows = [
+        {**row, "method": method, "seed": seed, "right": {"sums": bits}}
+        for method, bits in (("cross-entropy, the solutions", "0" * 12 + "1" * 48), ("reverse KL, own answers", right))
+        for seed in range(2)
+    ]
+    assert f"- {kind}: reverse KL, own answers" in markdown(rows)

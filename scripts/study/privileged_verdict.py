@@ -1,7 +1,9 @@
 """Tables of the plan of teachers that see more: exact answers to held-out questions, with what chance leaves open.
 
 A cell is the mean over seeds with Student's 95 % interval of it (of one seed without), and beside it the interval that
-the choice of the held-out questions leaves: questions are drawn anew, the same ones for all seeds.
+the choice of the held-out questions leaves: questions are drawn anew, the same ones for all seeds. Two methods are told
+apart by their answers to the same questions, each the mean over seeds: signs of the differences are drawn anew. (A test
+over seeds alone, of which there are few, calls two seeds that happen to agree certain.)
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distill.evaluation.bootstrap import intervals
-from distill.reports.compare_runs import welch
 from scripts.study.privileged_plan import runs
 from scripts.study.verdict import SURE, shown_p
 
 Rows = Sequence[Mapping[str, Any]]
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's quantile by degrees of freedom
+DRAWS = 10_000
 COMPARED = {  # of each part the method that the others are tested against
     "few-shot prompt": "cross-entropy, the teacher's answers",
     "worked solutions": "cross-entropy, the solutions",
@@ -42,9 +45,14 @@ def mean_and_interval(values: Sequence[float]) -> str:
     return f"{mean} ± {100 * half:.1f}"
 
 
+def _right(rows: Rows, domain: str) -> NDArray[np.float64]:
+    """Of each question the share of the rows' seeds that answered it rightly."""
+    return np.array([[int(bit) for bit in row["right"][domain]] for row in rows], dtype=np.float64).mean(0)
+
+
 def of_questions(rows: Rows, domain: str) -> str:
     """What the choice of the questions leaves open, in per cent: the 95 % interval of the mean over the rows' seeds."""
-    right = np.array([[int(bit) for bit in row["right"][domain]] for row in rows], dtype=np.float64).mean(0)
+    right = _right(rows, domain)
     (found,) = intervals(right[:, None], np.ones(len(right)))
     return f"{100 * found.low:.0f} to {100 * found.high:.0f}"
 
@@ -64,10 +72,11 @@ def table(rows: Rows, part: str, task: str) -> str:
     ):
         groups.setdefault(row["method"], []).append(row)
     against = COMPARED[part]
+    base = groups.get(against, [])
     heads = [f"{domain}, % exact | 95 % of questions" for domain in domains]
     lines = [
         f"**{part}: {task}** (held out: {questions})", "",
-        f"| method | seeds | {' | '.join(heads)} | KL to its teacher | p against {against} |",
+        f"| method | seeds | {' | '.join(heads)} | KL to its teacher | p, by question, against {against} |",
         "|---|---:|" + "---:|---:|" * len(domains) + "---:|---:|",
     ]  # fmt: skip
     for method, group in groups.items():
@@ -76,38 +85,39 @@ def table(rows: Rows, part: str, task: str) -> str:
             cells += [mean_and_interval(shares(group, domain)), of_questions(group, domain)]
         trained = [row["kl"] for row in group if "kl" in row]
         moved = f"{trained[0][0]:.2f} to {statistics.fmean(kl[1] for kl in trained):.2f}" if trained else ""
-        cells += [moved, _test(groups.get(against, []), group) if trained and method != against else ""]
+        cells += [moved, shown_p(_change(base, group)[1]) if base and trained and method != against else ""]
         lines.append("| " + " | ".join(cells) + " |")
     broken = [f"{row['method']}, seed {row['seed']}: {row['error']}" for row in here if "error" in row]
     lines += sentences(groups, against) + (["", "No row: " + "; ".join(broken)] if broken else [])
     return "\n".join(lines)
 
 
-def _means(rows: Rows) -> list[float]:
-    """Of each row the mean of its shares over the domains."""
-    return [statistics.fmean(shares([row], domain)[0] for domain in row["right"]) for row in rows]
+def _change(base: Rows, group: Rows) -> tuple[float, float | None]:
+    """Difference of the mean shares over the domains in points, and how likely by chance; None where one has one seed."""
+    domains = list(base[0]["right"])
+    weighed = [(_right(group, domain) - _right(base, domain)) for domain in domains]
+    parts = np.concatenate([each / len(each) / len(domains) for each in weighed])
+    change = float(parts.sum())
+    if min(len(base), len(group)) < 2:
+        return 100 * change, None
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, len(parts)))
+    return 100 * change, float(((np.abs(signs @ parts) >= abs(change) - 1e-12).sum() + 1) / (DRAWS + 1))
 
 
 def sentences(groups: Mapping[str, Rows], against: str) -> list[str]:
-    """What helped and what did not, in words: differences in points of the mean over the domains, Welch's test."""
-    base = _means(groups.get(against, []))
+    """What helped and what did not, in words: differences in points of the mean over the domains."""
+    base = groups.get(against, [])
     if not base:
         return []
     verdicts: dict[str, list[str]] = {"better": [], "not told apart": [], "worse": [], "one seed, so untested": []}
     for method, group in groups.items():
         if method == against or "kl" not in group[0]:
             continue
-        p = welch(base, means := _means(group))
-        change = 100 * (statistics.fmean(means) - statistics.fmean(base))
+        change, p = _change(base, group)
         kind = "not told apart" if p is not None and p > SURE else "better" if change > 0 else "worse"
         verdicts["one seed, so untested" if p is None else kind].append(f"{method} ({change:+.1f} points)")
     parts = [f"{kind}: {'; '.join(names)}" for kind, names in verdicts.items() if names]
     return ["", f"Against {against}:", "", *(f"- {part}." for part in parts)] if parts else []
-
-
-def _test(base: Rows, group: Rows) -> str:
-    """Welch's p over seeds of the mean share over the domains."""
-    return shown_p(welch(_means(base), _means(group))) if base else ""
 
 
 def markdown(rows: Rows) -> str:
