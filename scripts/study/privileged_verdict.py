@@ -93,7 +93,7 @@ def table(rows: Rows, part: str, task: str) -> str:
 
 
 def _change(base: Rows, group: Rows) -> tuple[float, float | None]:
-    """Difference of the mean shares over the domains in points, and how likely by chance; None where one has one seed."""
+    """Difference of the mean shares over the domains in points, and how likely by chance (None: one seed)."""
     domains = list(base[0]["right"])
     weighed = [(_right(group, domain) - _right(base, domain)) for domain in domains]
     parts = np.concatenate([each / len(each) / len(domains) for each in weighed])
