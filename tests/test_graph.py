@@ -8,7 +8,7 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.models import shared_input
+from distill.models import output_rows, shared_input
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
 from distill.models.patching import patch
@@ -253,6 +253,15 @@ def test_the_faster_way_is_kept(monkeypatch, replayed, kept):
     assert (steps.graphs is not None) == kept
     expected = "the step runs from CUDA graphs: 20.0 ms" if kept else "off, since they win too little: 50.0 ms"
     assert said[0].startswith(expected)
+
+
+def test_a_wide_model_whose_rows_are_picked_stays_launched_unless_it_is_told():
+    small, wide = tiny_model(), tiny_model()
+    decoder_of(wide).__dict__[output_rows.MARK] = object()
+    assert [name for name, _ in GraphedSteps([("teacher", wide), ("student", small)]).models] == ["student"]
+    assert GraphedSteps([("student", wide)])._decided
+    assert len(GraphedSteps([("teacher", wide), ("student", small)], always=True).models) == 2
+    assert output_rows.MARK not in decoder_of(wide).__dict__
 
 
 def test_a_short_run_tries_nothing():

@@ -4,8 +4,8 @@
 
 A few steps run launched, so that kernels are compiled and tuned and the optimizer has its states. With `auto` some more
 are timed launched and as many replayed, and the faster way is kept: a graph must win by `WINS`, since it holds memory.
-Timed steps are steps of the run: a graph gives the bits of launched kernels, but where a wide last layer computes the
-learned rows alone while it is launched (models/output_rows.py).
+Timed steps are steps of the run: a graph gives the bits of launched kernels. A model whose wide last layer computes the
+learned rows alone (models/output_rows.py) stays launched with `auto`: in a graph it would compute all, to other bits.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class GraphedSteps(TrainerCallback):
         mean: Callable[[float], float] = lambda seconds: seconds,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.models, self.always, self.mean = models, always, mean
+        self.always, self.mean = always, mean
         self.say = say or (lambda text: console.say(f"{'graphs':<12}{text}") if is_first() else None)
         for _, model in models if always else ():  # launched steps shall have the bits of replayed ones
             decoder_of(model).__dict__.pop(output_rows.MARK, None)
+        self.models = [pair for pair in models if output_rows.MARK not in decoder_of(pair[1]).__dict__]
         self.graphs: DecoderGraphs | None = None
         self._steps = 0  # of this process
         self._launched: list[float] = []
         self._replayed: list[float] = []
-        self._decided = False
+        self._decided = not self.models
         self._timed: list[float] | None = None
         self._start = 0.0
 
