@@ -90,7 +90,7 @@ def test_values_and_gradients(where, monkeypatch, dtype, direction, tail, more):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("k", [16, 64, 256])
+@pytest.mark.parametrize("k", [16, 64, 256, 511])
 @pytest.mark.parametrize("direction, tail", READINGS)
 def test_full_size_on_the_gpu(device, direction, tail, k):
     x, w, x_t, w_t = realistic_heads(512, 151_936, 256, 512, dtype=torch.bfloat16, device=device)
