@@ -316,9 +316,9 @@ def test_resume_fails_where_other_answers_are_drawn(subject_of, monkeypatch):
     """Answers drawn from a generator that no checkpoint keeps."""
     replace, calls = OnPolicy.replace, []
 
-    def by_calls(self, batches, step, collate):
+    def by_calls(self, batches, step, collate, following=0):
         calls.append(step)
-        return replace(self, batches, len(calls), collate)
+        return replace(self, batches, len(calls), collate, following)
 
     monkeypatch.setattr(OnPolicy, "replace", by_calls)
     finding = invariants_runs.resume_is_exact(subject_of("answering"))

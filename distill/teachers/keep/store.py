@@ -190,6 +190,11 @@ class Store(Shards):
         for key in keys:
             del self._pending[key]
 
+    def finish_writing(self) -> None:
+        """Wait for the part that is being written, whatever comes of it."""
+        if self._writing is not None:
+            self._writing[2].exception()
+
     def settle(self) -> None:
         """Write all there is, see what the others have stored, and close the cache once it is complete. Every process
         must call this.

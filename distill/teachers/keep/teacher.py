@@ -166,6 +166,11 @@ class KeptTeacher(Teacher):
         self._reading.clear()
         self.store.settle()
 
+    def close(self) -> None:
+        """A part that is being written is whole when this returns; nothing more is read."""
+        self._pool.shutdown(cancel_futures=True)
+        self.store.finish_writing()
+
     def head_rows(self) -> list[int]:
         """Rows of the head, or the columns that K tokens were taken of."""
         return super().head_rows() if self.store.is_hidden else [self.store.columns]
