@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -319,8 +320,9 @@ def candidate(pair: str, name: str, limit: float) -> dict[str, Any]:
         done = subprocess.run(
             command, cwd=ROOT, env=COMPILER | os.environ, capture_output=True, text=True, timeout=limit, check=False
         )
-        errors = [line for line in done.stderr.splitlines() if "rror" in line] or [f"ended with {done.returncode}"]
-        out, why = done.stdout, errors[-1][:200] if done.returncode else ""
+        raised = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        # the first is what the others followed from
+        out, why = done.stdout, (*raised, f"ended with {done.returncode}")[0][:200] if done.returncode else ""
     except subprocess.TimeoutExpired as error:
         out, why = (error.stdout or b"").decode(errors="replace"), f"not done after {limit:.0f} s"
     results = [json.loads(line.removeprefix(RESULT)) for line in out.splitlines() if line.startswith(RESULT)]
