@@ -162,7 +162,7 @@ class DecodeLoop(Engine):
         # a graph would go on copying the layers that travelled when it was captured
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
         self.buffers: list[Seats] = []  # the latest last
-        # its kernels are small: behind those of a training step that runs at the same time they would wait
+        # its kernels are small, and would wait for those of a training step that runs at the same time
         self.stream = torch.cuda.Stream(self.device, priority=-1) if self.replays else None
 
     @property

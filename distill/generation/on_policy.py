@@ -23,7 +23,7 @@ import operator
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -43,7 +43,8 @@ from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-Batches = Sequence[Mapping[str, torch.Tensor]]
+Collated = dict[str, Any]
+Batches = Sequence[Collated]
 SWITCH = 1e-4  # seconds after which the thread that draws is let in between two calls of the one that trains
 
 
@@ -95,9 +96,9 @@ class OnPolicy:
         self,
         batches: Batches,
         step: int,
-        collate: Callable[[list[Row]], dict[str, Any]],
+        collate: Callable[[list[Row]], Collated],
         following: int = 0,
-    ) -> list[Any]:
+    ) -> list[Collated]:
         """The micro-batches of one optimizer step with some answers replaced; others are given back as they are.
 
         A micro-batch never gets more rows than it had: where the longest possible answers would not fit in them,
@@ -126,7 +127,7 @@ class OnPolicy:
                 self._draw_ahead(to_come, step + 1)
         return self._put_in(drawn, batches, collate)
 
-    def epoch(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def epoch(self, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The micro-batches of an epoch in their order; `replace` looks at those to come.
 
         Args:
@@ -185,7 +186,7 @@ class OnPolicy:
 
         return draw
 
-    def _put_in(self, drawn: _Drawn, batches: Batches, collate: Callable[[list[Row]], dict[str, Any]]) -> list[Any]:
+    def _put_in(self, drawn: _Drawn, batches: Batches, collate: Callable[[list[Row]], Collated]) -> list[Collated]:
         """The micro-batches with answers in their place."""
         plans, answers, dropped, lag, seconds = drawn
         asked = [document for plan in plans for document in plan.asked]
@@ -197,7 +198,7 @@ class OnPolicy:
             document.answered(prompt, answer, log_p)
             for document, prompt, answer, log_p in zip(asked, prompts, answers.tokens, log_probs, strict=True)
         )
-        made: list[Any] = []
+        made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
             rows = plan.rows(new, self.max_length)
             if plan.limit is not None and rows:
@@ -303,16 +304,16 @@ class _Plan(NamedTuple):
         return [[documents[number] for number in group] for group in groups]
 
 
-class _Epoch(Iterator[Any]):
+class _Epoch(Iterator[Collated]):
     """An epoch's micro-batches, of which the next may be looked at."""
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self.batches, self._waiting = batches, deque[Any]()
+    def __init__(self, batches: Iterator[Collated]) -> None:
+        self.batches, self._waiting = batches, deque[Collated]()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Collated:
         return self._waiting.popleft() if self._waiting else next(self.batches)
 
-    def look(self, count: int) -> list[Any]:
+    def look(self, count: int) -> list[Collated]:
         """The next `count`, or as many as there are."""
         self._waiting.extend(itertools.islice(self.batches, max(0, count - len(self._waiting))))
         return list(self._waiting)[:count]

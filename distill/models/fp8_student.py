@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from distill_kernels.matmul.fp8 import SIBLINGS
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
+from distill_kernels.matmul.shared_input import compute_dtype
 from torch import nn
 from torch.nn import functional as F
 
@@ -120,12 +121,6 @@ def _is_swiglu(mlp: nn.Module) -> bool:
         return is_close(mlp(x), down(F.silu(gate(x)) * up(x)))
 
 
-def _cast(x: torch.Tensor) -> torch.Tensor:
-    """As autocast would."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
 class _Siblings:
     """Layers that read the same input, one after another: the first that is called computes all of them.
 
@@ -135,6 +130,7 @@ class _Siblings:
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = layers
         self.source: weakref.ref[torch.Tensor] | None = None
+        self.versions: list[int] = []  # of the input and the weights that the outputs were made of
         self.outputs: dict[nn.Linear, torch.Tensor] = {}
 
     def forget(self, source: weakref.ref[torch.Tensor]) -> None:
@@ -142,10 +138,12 @@ class _Siblings:
             self.source, self.outputs = None, {}
 
     def output_of(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        if self.source is None or self.source() is not x or linear not in self.outputs:
-            made = fp8_linears(_cast(x), *(layer.weight for layer in self.layers))
+        versions = [tensor._version for tensor in (x, *(layer.weight for layer in self.layers))]
+        same = self.source is not None and self.source() is x and self.versions == versions
+        if not same or linear not in self.outputs:
+            made = fp8_linears(x.to(compute_dtype(x)), *(layer.weight for layer in self.layers))
             self.outputs = dict(zip(self.layers, made, strict=True))
-            self.source = weakref.ref(x, self.forget)
+            self.source, self.versions = weakref.ref(x, self.forget), versions
         y = self.outputs.pop(linear)
         if not self.outputs:
             self.source = None
@@ -165,7 +163,7 @@ def _mlp_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     def forward(mlp: nn.Module, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if not mlp.training:
             return before(mlp, x, *residual)
-        y = fp8_swiglu_mlp(_cast(x), *(getattr(mlp, name).weight for name in GATED))
+        y = fp8_swiglu_mlp(x.to(compute_dtype(x)), *(getattr(mlp, name).weight for name in GATED))
         return residual[0] + y if residual else y
 
     return forward

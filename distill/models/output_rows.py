@@ -37,7 +37,7 @@ class OutputRows:
         self.layer, self.rows = layer, rows
 
 
-def mark(decoder: nn.Module, layer: Any, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
+def mark(decoder: nn.Module, layer: nn.Module, undo: list[Callable[[], None]], verdicts: dict[Any, Any]) -> None:
     """Have the decoder's last layer, one of `residual_norms.py`, compute some rows where it is asked to.
 
     Args:
@@ -60,7 +60,7 @@ def output_rows(decoder: nn.Module, rows: torch.Tensor | None, tokens: int) -> d
         rows: int64 [R], flat positions, each once; None where not known.
         tokens: in the batch.
     """
-    layer: Any = decoder.__dict__.get(MARK)
+    layer = decoder.__dict__.get(MARK)
     if layer is None or rows is None or not 0 < rows.numel() <= MOST * tokens:
         return {}
     return {} if layer._compiled_call_impl is not None else {NAME: OutputRows(layer, rows)}
@@ -79,20 +79,21 @@ def row_parameters(layer: nn.Module) -> list[nn.Parameter]:
     return own + list(layer.self_attn.o_proj.parameters())  # type: ignore[union-attr]
 
 
-def rows_of(layer: nn.Module, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def rows_of(layer: nn.Module, kwargs: dict[str, object]) -> torch.Tensor | None:
     """The rows that this layer is to compute, taken out of its arguments; None for all."""
     selection = kwargs.pop(NAME, None)
-    return selection.rows if selection is not None and selection.layer is layer else None
+    return selection.rows if isinstance(selection, OutputRows) and selection.layer is layer else None
 
 
 @contextlib.contextmanager
-def projecting(attention: Any, rows: torch.Tensor | None) -> Iterator[None]:
+def projecting(attention: nn.Module, rows: torch.Tensor | None) -> Iterator[None]:
     """Inside, an attention module's output projection gets `rows` of [B, S, ...] as [1, R, ...]."""
     if rows is None:
         yield
         return
     # a hook, since what `o_proj` is may have changed since the layer was patched: adapters, 8 bits
-    hook = attention.o_proj.register_forward_pre_hook(lambda _, inputs: (pick(inputs[0], rows), *inputs[1:]))
+    projection = attention.get_submodule("o_proj")
+    hook = projection.register_forward_pre_hook(lambda _, inputs: (pick(inputs[0], rows), *inputs[1:]))
     try:
         yield
     finally:

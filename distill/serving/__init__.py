@@ -1,1 +1,1 @@
-"""`distill serve`: a teacher behind HTTP, for trainers elsewhere. The wire is `distill.teachers.server.wire`."""
+"""`distill serve`: a teacher over HTTP, for trainers elsewhere. The wire is `distill.teachers.server.wire`."""

@@ -29,7 +29,7 @@ from distill.training.checkpoints import checkpoints
 
 FOLDER = ".ranks"
 SILENT_S = 120.0  # without a sign of life
-STALLED_S = 1500.0  # behind the others; collectives give up after 1,800
+STALLED_S = 1500.0  # without a step that the others have made; collectives give up after 1,800
 SIZE = 256
 
 
