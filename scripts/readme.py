@@ -5,12 +5,11 @@ A table stands between two comments, the first of which says what it shows:
     <!-- rows: case=losses shape="8192 x 128256 ..." columns=ms,floor_ratio,peak_mib,error -->
     <!-- end rows -->
 
-The README's table of one line a claim stands after `<!-- headlines -->`, see HEADLINES; what is left out of all of
-them after `<!-- left out -->`. The study's tables and its verdict in words stand between `<!-- study -->` and `<!--
-end rows -->`, those of its other plans after `<!-- study teachers -->` and `<!-- study privileged -->`, made from the
-rows in scripts/study/results. Of a plan without rows the block is empty: its first line comes with the rows too.
-
-Of each candidate the newest row counts whose commit is known. Nothing in such a block is typed by hand.
+The README's table of one line a claim stands after `<!-- headlines -->`, see HEADLINES. The study's tables and its
+verdict in words stand between `<!-- study -->` and `<!-- end rows -->`, those of its other plans after `<!-- study
+teachers -->` and `<!-- study privileged -->`, made from the rows in scripts/study/results. Of a plan without rows the
+block is empty: its first line comes with the rows too. Of each candidate the newest row counts whose commit is known.
+Nothing in such a block is typed by hand.
 """
 
 from __future__ import annotations
@@ -147,24 +146,10 @@ def all_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
-def is_known(row: dict[str, Any]) -> bool:
-    """Whether one can check out what the row measured."""
-    return row.get("commit") not in (None, "", "unknown")
-
-
 def newest_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest row of each (GPU, case, shape, candidate) at a known commit, in order of first appearance."""
-    kept = {_key(row): row for row in all_rows(folder) if is_known(row)}
+    """The newest row of each (GPU, case, shape, candidate), in order of first appearance."""
+    kept = {_key(row): row for row in all_rows(folder)}
     return list(kept.values())
-
-
-def left_out(folder: Path = RESULTS) -> str:
-    """Which cases have rows at an unknown commit alone."""
-    rows = all_rows(folder)
-    known = {_key(row) for row in rows if is_known(row)}
-    cases = dict.fromkeys(row["case"] for row in rows if _key(row) not in known)
-    count = len({_key(row) for row in rows} - known)
-    return f"{count} rows at an unknown commit are left out: {', '.join(cases)}." if count else ""
 
 
 def _key(row: dict[str, Any]) -> tuple[str, ...]:
@@ -273,9 +258,9 @@ def fill(text: str, rows: list[dict[str, Any]]) -> str:
         if line in STUDIES:
             inside = True
             lines += study(*STUDIES[line])
-        if line in ("<!-- headlines -->", "<!-- left out -->"):
+        if line == "<!-- headlines -->":
             inside = True
-            lines.append(headlines(rows) if "headlines" in line else left_out())
+            lines.append(headlines(rows))
         if line.startswith("<!-- rows: "):
             inside = True
             lines += [block(line.removeprefix("<!-- rows: ").removesuffix("-->").strip(), rows)]

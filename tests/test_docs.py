@@ -49,12 +49,9 @@ def test_a_stale_table_is_noticed():
     assert readme.fill(text.replace("ours", "theirs"), readme.newest_rows()) != text.replace("ours", "theirs")
 
 
-def test_rows_of_an_unknown_commit_are_not_shown(tmp_path):
-    row = {"gpu": "g", "case": "c", "shape": "s", "candidate": "ours", "ms": 1.0, "commit": "abc"}
-    rows = [row, row | {"commit": "unknown", "ms": 2.0}, row | {"commit": "unknown", "candidate": "other"}]
-    (tmp_path / "g.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert readme.newest_rows(tmp_path) == [row]
-    assert readme.left_out(tmp_path) == "1 rows at an unknown commit are left out: c."
+def test_every_row_names_the_commit_it_measured():
+    nameless = [row for row in readme.all_rows() if row.get("commit") in (None, "", "unknown")]
+    assert not nameless
 
 
 def test_a_headline_says_where_the_others_are_better():

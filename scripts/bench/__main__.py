@@ -1,6 +1,7 @@
 """Kernel benchmarks: `python -m scripts.bench losses [--quick] [--no-record] [--only TEXT]`.
 
-Each case is a module `scripts/bench/<case>.py` with `run(quick: bool, only: str) -> list[Row]`.
+Each case is a module `scripts/bench/<case>.py` with `run(quick: bool, only: str) -> Iterable[Row]`: a
+generator's rows are kept as they come, whatever ends the rest.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ def main() -> int:
     from scripts.bench import harness
 
     for module in modules:
-        rows = module.run(quick=args.quick, only=args.only)
+        rows = []
+        for row in module.run(quick=args.quick, only=args.only):
+            rows.append(row)
+            if cuda and not args.no_record:  # figures of a CPU are shown, not kept
+                kept = harness.record(row, args.results)
         print(harness.table(rows), flush=True)
-        if cuda and not args.no_record:  # figures of a CPU are shown, not kept
-            print(f"\nrecorded in {harness.record(rows, args.results)}")
+        if cuda and not args.no_record and rows:
+            print(f"\nrecorded in {kept}")
     return 0
 
 

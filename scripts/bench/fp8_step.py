@@ -19,7 +19,7 @@ import gc
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -104,8 +104,8 @@ def measured(name: str) -> Row:
     split = [f"{phase} {statistics.median(each[phase] for each in phases):.1f}" for phase in phases[0]]
     return Row(
         case="fp8_step", shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens", candidate=name, ms=result["ms"],
-        peak_mib=result["peak_mib"], tokens_per_s=TOKENS / result["ms"] * 1e3,
-        note=", ".join([f"{result['joules']:.1f} J", *split, f"loss {float(loss):.4f}"]),
+        peak_mib=result["peak_mib"], tokens_per_s=TOKENS / result["ms"] * 1e3, joules=result["joules"],
+        note=", ".join([*split, f"loss {float(loss):.4f}"]),
     )  # fmt: skip
 
 
@@ -171,16 +171,16 @@ def parts() -> list[Row]:
     return rows
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out what compiles; `only` is a part of a candidate's name, or "parts"."""
     if only == "parts":
-        return parts()
-    rows = []
+        yield from parts()
+        return
     for name in CANDIDATES:
         if only not in name or (quick and "compile" in name):
             continue
         try:
-            rows.append(measured(name))
+            row = measured(name)
         except Exception as error:  # a rival that fails leaves the others' rows
             if name.startswith("ours"):
                 raise
@@ -189,5 +189,5 @@ def run(quick: bool, only: str) -> list[Row]:
         finally:
             gc.collect()
             torch.cuda.empty_cache()
-        print(f"{name:<36}{rows[-1].ms:8.1f} ms  {rows[-1].peak_mib or 0:8.0f} MiB  {rows[-1].note}", flush=True)
-    return rows
+        print(f"{name:<36}{row.ms:8.1f} ms {row.joules:6.1f} J  {row.peak_mib or 0:8.0f} MiB  {row.note}", flush=True)
+        yield row

@@ -7,6 +7,7 @@ a call allocates above the inputs. Rows are appended to `results/<gpu>.jsonl` wi
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -122,6 +123,7 @@ def copy_bandwidth(gib: float = 4.0) -> float:
     return 2 * source.numel() / ms / 1e9
 
 
+@functools.cache
 def environment() -> dict[str, str]:
     """Versions that a row depends on; BENCH_COMMIT names the commit where the working tree has no git."""
     import triton
@@ -143,15 +145,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def record(rows: list[Row], folder: Path | None = None) -> Path:
-    """Append `rows` with the environment to `<folder>/<gpu>.jsonl`, one JSON object a line."""
+def record(row: Row, folder: Path | None = None) -> Path:
+    """Append `row` with the environment to `<folder>/<gpu>.jsonl`, one JSON object a line."""
     facts = environment()
     path = (folder or RESULTS) / (facts["gpu"].replace(" ", "-").lower() + ".jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in asdict(row).items() if value not in (None, {}, "")}
     with path.open("a") as file:
-        for row in rows:
-            kept = {key: value for key, value in asdict(row).items() if value not in (None, {}, "")}
-            file.write(json.dumps({**kept, **facts}) + "\n")
+        file.write(json.dumps({**kept, **facts}) + "\n")
     return path
 
 

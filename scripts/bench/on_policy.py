@@ -26,7 +26,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,7 +220,7 @@ def rows_of(shape: str, pair: Pair, results: Sequence[tuple[str, dict[str, float
     best = max((name for name in speeds if name in TRL), key=lambda name: speeds[name], default=None)
     made = []
     for name, figures, said in results:
-        note = [f"{figures['joules']:.0f} J", f"{figures['learned']:,.0f} learned a step"]
+        note = [f"{figures['learned']:,.0f} learned a step"]
         if best is not None:
             note.append(f"{speeds[name] / speeds[best]:.2f} x, {peaks[name] / peaks[best]:.2f} of the memory of {best}")
         elif "ours" in speeds:
@@ -229,15 +229,14 @@ def rows_of(shape: str, pair: Pair, results: Sequence[tuple[str, dict[str, float
             Row(
                 case="on_policy", shape=f"{shape}, {PROMPTS} prompts x {pair.new} new tokens", candidate=name,
                 ms=figures["ms"], peak_mib=figures["peak_mib"], tokens_per_s=speeds[name],
-                note=", ".join([*note, *([said] if said else [])]),
+                joules=figures["joules"], note=", ".join([*note, *([said] if said else [])]),
             )
         )  # fmt: skip
     return made
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` keeps to one of TRL's ways; `only` names a part of the pair's and the candidate's name."""
-    rows = []
     for shape, pair in PAIRS.items():
         results = []
         for name in (*TRL, *OURS):
@@ -254,8 +253,7 @@ def run(quick: bool, only: str) -> list[Row]:
             said = [line.removeprefix("graphs").strip() for line in done.stdout.splitlines() if "graphs  " in line]
             results.append((name, figures, ", ".join(said)))
             print(f"{shape} {name}: {json.dumps(figures)}", flush=True)
-        rows += rows_of(shape, pair, results)
-    return rows
+        yield from rows_of(shape, pair, results)
 
 
 if __name__ == "__main__":
