@@ -74,7 +74,7 @@ OURS = {
     "ours, graphs, ahead": ["train.cuda_graph=true", "data.on_policy.ahead=1"],
 }
 QUICK = {LARGE: ("TRL, 16 x 4", "ours", "ours, ahead"), SMALL: ("ours", "ours, graphs")}
-STEPS = {"TRL": (1, 3), LARGE: (4, 8), SMALL: (12, 24)}  # untimed, timed
+STEPS = {"TRL": (1, 3), LARGE: (4, 8), SMALL: (8, 16)}  # untimed, timed
 
 
 class Timed(TrainerCallback):
