@@ -96,7 +96,7 @@ def test_siblings_quantise_once(device, monkeypatch):
     for value, results in zip((x, other), expected, strict=True):
         assert all(torch.equal(layer(value), y) for layer, y in zip(layers, results, strict=True))
     assert len(calls) == 2
-    assert layers[0]._shared.quantized is None, "activations are kept alive after the last sibling"
+    assert not layers[0]._shared._outputs, "activations are kept alive after the last sibling"
     layers[0](x)
     x.mul_(2)  # a second round over a tensor written to in between is quantised anew
     torch.testing.assert_close(layers[0](x), expected[0][0] * 2)
@@ -106,7 +106,7 @@ def test_siblings_quantise_once(device, monkeypatch):
     assert all(layer._shared is copied[0]._shared for layer in copied)
     torch.testing.assert_close(copied[1](x), expected[0][1] * 2)
     del x, value
-    assert layers[0]._shared.quantized is None, "activations are kept alive although their source is gone"
+    assert not layers[0]._shared._outputs, "activations are kept alive although their source is gone"
 
 
 def test_swaps_all_but_the_head(device):

@@ -202,18 +202,20 @@ def test_outputs_are_of_the_tensor_that_was_given():
     def exact(layer, given):
         return F.linear(given, layer.weight, layer.bias)
 
-    assert torch.equal(q(x), exact(q, x)) and not group._outputs  # outside of the attention's call nothing is left
+    assert (
+        torch.equal(q(x), exact(q, x)) and not group.outputs._outputs
+    )  # outside of the attention's call nothing is left
     group.is_open = True
     changed = x * 1.0
     assert torch.equal(q(changed), exact(q, changed))
     assert torch.equal(k(y), exact(k, y))
     assert torch.equal(q(changed), exact(q, changed))  # a second time
-    assert torch.equal(k(changed), exact(k, changed)) and set(group._outputs) == {v}
+    assert torch.equal(k(changed), exact(k, changed)) and set(group.outputs._outputs) == {v}
     with torch.no_grad():
         changed.mul_(2.0)
     assert torch.equal(v(changed), exact(v, changed))
     group.close(returned=True)
-    assert group.wasted and group._source is None
+    assert group.wasted and not group.outputs._outputs
     expected, *_ = run(model_of())
     hidden, _, shared = run(model)
     torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-12)

@@ -8,13 +8,11 @@ counts is N K / (N + K), with N over all layers that read the same input. On an 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from distill_kernels.matmul.fp8 import SIBLINGS
 from distill_kernels.matmul.fp8_train import fp8_linears, fp8_swiglu_mlp
-from distill_kernels.matmul.shared_input import compute_dtype
+from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs, compute_dtype
 from torch import nn
 from torch.nn import functional as F
 
@@ -61,9 +59,9 @@ def compute_in_fp8(model: nn.Module) -> int:
             "or more, got none; leave compute out"
         )
     for group in groups:
-        siblings = _Siblings(group)
+        siblings = SiblingOutputs[torch.Tensor](), group
         for linear in group:
-            linear.__dict__[FP8_GROUP] = siblings
+            linear.__dict__[FP8_GROUP] = siblings  # copies of a model have their own
             replace_forward(linear, _linear_forward, undo)
             undo.append(functools.partial(linear.__dict__.pop, FP8_GROUP))
     computed = {linear for group in groups for linear in group}
@@ -121,39 +119,18 @@ def _is_swiglu(mlp: nn.Module) -> bool:
         return is_close(mlp(x), down(F.silu(gate(x)) * up(x)))
 
 
-class _Siblings:
-    """Layers that read the same input, one after another: the first that is called computes all of them.
-
-    It is an attribute of each of them, so that copies of a model have their own.
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.layers = layers
-        self.source: weakref.ref[torch.Tensor] | None = None
-        self.versions: list[int] = []  # of the input and the weights that the outputs were made of
-        self.outputs: dict[nn.Linear, torch.Tensor] = {}
-
-    def forget(self, source: weakref.ref[torch.Tensor]) -> None:
-        if source is self.source:  # a sibling was never called, and now cannot be
-            self.source, self.outputs = None, {}
-
-    def output_of(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        versions = [tensor._version for tensor in (x, *(layer.weight for layer in self.layers))]
-        same = self.source is not None and self.source() is x and self.versions == versions
-        if not same or linear not in self.outputs:
-            made = fp8_linears(x.to(compute_dtype(x)), *(layer.weight for layer in self.layers))
-            self.outputs = dict(zip(self.layers, made, strict=True))
-            self.source, self.versions = weakref.ref(x, self.forget), versions
-        y = self.outputs.pop(linear)
-        if not self.outputs:
-            self.source = None
-        return y
+def _outputs_of(
+    layers: Sequence[nn.Linear], x: torch.Tensor
+) -> tuple[dict[nn.Linear, torch.Tensor], Sequence[torch.Tensor]]:
+    weights = [layer.weight for layer in layers]
+    return dict(zip(layers, fp8_linears(x.to(compute_dtype(x)), *weights), strict=True)), weights
 
 
 def _linear_forward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if not linear.training:
         return nn.Linear.forward(linear, x)
-    y = linear.__dict__[FP8_GROUP].output_of(linear, x)
+    outputs, layers = linear.__dict__[FP8_GROUP]
+    y: torch.Tensor = outputs.take(linear, x, functools.partial(_outputs_of, layers))
     return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
 

@@ -10,9 +10,10 @@ away.
 from __future__ import annotations
 
 import types
-from typing import Any
+from collections.abc import Hashable
 
 import torch
+from distill_kernels.matmul.siblings import SiblingOutputs
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,13 +23,13 @@ JOINED = "_distill_joined"
 
 
 class _Joined:
-    """Outputs of sibling layers, all made when the first of them is called with a tensor, each taken once."""
+    """Sibling layers whose weights are one."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         self.layers, self.sizes = layers, [layer.out_features for layer in layers]
-        self.weight, self.bias = (self._joined(name) for name in ("weight", "bias"))
-        self._source: torch.Tensor | None = None
-        self._outputs: dict[nn.Module, torch.Tensor] = {}
+        self.weight, self.bias = self._joined("weight"), self._joined("bias")
+        self.parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        self.outputs: SiblingOutputs[torch.Tensor] = SiblingOutputs()
 
     def _joined(self, name: str) -> torch.Tensor | None:
         own = [parameter for layer in self.layers if (parameter := getattr(layer, name)) is not None]
@@ -37,21 +38,17 @@ class _Joined:
             parameter.data = part
         return whole
 
-    def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """The output of `layer` for `x`; None where it was taken before."""
-        if self._source is not x:
-            assert self.weight is not None
-            outputs = F.linear(x, self.weight, self.bias).split(self.sizes, -1)
-            self._source, self._outputs = x, dict(zip(self.layers, outputs, strict=True))
-        output = self._outputs.pop(layer, None)
-        if not self._outputs:
-            self._source = None
-        return output
+    def compute(self, x: torch.Tensor) -> tuple[dict[Hashable, torch.Tensor], list[nn.Parameter]]:
+        assert self.weight is not None
+        outputs = F.linear(x, self.weight, self.bias).split(self.sizes, -1)
+        return dict(zip(self.layers, outputs, strict=True)), self.parameters
 
 
-def _forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor | None = self.__dict__[JOINED].take(self, x)
-    return F.linear(x, self.weight, self.bias) if output is None else output
+def _forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    joined: _Joined = self.__dict__[JOINED]
+    output = joined.outputs.take(self, x, joined.compute)
+    assert output is not None
+    return output
 
 
 def join_siblings(model: nn.Module) -> None:

@@ -1,22 +1,21 @@
 """Projections of a layer that read the same activations (q, k and v; gate and up), computed as one by the first called.
 
 A patched attention or MLP opens its group for the length of its own call. The first projection that is called with a
-tensor computes all of them (`shared_linear`) and leaves the others' outputs, which are taken once each, and only for
-the same tensor, unchanged, in the same dtype; what is left when the module returns is dropped. Modules, parameters,
-names and hooks stay as they are. Without gradients, while compiling, and for whatever is not a plain `nn.Linear` with
-all of its weight at hand (adapters, hooks that may fetch or change a weight, weights in shards or elsewhere), each
-projection computes its own.
+tensor computes all of them (`shared_linear`) and leaves the others' outputs (`SiblingOutputs`); what is left when the
+module returns is dropped. Modules, parameters, names and hooks stay as they are. Without gradients, while compiling,
+and for whatever is not a plain `nn.Linear` with all of its weight at hand (adapters, hooks that may fetch or change a
+weight, weights in shards or elsewhere), each projection computes its own.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
-from distill_kernels.matmul.fp8 import SIBLINGS
-from distill_kernels.matmul.shared_input import compute_dtype, shared_linear
+from distill_kernels.matmul.shared_input import shared_linear
+from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
 from torch import nn
 
 GROUP = "_distill_shared_input"
@@ -35,8 +34,7 @@ class SharedInput:
         self.layers = layers
         self.is_open = False
         self.wasted = False  # an output was made that nobody took: the module calls its projections in another way
-        self._source: tuple[torch.Tensor, int, torch.dtype] | None = None
-        self._outputs: dict[nn.Module, torch.Tensor] = {}
+        self.outputs: SiblingOutputs[torch.Tensor] = SiblingOutputs()
 
     def forwards(self, module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
         """What takes the place of whose forward, where these are the projections of `module`."""
@@ -48,18 +46,14 @@ class SharedInput:
         own = module._modules
         return all(own.get(name) is layer and _is_ours(layer) for name, layer in self.layers.items())
 
-    def take(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """The output of `layer` for `x`; None where it has to compute that itself."""
-        source, dtype = self._source, compute_dtype(x)
-        if source is not None and source[0] is x:
-            same = source[1:] == (x._version, dtype)
-            return self._outputs.pop(layer, None) if same else None
-        if self._outputs or type(x) not in PLAIN or x.is_inference() or not self._at_hand(x):
+    def compute(self, x: torch.Tensor) -> tuple[dict[Hashable, torch.Tensor], list[torch.Tensor]] | None:
+        """The outputs of all, and their weights and biases; None where each has to compute its own."""
+        if type(x) not in PLAIN or x.is_inference() or not self._at_hand(x):
             return None
         layers = list(self.layers.values())
-        outputs = shared_linear(x, [each.weight for each in layers], [each.bias for each in layers])
-        self._source, self._outputs = (x, x._version, dtype), dict(zip(layers, outputs, strict=True))
-        return self._outputs.pop(layer)
+        weights, biases = [each.weight for each in layers], [each.bias for each in layers]
+        outputs: dict[Hashable, torch.Tensor] = dict(zip(layers, shared_linear(x, weights, biases), strict=True))
+        return outputs, [tensor for tensor in (*weights, *biases) if tensor is not None]
 
     def _at_hand(self, x: torch.Tensor) -> bool:
         trained = x.requires_grad
@@ -73,9 +67,9 @@ class SharedInput:
 
     def close(self, returned: bool) -> None:
         """Drop what is left."""
-        self.wasted = self.wasted or (returned and bool(self._outputs))
-        self.is_open, self._source = False, None
-        self._outputs.clear()
+        self.outputs.drop()
+        self.wasted = self.wasted or (returned and self.outputs.wasted)
+        self.is_open, self.outputs.wasted = False, False
 
 
 def _is_ours(layer: nn.Module) -> bool:
@@ -102,7 +96,7 @@ def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if not torch.compiler.is_compiling():
         group = self.__dict__[GROUP]
         if group.is_open and torch.is_grad_enabled():
-            output: torch.Tensor | None = group.take(self, x)
+            output: torch.Tensor | None = group.outputs.take(self, x, group.compute)
             if output is not None:
                 return output
     return nn.functional.linear(x, self.weight, self.bias)

@@ -12,20 +12,19 @@ whose tensor cores do twice the bf16 rate. Layers that read the same activations
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import nn
 
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
 from distill_kernels.operands import has_aligned_rows, rows_of
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 TINY = 1e-12  # scale of a row of zeros
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def reference_quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,34 +143,6 @@ def _check(x: torch.Tensor) -> None:
         raise ValueError("x: expected no gradient to be asked for (fp8 layers are for inference), got requires_grad")
 
 
-class _SharedInput:
-    """Activations quantised by one of several sibling layers, for the others to take once each."""
-
-    def __init__(self, siblings: int) -> None:
-        self.siblings, self.left = siblings, 0
-        self.source: weakref.ref[torch.Tensor] | None = None
-        self.quantized: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.taken: set[int] = set()
-
-    def __reduce__(self) -> tuple[type[_SharedInput], tuple[int]]:
-        return _SharedInput, (self.siblings,)  # copies and pickles start empty
-
-    def forget(self, source: weakref.ref[torch.Tensor]) -> None:
-        if source is self.source:  # a sibling was never called, and now cannot be
-            self.source, self.quantized = None, None
-
-    def take(self, x: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        same = self.source is not None and self.source() is x and layer not in self.taken
-        if not same or self.quantized is None:
-            self.quantized = quantize_rows(x.reshape(-1, x.shape[-1]))
-            self.source, self.taken = weakref.ref(x, self.forget), set()
-        self.taken.add(layer)
-        quantized = self.quantized
-        if len(self.taken) == self.siblings:
-            self.source, self.quantized = None, None
-        return quantized
-
-
 class Fp8Linear(nn.Module):
     """`nn.Linear` for inference with an e4m3 weight, half the bytes of bf16; activations are quantised row by row.
 
@@ -198,8 +169,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight", weight8)
         self.register_buffer("weight_scale", scale.flatten())
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
-        self._shared: _SharedInput | None = None
-        self._place = 0
+        self._shared: SiblingOutputs[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._place, self._siblings = 0, 1
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> Fp8Linear:
@@ -209,20 +180,23 @@ class Fp8Linear(nn.Module):
     def share_input(layers: Iterable[Fp8Linear]) -> None:
         """Let `layers` that are called one after another with the same tensor quantise it once.
 
-        The tensor must not be written to between these calls. A layer called twice starts afresh.
+        An inference tensor must not be written to between these calls. A layer called twice starts afresh.
         """
-        layers = list(layers)
-        shared = _SharedInput(len(layers))
+        layers, shared = list(layers), SiblingOutputs[tuple[torch.Tensor, torch.Tensor]]()
         for place, layer in enumerate(layers):
-            layer._shared, layer._place = shared, place
+            layer._shared, layer._place, layer._siblings = shared, place, len(layers)
+
+    def _quantize_for_all(self, x: torch.Tensor) -> tuple[dict[Hashable, tuple[torch.Tensor, torch.Tensor]], tuple[()]]:
+        return dict.fromkeys(range(self._siblings), quantize_rows(x.reshape(-1, x.shape[-1]))), ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features] in the dtype of x."""
         if self._shared is None or torch.compiler.is_compiling():
             return fp8_linear(x, self.weight, self.weight_scale, self.bias)
         _check(x)
-        x8, scale = self._shared.take(x, self._place)
-        y = _product(x8, scale, self.weight, self.weight_scale, self.bias, x.dtype)
+        quantized = self._shared.take(self._place, x, self._quantize_for_all)
+        assert quantized is not None
+        y = _product(*quantized, self.weight, self.weight_scale, self.bias, x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):

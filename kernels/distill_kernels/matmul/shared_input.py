@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import product_fp32
+from distill_kernels.matmul.siblings import compute_dtype
 from distill_kernels.operands import differentiable_once
 
 
@@ -28,13 +29,6 @@ def reference_shared_linear(
 ) -> tuple[torch.Tensor, ...]:
     """The specification, in plain PyTorch."""
     return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype that a linear layer computes in: autocast's where it is on and casts `x`, else that of `x`."""
-    kind = x.device.type
-    casts = x.dtype != torch.float64 and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if casts else x.dtype
 
 
 def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
