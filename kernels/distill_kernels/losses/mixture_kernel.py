@@ -26,7 +26,7 @@ from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
 from distill_kernels.losses.row_parts import load_tiles, normaliser
-from distill_kernels.losses.rows import _fold_rows_kernel, run_rows
+from distill_kernels.losses.rows import fold_rows, run_rows
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 
@@ -71,19 +71,6 @@ def _mix_kernel(
         tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
 
 
-def _joint_normalisers(mixed: Logits, other: Logits, temperature: float, shard: VocabShard) -> torch.Tensor:
-    """Log sums of exps over the columns of all ranks, [2, n]."""
-    n, vocab = mixed.values.shape
-    norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=mixed.values.device)
-    if vocab:
-        _fold_rows_kernel[(n,)](
-            (mixed.shift, mixed.total, mixed.total), (other.shift, other.total, other.total), norms,
-            cdiv(vocab, TILE), norms.stride(0), 1.0 / temperature, TEMPERED=False, HARD=False, HAS_TEACHER=True,
-            STATS=False, TILES=next_power_of_2(cdiv(vocab, TILE)), num_warps=1,
-        )  # fmt: skip
-    return torch.logsumexp(shard.ranks.gather(norms[1::3]), 0)
-
-
 def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard: VocabShard | None = None) -> Logits:
     """Turn the rows of `mixed` into `(1 - share) mixed + share other`, probabilities at `temperature`.
 
@@ -96,7 +83,10 @@ def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard
     tiles = cdiv(vocab, TILE)
     # apart from what is read: programs may still be reading the old ones
     shift, total = torch.empty_like(mixed.shift), torch.empty_like(mixed.total)
-    norms = None if shard is None or n == 0 else _joint_normalisers(mixed, other, temperature, shard)
+    norms = None
+    if shard is not None and n:
+        flags = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": True, "STATS": False}
+        norms = torch.logsumexp(shard.ranks.gather(fold_rows(mixed, other, temperature, **flags)[1::3]), 0)
     if n and vocab:
         _mix_kernel[(n,)](
             (mixed.values, mixed.shift, mixed.total), (other.values, other.shift, other.total), (shift, total),

@@ -241,6 +241,19 @@ def _row_kernel(
             )  # fmt: skip
 
 
+def fold_rows(student: Logits, other: Logits, temperature: float, **flags: bool) -> torch.Tensor:
+    """The normalisers of both models' rows over this rank's columns, maybe none, for the ranks to join: fp32 [6, n]."""
+    n, vocab = student.values.shape
+    norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=student.values.device)
+    if vocab:
+        tiles = cdiv(vocab, TILE)
+        _fold_rows_kernel[(n,)](
+            student[1:], other[1:], norms, tiles, norms.stride(0), 1.0 / temperature, **flags,
+            TILES=next_power_of_2(tiles), num_warps=1,
+        )  # fmt: skip
+    return norms
+
+
 def run_rows(
     student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
     row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
@@ -269,7 +282,7 @@ def run_rows(
     sweep_first = any(kind != terms.FORWARD_KL for kind in o.kinds)
     flags = {
         "TEMPERED": o.temperature != 1.0, "HARD": o.hard_weight != 0.0, "HAS_TEACHER": teacher is not None,
-        "STATS": stats is not None, "TILES": next_power_of_2(tiles),
+        "STATS": stats is not None,
     }  # fmt: skip
     norms = mean = None
 
@@ -287,16 +300,11 @@ def run_rows(
             1.0 if shard is None or shard.speaks else 0.0,
             KINDS=o.kinds, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0, SCALED=o.student_scale != 1.0,
             CAPPED=o.student_softcap != 0.0, SWEEP_FIRST=sweep_first, APART=o.top_apart, GRADIENT=gradient is not None,
-            TILE=TILE, BLOCK=8, num_warps=8, **flags,
+            TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8, **flags,
         )  # fmt: skip
 
     if shard is not None:
-        norms = torch.full((6, n), -float("inf"), dtype=torch.float32, device=loss.device)
-        if vocab:
-            _fold_rows_kernel[(n,)](
-                student[1:], other[1:], norms, tiles, norms.stride(0), 1.0 / o.temperature, **flags, num_warps=1
-            )
-        norms = join_normalisers(shard.ranks.gather(norms))
+        norms = join_normalisers(shard.ranks.gather(fold_rows(student, other, o.temperature, **flags)))
         if sweep_first and gradient is not None:
             mean = torch.zeros(3, n, dtype=torch.float32, device=loss.device)
             launch(None, sweep_first=True)
