@@ -105,7 +105,7 @@ def test_steps_on_packed_chats_have_one_loss(device, monkeypatch):
     batch = chat_step.chats(len(student.lm_head.weight), 2, 48, device)
     assert 0.2 < batch["valid_rows"].numel() / batch["input_ids"].numel() < 0.6
     assert (batch["position_ids"] == 0).sum() > 4
-    clock, losses = SimpleNamespace(mark=lambda phase: None), {}
+    clock, losses = SimpleNamespace(enter=lambda phase: None), {}
     monkeypatch.setattr(packed_rivals, "_attend_by_varlen", lambda *models: None)  # sdpa sees positions that restart
     for name in ("plain", "plain-rows"):
         learner = copy.deepcopy(student)

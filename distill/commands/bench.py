@@ -44,6 +44,7 @@ from distill.models.patching import patch, unpatch
 from distill.models.work import work_of
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
+from distill.training.phases import PAUSED, Phases
 
 log = logging.getLogger(__name__)
 
@@ -87,22 +88,21 @@ def joules_so_far() -> float:
         return math.nan
 
 
-class Clock:
-    """CUDA events at the ends of a step's phases."""
+class Clock(Phases):
+    """A step's phases on the GPU."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, torch.cuda.Event]] = []
+        super().__init__(torch.device("cuda"), PHASES)
 
-    def mark(self, phase: str) -> None:
-        """End of `phase` (and start of the next)."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.events.append((phase, event))
 
-    def milliseconds(self) -> dict[str, float]:
-        """Time between consecutive marks, by the name of the later one; call it after a synchronisation."""
-        pairs = zip(self.events, self.events[1:], strict=False)
-        return {phase: start.elapsed_time(end) for (_, start), (phase, end) in pairs}
+def timed_steps(step: Step, steps: int) -> Callable[[], list[dict[str, float]]]:
+    """Run `step` so often, without waiting; the returned function waits and gives the seconds of each one's phases."""
+    clocks = [Clock() for _ in range(steps)]
+    for clock in clocks:
+        clock.restart()
+        step(clock)
+        clock.enter(PAUSED)
+    return lambda: [clock.seconds() for clock in clocks]
 
 
 def make_batch(batch_size: int, length: int, vocab_size: int, seed: int = 0) -> Batch:
@@ -127,16 +127,11 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) ->
         count += 1
     steps = max(steps, math.ceil(TIMED_SECONDS * count / (time.perf_counter() - began)))
     torch.cuda.reset_peak_memory_stats()
-    clocks, joules = [Clock() for _ in range(steps)], joules_so_far()
-    for clock in clocks:
-        clock.mark("start")
-        step(clock)
+    joules, timed = joules_so_far(), timed_steps(step, steps)
     torch.cuda.synchronize()
-    joules = (joules_so_far() - joules) / steps
-    totals = [clock.events[0][1].elapsed_time(clock.events[-1][1]) for clock in clocks]
-    ms = statistics.median(totals)
-    phases = [clock.milliseconds() for clock in clocks]
-    split = {name: statistics.median(p[name] for p in phases) for name in PHASES if name in phases[0]}
+    joules, phases = (joules_so_far() - joules) / steps, timed()
+    ms = statistics.median(sum(p.values()) for p in phases) * 1e3
+    split = {name: statistics.median(p[name] for p in phases) * 1e3 for name in PHASES if any(p[name] for p in phases)}
     peak = peak_flops(torch.device("cuda"))
     mfu = flops / (ms * 1e-3) / peak if peak else None
     memory = torch.cuda.max_memory_allocated() / 2**30
@@ -145,11 +140,11 @@ def measure(name: str, step: Step, tokens: int, flops: float, steps: int = 8) ->
 
 def _learn(loss: torch.Tensor, optimizer: torch.optim.Optimizer, clock: Clock) -> torch.Tensor:
     """Gradients and the optimizer's step, each a phase; returns the loss, a scalar without its graph."""
+    clock.enter("backward")
     loss.backward()
-    clock.mark("backward")
+    clock.enter("optimizer")
     optimizer.step()
     optimizer.zero_grad()
-    clock.mark("optimizer")
     return loss.detach()
 
 
@@ -162,12 +157,11 @@ def logits_step(
     def step(clock: Clock) -> torch.Tensor:
         with torch.no_grad():
             teacher_logits = ask()
-        clock.mark("teacher")
+        clock.enter("student")
         student_logits = learn()
-        clock.mark("student")
+        clock.enter("loss")
         loss = divergence(student_logits, teacher_logits)
         del student_logits, teacher_logits
-        clock.mark("loss")
         return _learn(loss, optimizer, clock)
 
     return step
@@ -220,12 +214,11 @@ def liger_loss(
     def loss_of(clock: Clock) -> torch.Tensor:
         with torch.no_grad():
             teacher_hidden = hidden_of(teacher)
-        clock.mark("teacher")
+        clock.enter("student")
         hidden = hidden_of(student)
-        clock.mark("student")
+        clock.enter("loss")
         weights = (find_head(model).linear.weight for model in (student, teacher))
         loss: torch.Tensor = loss_fn(hidden, next(weights), teacher_hidden, next(weights), shifted)
-        clock.mark("loss")
         return loss
 
     return loss_of
@@ -252,9 +245,8 @@ def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch,
 
     def step(clock: Clock) -> torch.Tensor:
         inputs = objective.compare(batch, items)
-        clock.mark("teacher")
+        clock.enter("student")
         loss = student(**inputs)["loss"]
-        clock.mark("student")
         return _learn(loss, optimizer, clock)
 
     return step

@@ -1,5 +1,7 @@
 """Where an optimizer step's time goes: data, teacher, student, loss, optimizer, without stopping the device.
 
+The one clock of steps, a run's and `distill bench`'s.
+
     phases = Phases(device)
     with phases.within("teacher"):
         hidden = teacher(...)
@@ -21,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,24 +35,25 @@ KEYS = tuple(f"time_{phase}" for phase in PHASES)
 
 
 class Phases:
-    """A clock that is always on one of `PHASES`, or paused.
+    """A clock that is always on one of its phases, or paused.
 
     Args:
         device: Of the models; a CUDA device is timed by events, any other by the host's clock.
+        names: Of the phases; it begins with the first.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, names: Sequence[str] = PHASES) -> None:
+        self.device, self.names = device, names
         self.steps = 0
         self._marks: list[tuple[str, Any]] = []
         self._free: list[torch.cuda.Event] = []
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was timed; the clock is on `data` from now."""
+        """Forget what was timed; the clock is on its first phase from now."""
         self._free += [mark for _, mark in self._marks if isinstance(mark, torch.cuda.Event)]
         self._marks, self.steps = [], 0
-        self.enter("data")
+        self.enter(self.names[0])
 
     @property
     def current(self) -> str:
@@ -87,7 +90,7 @@ class Phases:
         marks = [*self._marks, ("", self._now())]
         if self.device.type == "cuda":
             marks[-1][1].synchronize()
-        total = dict.fromkeys((*PHASES, PAUSED), 0.0)
+        total = dict.fromkeys((*self.names, PAUSED), 0.0)
         for (phase, start), (_, end) in itertools.pairwise(marks):
             total[phase] += start.elapsed_time(end) * 1e-3 if self.device.type == "cuda" else end - start
         del total[PAUSED]

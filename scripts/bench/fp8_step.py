@@ -27,7 +27,7 @@ from distill_kernels.matmul import fp8_train
 from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 from distill_kernels.optim.adamw import FusedAdamW
 
-from distill.commands.bench import Clock, make_batch, our_step, plain_step
+from distill.commands.bench import Clock, make_batch, our_step, plain_step, timed_steps
 from distill.models.attention import choose_attention
 from distill.models.fp8_student import compute_in_fp8
 from distill.models.head import decoder_of
@@ -94,14 +94,12 @@ def measured(name: str) -> Row:
         loss = step(Clock())
     steps = math.ceil(SECONDS / meter.stop(1)["ms"] * 1e3)
     torch.cuda.reset_peak_memory_stats()
-    clocks = [Clock() for _ in range(steps)]
     meter.start()
-    for clock in clocks:
-        clock.mark("start")
-        loss = step(clock)
-    result = meter.stop(steps)
-    phases = [clock.milliseconds() for clock in clocks]
-    split = [f"{phase} {statistics.median(each[phase] for each in phases):.1f}" for phase in phases[0]]
+    timed = timed_steps(step, steps)
+    result, phases = meter.stop(steps), timed()
+    split = [
+        f"{phase} {statistics.median(each[phase] for each in phases) * 1e3:.1f}" for phase, s in phases[0].items() if s
+    ]
     return Row(
         case="fp8_step", shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens", candidate=name, ms=result["ms"],
         peak_mib=result["peak_mib"], tokens_per_s=TOKENS / result["ms"] * 1e3, joules=result["joules"],
