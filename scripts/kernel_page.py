@@ -105,7 +105,11 @@ GROUPS: dict[str, tuple[Entry, ...]] = {
         Entry("kl_probabilities", "`F.kl_div` of probabilities"),
     ),
     "Layers": (
-        Entry("RMSNorm", "`nn.RMSNorm`, transformers' norms", _BY_CLAIM["RMSNorm, forward and backward"]),
+        Entry(
+            "RMSNorm",
+            "`nn.RMSNorm`, transformers' norms",
+            _layer("rms_norm", "8192x4096 bfloat16, 64 MiB", "F.rms_norm", "as transformers", "torch.compile", "liger"),
+        ),
         Entry("rms_norm", "`F.rms_norm`; `RMSNorm` as a function"),
         Entry(
             "add_rms_norm",

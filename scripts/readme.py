@@ -92,21 +92,32 @@ HEADLINES = (
     Headline("the same, against full logits", _LOSS, "ours", _LOSS_RIVALS[:2], "peak_mib"),
     Headline("training step, 8B to 1B", ("step", _STEP), "ours", ("plain", "compile", "liger"), "tokens_per_s"),
     Headline(
-        "the same, teacher in fp8", ("step", _STEP), "ours, fp8 teacher", ("plain", "compile", "liger"), "tokens_per_s"
+        "the same, both models in fp8",
+        ("fp8_step", _STEP.removesuffix(", bf16")),
+        "ours, fp8 teacher and student",
+        ("plain", "compile"),
+        "tokens_per_s",
     ),
-    Headline("the same, teacher on disk", ("teacher_cache", _STEP), "top-64 from disk", ("online",), "tokens_per_s"),
+    Headline(
+        "training step, SmolLM2-135M pair",
+        ("small", "smollm2-135m to smollm2-135m, 8 x 1024 tokens"),
+        "ours",
+        ("plain", "compile: layers", "compile: layers, reduce-overhead", "compile: layers, in one graph"),
+        "tokens_per_s",
+    ),
+    Headline(
+        "on the student's own words, 8B to 1B",
+        ("on_policy", "8b-to-1b, 64 prompts x 256 new tokens"),
+        "ours",
+        ("TRL, 16 x 4",),
+        "tokens_per_s",
+    ),
+    Headline("8B to 1B, teacher on disk", ("teacher_cache", _STEP), "top-64 from disk", ("online",), "tokens_per_s"),
     Headline(
         "AdamW, 1.24 B parameters",
         ("adamw", "1.24 B bf16, 146 tensors"),
         "ours",
         ("torch fused", "torch foreach"),
-        "ms",
-    ),
-    Headline(
-        "RMSNorm, forward and backward",
-        ("rms_norm forward + backward", "8192x4096 bfloat16, 64 MiB"),
-        "ours",
-        ("F.rms_norm", "as transformers", "torch.compile", "liger"),
         "ms",
     ),
     Headline(
@@ -128,13 +139,6 @@ HEADLINES = (
         ("cuda_free", "llama-3.1-8b, 2 x 512 in, 256 out, bf16"),
         "Triton only",
         ("transformers' layers on cuBLAS, CUDA graph", "generate, static cache, compiled"),
-        "tokens_per_s",
-    ),
-    Headline(
-        "8B teacher in host memory, forward",
-        ("offload", "llama-3.1-8b forward, 2 x 4096 tokens, bf16"),
-        "ours, offloaded",
-        ("accelerate cpu_offload",),
         "tokens_per_s",
     ),
 )
