@@ -163,8 +163,8 @@ def _run(
             follows_model(section, field)  # warns of a `config` that is another model's
     if not sharing.student_sharded:  # what a launcher or an earlier run of this process left; the recipe decides
         os.environ.pop("ACCELERATE_USE_FSDP", None)
-    wanted = None if lock is None else read_lock(lock)
-    attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(wanted, str(lock)))
+    required = None if lock is None else read_lock(lock)
+    attention = AttentionChoices(recipe, read_choices(folder) if resume else locked_attention(required, str(lock)))
     tuning.impose(tuning.read(folder / KERNELS_FILE) if resume else {})
 
     # --- data and models, nothing written yet
@@ -188,8 +188,8 @@ def _run(
         )  # fmt: skip
     if not is_first():
         locked = None
-    if wanted is not None and locked is not None:
-        require_same(wanted, locked, f"--lock {lock}")
+    if required is not None and locked is not None:
+        require_same(required, locked, f"--lock {lock}")
     if resume and locked is not None and (folder / LOCK_FILE).exists():
         _same_run(read_lock(folder / LOCK_FILE), locked, folder)
     arguments = training_arguments(
@@ -328,12 +328,12 @@ def _before(
     path = held.folder / "before.json"
     if path.exists():
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
+            record = json.loads(path.read_text(encoding="utf-8"))
             figures: dict[str, Any] = {
                 name: math.nan if value is None else value
-                for name, value in trainer.objective.measure.read(kept["held_out"]).items()
+                for name, value in trainer.objective.measure.read(record["held_out"]).items()
             }
-            return HeldOut(**figures), dict(kept["answers"])
+            return HeldOut(**figures), dict(record["answers"])
         except (ValueError, KeyError, TypeError):
             log.warning("%s is damaged; its figures are made again", path)
     _begin("measuring", "the student before training, on held-out rows")
@@ -349,9 +349,9 @@ def _before(
     if is_first():
         measure = trainer.objective.measure
         command = shlex.join(["distill", *command_line]) if command_line else None
-        kept = {"started": held.started, "command": command, "device": device_name(trainer.args.device)}
-        kept |= {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
-        write_json(path, console.plain(kept))
+        record = {"started": held.started, "command": command, "device": device_name(trainer.args.device)}
+        record |= {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
+        write_json(path, console.plain(record))
     return before, answers
 
 

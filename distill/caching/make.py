@@ -162,13 +162,15 @@ def make_cache(
     batch_size = settings.batch_size or recipe.train.batch_size
     with progress(work.learned) as advance:
         write_shards(job, splits, loaded.teacher, batch_size=batch_size, missing=missing, advance=advance)
-    asked = recipe.generate
-    answers = loaded.pair.teacher.respond(asked.prompts, asked) if asked.prompts else None  # shards answer together
+    section = recipe.generate
+    answers = (
+        loaded.pair.teacher.respond(section.prompts, section) if section.prompts else None
+    )  # shards answer together
     if not is_first():
         return None
     if answers is not None:
-        paired = dict(zip(asked.prompts, answers, strict=True))
-        write_json(folder / ANSWERS, {"max_new_tokens": asked.max_new_tokens, "answers": paired})
+        paired = dict(zip(section.prompts, answers, strict=True))
+        write_json(folder / ANSWERS, {"max_new_tokens": section.max_new_tokens, "answers": paired})
     (model,) = loaded.pair.teacher.models.values()
     write_companions(folder, model, loaded.tokenizer, loaded.teacher.head if settings.hidden else None, loaded.cut)
     return close_cache(folder, plan)

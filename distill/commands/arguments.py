@@ -87,8 +87,8 @@ def models_to_answer(target: str, teacher: str | None, beside: bool) -> tuple[di
     source = find_target(target)
     with console.working("loading"):
         student, tokenizer = load_target(source)
-        asked = {"teacher": load_its_teacher(source, teacher)} if teacher is not None or beside else {}
-    return {**asked, "student": student}, tokenizer
+        models = {"teacher": load_its_teacher(source, teacher)} if teacher is not None or beside else {}
+    return {**models, "student": student}, tokenizer
 
 
 def without_bars() -> None:

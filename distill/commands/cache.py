@@ -109,12 +109,12 @@ def cache(
     if table:
         _show(table, len(sample.labels), resolved.loss.temperature, (top_k, settings.tail))
     if manifest is not None:
-        kept = [one for one in overrides or () if not one.startswith("teacher")]  # the cache stands in its place
+        options = [one for one in overrides or () if not one.startswith("teacher")]  # the cache stands in its place
         if stored is not None and folder == Path(stored):
-            kept = [*(overrides or ())]
+            options = [*(overrides or ())]
         else:
-            kept.append(f"teacher={{type: cache, path: {folder}}}")
-        console.say(f"train from it:  distill run {shlex.join([recipe, *kept])}")
+            options.append(f"teacher={{type: cache, path: {folder}}}")
+        console.say(f"train from it:  distill run {shlex.join([recipe, *options])}")
 
 
 def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:

@@ -81,13 +81,13 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _forget_what_has_no_room(turns: list[Turn], kept: int, model: Any, tokenizer: Any, max_new_tokens: int) -> None:
+def _forget_what_has_no_room(turns: list[Turn], prefix: int, model: Any, tokenizer: Any, max_new_tokens: int) -> None:
     """Drop the oldest question and answer until the rest and an answer fit the model's positions."""
     from distill.generation.answers import encode_prompt
 
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    while most and len(turns) > kept + 2 and encode_prompt(tokenizer, turns).shape[1] + max_new_tokens > most:
-        del turns[kept : kept + 2]
+    while most and len(turns) > prefix + 2 and encode_prompt(tokenizer, turns).shape[1] + max_new_tokens > most:
+        del turns[prefix : prefix + 2]
         console.complain(f"the oldest turn is forgotten, since the model reads at most {most:,} tokens")
 
 

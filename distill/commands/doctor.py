@@ -68,5 +68,5 @@ def doctor(
 def _summary(passed: list[bool | None], what: str) -> str:
     """How many hold; those that were skipped are neither."""
     failed, skipped = passed.count(False), passed.count(None)
-    told = f"{failed} FAILED" if failed else f"{passed.count(True)} hold" if skipped else "all hold"
-    return f"{counted(len(passed), what)}, {told}" + (f", {skipped} skipped" if skipped else "")
+    verdict = f"{failed} FAILED" if failed else f"{passed.count(True)} hold" if skipped else "all hold"
+    return f"{counted(len(passed), what)}, {verdict}" + (f", {skipped} skipped" if skipped else "")

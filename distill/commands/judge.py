@@ -115,8 +115,8 @@ def evaluate(
         figures["gap_closed"] = closed
     if as_json:
         errors = {"student": after.calibration_error, "teacher": after.teacher_calibration_error}
-        told = {"measure": measure.name, "rows": after.rows, "figures": figures, "calibration_error": errors}
-        say_json(measure.written({"tokens": after.tokens}) | told)
+        record = {"measure": measure.name, "rows": after.rows, "figures": figures, "calibration_error": errors}
+        say_json(measure.written({"tokens": after.tokens}) | record)
         return
     names = {f"{way}_{measure.key}": f"{way} {measure.name}" for way in ("forward", "reverse")}
     shown = [[names.get(name, name.replace("_", " ")), *map(figure_shown, figure)] for name, figure in figures.items()]
@@ -139,8 +139,8 @@ def _run_tasks(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = targets.find_target(target)
-    asked = teacher is not None or targets.knows_one_teacher(found)
-    if asked and targets.takes_shards(found, teacher, launch.visible_gpus(), batch_size):
+    compares = teacher is not None or targets.knows_one_teacher(found)
+    if compares and targets.takes_shards(found, teacher, launch.visible_gpus(), batch_size):
         raise ValueError(
             "parallel.teacher: tasks are answered by whole models, and this teacher is held in shards; where it fits "
             "one GPU, CUDA_VISIBLE_DEVICES=0 takes one"
@@ -151,7 +151,7 @@ def _run_tasks(
         models = {"student": student}
         if before is not None:
             models["before"], _ = targets.load_target(targets.find_target(before))
-        if asked:
+        if compares:
             models["teacher"] = targets.load_its_teacher(found, teacher)
     scores = run_tasks(models, tokenizer, found_tasks, limit=limit, batch_size=batch_size, chat=chat)
     if as_json:
@@ -243,12 +243,12 @@ def report(
     folder = find_run(run)
     if as_json:
         found = read_run(folder)
-        told = {when: found.measure.written(figures) for when, figures in found.held_out.items()}
+        record = {when: found.measure.written(figures) for when, figures in found.held_out.items()}
         say_json(
             {
                 "run": str(folder),
                 "measure": found.measure.name,
-                "held_out": told,
+                "held_out": record,
                 "result": found.result,
                 "metrics": found.metrics,
             }

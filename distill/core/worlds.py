@@ -53,8 +53,8 @@ class Worlds:
     def __init__(self, store: Store, rank: int, students: int, teachers: int) -> None:
         self.store, self.rank, self.students, self.teachers = store, rank, students, teachers
         self.is_teacher = rank >= students
-        self._seen: dict[int, tuple[bytes, float, float]] = {}  # a rank's sign, for how long the same, when looked at
-        self._looked = 0.0
+        self._seen: dict[int, tuple[bytes, float, float]] = {}  # a rank's sign, for how long the same, when checked
+        self._checked = 0.0
         self._ended = threading.Event()
         self._before: dict[str, str] = {}  # variables that `split` has changed
         self._thread = threading.Thread(target=self._beat, args=(clone(store),), daemon=True, name="sign of life")
@@ -125,9 +125,9 @@ class Worlds:
             ValueError: it ended by a mistake of the user's, which its text names.
         """
         now = time.monotonic()
-        if now - self._looked < BEAT_S / 4:
+        if now - self._checked < BEAT_S / 4:
             return None
-        self._looked = now
+        self._checked = now
         try:
             return next(filter(None, (self._fault_of(rank, now) for rank in ranks or self.others)), None)
         except RuntimeError:  # torch's DistNetworkError
@@ -142,9 +142,9 @@ class Worlds:
                 return None
             return f"rank {rank} has ended" + (f": {end['text']}" if end["text"] else "")
         sign = self.store.get(f"sign/{rank}") if self.store.check([f"sign/{rank}"]) else b""
-        before, silent, looked = self._seen.get(rank, (None, 0.0, now))
+        before, silent, checked = self._seen.get(rank, (None, 0.0, now))
         # time in which this rank itself stood still says nothing of others, which may have stood still with it
-        silent = silent + min(max(now - looked, 0.0), BEAT_S) if sign == before else 0.0
+        silent = silent + min(max(now - checked, 0.0), BEAT_S) if sign == before else 0.0
         self._seen[rank] = sign, silent, now
         if not sign:
             return f"rank {rank} has not begun" if silent > BEGINS_S else None

@@ -235,12 +235,12 @@ class ChatTemplate:
 
         Data hold either, and the wrong one is quoted twice, or printed as Python. None where the template takes none.
         """
-        asked = {"role": "user", "content": "a"}
+        question = {"role": "user", "content": "a"}
         for arguments in ({"a": True}, '{"a": true}'):
             function = {"name": "f", "arguments": arguments}
             call = {"id": "abcdefghi", "type": "function", "function": function}  # Mistral's ids have nine letters
             try:
-                text = self._rendered([asked, {"role": "assistant", "content": "", "tool_calls": [call]}]).text
+                text = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": [call]}]).text
             except RowFault:
                 continue
             if "{'a'" not in text:

@@ -97,8 +97,8 @@ class Format:
                     f"column {prompt!r} holds messages; give data.chat_template a .jinja file, or the tokenizer of an "
                     "instruct model",
                 )
-            asked, answered = _messages(row, prompt), _messages(row, completion)
-            return Sample(messages=asked + answered, tools=_tools(row), first_trained=len(asked))
+            turns, reply = _messages(row, prompt), _messages(row, completion)
+            return Sample(messages=turns + reply, tools=_tools(row), first_trained=len(turns))
         question, answer = _text(row, prompt), _text(row, completion)
         extra = row.get("input") if prompt == "instruction" else None
         if isinstance(extra, str) and extra.strip():
@@ -111,14 +111,14 @@ class Format:
 
 
 def detect(
-    columns: Iterable[str], fields: FieldMap, wanted: str = "auto", *, source: str = "", has_template: bool = False
+    columns: Iterable[str], fields: FieldMap, format: str = "auto", *, source: str = "", has_template: bool = False
 ) -> Format:
     """Decide what the rows hold.
 
     Args:
         columns: the columns there are.
         fields: the recipe's `data.fields`; what it names must exist.
-        wanted: the recipe's `data.format`; `auto` decides by what is mapped, then by the columns' names.
+        format: the recipe's `data.format`; `auto` decides by what is mapped, then by the columns' names.
         source: the data's name, for messages.
         has_template: pairs can be rendered as chats.
 
@@ -131,15 +131,15 @@ def detect(
     for role, name in mapped.items():
         if name not in columns:
             raise ValueError(f"data.fields.{role}: no column {name!r}; {there}")
-    kind, found = _shape(columns, mapped, wanted)
+    kind, found = _shape(columns, mapped, format)
     if found is None:
         needs = {
             "text": "a column text",
             "prompt_completion": "columns prompt and completion",
             "chat": "a column messages",
         }
-        expected = needs.get(wanted, "a column text, columns prompt and completion, or a column messages")
-        raise ValueError(f"data.fields: expected {expected}; {there}; {_cure(columns, fields, wanted)}")
+        expected = needs.get(format, "a column text, columns prompt and completion, or a column messages")
+        raise ValueError(f"data.fields: expected {expected}; {there}; {_cure(columns, fields, format)}")
     if kind == "chat" and not has_template:
         raise ValueError(
             "data.chat_template: the data are chats and the tokenizer has no chat template; "
@@ -148,36 +148,36 @@ def detect(
     return Format(kind, found, pairs_as_chat=kind == "prompt_completion" and has_template)
 
 
-def _shape(columns: list[str], mapped: dict[str, str], wanted: str) -> tuple[str, dict[str, str] | None]:
+def _shape(columns: list[str], mapped: dict[str, str], format: str) -> tuple[str, dict[str, str] | None]:
     chat = {"messages": mapped["messages"]} if "messages" in mapped else None
     pair = None
     if "prompt" in mapped or "completion" in mapped:
         ends = {"prompt": mapped.get("prompt", "prompt"), "completion": mapped.get("completion", "completion")}
         pair = ends if set(ends.values()) <= set(columns) else None
     text = {"text": mapped["text"]} if "text" in mapped else None
-    if wanted != "auto" or not mapped:
+    if format != "auto" or not mapped:
         chat = chat or next(({"messages": name} for name in CHAT_COLUMNS if name in columns), None)
         for first, second in PAIR_COLUMNS:
             if pair is None and first in columns and second in columns:
                 pair = {"prompt": first, "completion": second}
         text = text or next(({"text": name} for name in TEXT_COLUMNS if name in columns), None)
-    if wanted == "auto" and not mapped and text is None and len(columns) == 1 and not (chat or pair):
+    if format == "auto" and not mapped and text is None and len(columns) == 1 and not (chat or pair):
         text = {"text": columns[0]}
     shapes = {"chat": chat, "prompt_completion": pair, "text": text}
-    if wanted != "auto":
-        return wanted, shapes[wanted]
+    if format != "auto":
+        return format, shapes[format]
     return next(((kind, found) for kind, found in shapes.items() if found), ("text", None))
 
 
-def _cure(columns: Sequence[str], fields: FieldMap, wanted: str) -> str:
+def _cure(columns: Sequence[str], fields: FieldMap, format: str) -> str:
     """The setting that lets these columns be read: another `data.format` where they have a known shape."""
-    known = None if wanted == "auto" else _shape(list(columns), {}, "auto")
+    known = None if format == "auto" else _shape(list(columns), {}, "auto")
     if known is not None and known[1] is not None:
         return f"they are {known[0]}: data.format={known[0]}"
     first, second = [*columns, "NAME", "NAME"][:2]
     pair = f"data.fields.prompt={first} data.fields.completion={second}"
     maps = {"chat": f"data.fields.messages={first}", "prompt_completion": pair}
-    return f"map them, as in {maps.get(wanted, f'data.fields.text={first}')}"
+    return f"map them, as in {maps.get(format, f'data.fields.text={first}')}"
 
 
 def _text(row: Row, column: str) -> str:

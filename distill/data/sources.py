@@ -164,15 +164,15 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
     named = sorted({name for name in splits.values() if name})
     if not named:
         return files
-    wanted = [path for path in files if splits[path] == split]
-    if not wanted:
+    matching = [path for path in files if splits[path] == split]
+    if not matching:
         raise ValueError(f"data.split: expected one of {', '.join(named)}, the splits in {folder}; got {split!r}")
     if unnamed := [path.name for path in files if splits[path] is None]:
         logger.warning(
             "%s: %d of %d files belong to no split by their names and are left out (%s, ...), since others do",
             folder, len(unnamed), len(files), unnamed[0],
         )  # fmt: skip
-    return wanted
+    return matching
 
 
 def _split_of(path: Path) -> str | None:

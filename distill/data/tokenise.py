@@ -82,8 +82,8 @@ class Tally:
     def drop(self, number: int, fault: RowFault) -> None:
         """Count a row that cannot be used."""
         self.dropped[fault.reason] += 1
-        shown = f"row {number}: {fault.detail}"[:300]
-        self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in shown))
+        example = f"row {number}: {fault.detail}"[:300]
+        self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in example))
 
     def see_roles(self, messages: Iterable[Message]) -> None:
         """Count a chat's unusual roles; of endlessly many the first ones."""
@@ -286,8 +286,8 @@ class Encoder(RowEncoder):
 
     def around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
         """The tokens that begin and end a text, each unless the text says it itself (`<s>[INST] ... </s>`)."""
-        said = len(ids) > 0 and list(ids[:1]) == self.beginning, len(ids) > 0 and ids[-1] == self.end
-        return [] if said[0] else self.beginning, [] if said[1] or self.end is None else [self.end]
+        present = len(ids) > 0 and list(ids[:1]) == self.beginning, len(ids) > 0 and ids[-1] == self.end
+        return [] if present[0] else self.beginning, [] if present[1] or self.end is None else [self.end]
 
     def _tokens(
         self, rows: Sequence[tuple[int, str, list[Span], bool]]

@@ -133,9 +133,9 @@ def _messages(device: str, first: int) -> Iterator[dict[str, Any]]:
     """What one process says, and at last why it ended."""
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "cpu" and HAS_TRITON else {})
     late = threading.Event()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = subprocess.Popen(
-            [*CHILD, device, str(first)], stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+            [*CHILD, device, str(first)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
         )
         assert process.stdout is not None
 
@@ -157,8 +157,8 @@ def _messages(device: str, first: int) -> Iterator[dict[str, Any]]:
             process.kill()
             code = process.wait()
             process.stdout.close()
-        said.seek(0)
-        last = (said.read().strip().splitlines() or [""])[-1]
+        stderr.seek(0)
+        last = (stderr.read().strip().splitlines() or [""])[-1]
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     why = f"no answer in {LIMIT_S:.0f} s" if late.is_set() else f"the process ended {how}"
     yield {"ended": f"{why}{': ' * bool(last)}{last:.300}"}

@@ -184,8 +184,8 @@ def held_out_rows(
 
 def _as_read_by(section: Data, source: str) -> dict[str, Any]:
     """How a run reads data: its chat template and which turns count; its columns too where `source` has them."""
-    kept: dict[str, Any] = {"chat_template": section.chat_template, "train_on": section.train_on}
+    settings: dict[str, Any] = {"chat_template": section.chat_template, "train_on": section.train_on}
     mapped = section.fields.model_dump(exclude_none=True)
     if mapped and set(mapped.values()) <= set(columns_of(open_source(source, field="--data"))):
-        kept |= {"fields": section.fields, "format": section.format}
-    return kept
+        settings |= {"fields": section.fields, "format": section.format}
+    return settings

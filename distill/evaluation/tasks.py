@@ -59,8 +59,8 @@ def check_tasks(tasks: Sequence[str], folder: Path | None = None) -> Tasks:
     manager = TaskManager(include_path=None if folder is None else str(folder))
     unknown = [name for name in tasks if not manager.match_tasks([name])]
     if unknown or not tasks:
-        got = ", ".join(map(repr, unknown)) or "none"
-        raise ValueError(f"--tasks: expected tasks of lm-evaluation-harness (lm-eval ls tasks lists them), got {got}")
+        names = ", ".join(map(repr, unknown)) or "none"
+        raise ValueError(f"--tasks: expected tasks of lm-evaluation-harness (lm-eval ls tasks lists them), got {names}")
     return Tasks(list(manager.match_tasks(list(tasks))), manager)
 
 

@@ -119,24 +119,24 @@ def _format(row: Row, fields: FieldMap, path: str, has_template: bool) -> Format
 def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | None, beginning: list[int]) -> Prompt:
     if reader.kind == "chat":
         sample = reader.sample(row)
-        asked = list(sample.messages or [])
+        turns = list(sample.messages or [])
     else:
         as_messages = isinstance(row.get(reader.columns["prompt"]), list)
         answer: Any = [{"role": "assistant", "content": "?"}] if as_messages else "?"
         sample = reader.sample(row | {ANSWER: answer})
-        asked = list(sample.messages or [])[:-1]
-    while asked and asked[-1]["role"] == "assistant":
-        asked.pop()
+        turns = list(sample.messages or [])[:-1]
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
     if sample.messages is None:
         text = sample.prompt or ""
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         return Prompt(ids if ids[:1] == beginning else beginning + ids, {"prompt": text})
     if template is None:
         raise RowFault("a chat without a chat template")
-    if not asked:
+    if not turns:
         raise RowFault("no question", "nothing stands before the assistant's words")
-    text = template.render(asked, sample.tools, prompt=True).text
-    kept: dict[str, Any] = {"messages": asked} | ({"tools": sample.tools} if sample.tools else {})
+    text = template.render(turns, sample.tools, prompt=True).text
+    fields: dict[str, Any] = {"messages": turns} | ({"tools": sample.tools} if sample.tools else {})
     if reader.pairs_as_chat and not as_messages:
-        kept = {"prompt": asked[0]["content"]}
-    return Prompt(tokenizer(text, add_special_tokens=False)["input_ids"], kept)
+        fields = {"prompt": turns[0]["content"]}
+    return Prompt(tokenizer(text, add_special_tokens=False)["input_ids"], fields)

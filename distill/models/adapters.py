@@ -45,11 +45,11 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> 
         if isinstance(module, nn.Linear | Conv1D):
             known.setdefault(name.rpartition(".")[2], []).append(name)
     head = next(name for name, module in model.named_modules() if module is find_head(model).module)
-    wanted = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
-    if wanted == ["all-linear"]:
+    targets = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
+    if targets == ["all-linear"]:
         modules = [name for names in known.values() for name in names if name != head]
     else:
-        modules = _matching(wanted, known)
+        modules = _matching(targets, known)
     if lora.head and head not in modules:
         modules.append(head)
     if head in modules and lora.dropout > 0:
@@ -70,10 +70,10 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, seed: int | None = None) -> 
         return get_peft_model(model, config)
 
 
-def _matching(wanted: Sequence[str], known: dict[str, list[str]]) -> list[str]:
+def _matching(targets: Sequence[str], known: dict[str, list[str]]) -> list[str]:
     full = [name for names in known.values() for name in names]
     modules: list[str] = []
-    for target in wanted:
+    for target in targets:
         matched = [name for name in full if name == target or name.endswith("." + target)]
         if not matched:
             near = difflib.get_close_matches(target, known, n=1)

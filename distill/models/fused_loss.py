@@ -52,7 +52,7 @@ class _Source:
     autocast: torch.dtype | None
     columns: int
     versions: list[int]
-    said: set[str]
+    logged: set[str]
     logits: dict[bool, torch.Tensor] = field(default_factory=dict)
 
     def compute(self) -> torch.Tensor:
@@ -62,7 +62,7 @@ class _Source:
             self._check(head)
             shape = [*self.hidden.shape[:-1], self.columns]
             log_once(
-                self.said, "logits", "outputs.logits are used: %s of them are computed, which the loss did not", shape
+                self.logged, "logits", "outputs.logits are used: %s of them are computed, which the loss did not", shape
             )
             kind = self.hidden.device.type
             with torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
@@ -153,7 +153,7 @@ class FusedLoss:
     def __init__(self, transform: LogitTransform) -> None:
         self.transform = transform
         self.losses: dict[int, FusedCrossEntropyLoss] = {}
-        self.said: set[str] = set()
+        self.logged: set[str] = set()
         # one object each: torch.compile looks whether a forward is the one it knows
         self._stand_ins = types.MethodType(FusedLoss._head, self), types.MethodType(FusedLoss._loss_function, self)
         self._head_of_call: Head | None = None
@@ -172,7 +172,7 @@ class FusedLoss:
         head = find_head(model)
         reason = self._why_not(model, head, inputs)
         if reason is not None:
-            log_once(self.said, reason, "the loss is computed by the model itself, from logits: %s", reason)
+            log_once(self.logged, reason, "the loss is computed by the model itself, from logits: %s", reason)
             return original(**inputs)
         ignored = inputs.get("ignore_index", IGNORE_INDEX)
         labels = inputs.get("shift_labels")
@@ -238,7 +238,7 @@ class FusedLoss:
         kind = hidden.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         columns: int = head.linear.out_features  # type: ignore[assignment]
-        source = _Source(model, hidden, self.transform, autocast, columns, _versions(head), self.said)
+        source = _Source(model, hidden, self.transform, autocast, columns, _versions(head), self.logged)
         logits = LazyLogits(source, hidden.dtype if autocast is None else autocast)
         if isinstance(output, ModelOutput):
             output["logits"] = logits
@@ -252,10 +252,10 @@ def _versions(head: Head) -> list[int]:
     return [p._version for p in head.module.parameters() if not p.is_inference()]
 
 
-def log_once(said: set[str], key: str, message: str, *values: object) -> None:
+def log_once(logged: set[str], key: str, message: str, *values: object) -> None:
     """Log a warning the first time that `key` comes."""
-    if key not in said:
-        said.add(key)
+    if key not in logged:
+        logged.add(key)
         log.warning(message, *values)
 
 

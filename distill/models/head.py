@@ -208,9 +208,9 @@ def last_hidden(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     body = {key: value for key, value in batch.items() if key not in ("labels", "valid_rows") and value is not None}
     # FSDP2 keeps one set of gathered weights, which must not be made under inference mode and read outside it
     decoder = decoder_of(model)
-    some = output_rows(decoder, batch.get("valid_rows"), batch["input_ids"].numel())
+    selection = output_rows(decoder, batch.get("valid_rows"), batch["input_ids"].numel())
     with torch.no_grad() if hasattr(decoder, "unshard") else torch.inference_mode():
-        return decoder(**body, use_cache=False, **some).last_hidden_state
+        return decoder(**body, use_cache=False, **selection).last_hidden_state
 
 
 @torch.no_grad()

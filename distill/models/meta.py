@@ -49,7 +49,7 @@ class MetaModel:
 
 
 log = logging.getLogger(__name__)
-_said: set[str] = set()  # warnings: a configuration is asked for many times
+_logged: set[str] = set()  # warnings: a configuration is asked for many times
 _built: dict[tuple[str, ...], MetaModel] = {}
 
 
@@ -89,8 +89,8 @@ def follows_model(section: ModelSection, field: str) -> bool:
         f"{field}.config: {section.config} ({named[0]} layers of {named[1]}) is not {section.model} ({own[0]} of "
         f"{own[1]}) and is not used; leave it out"
     )
-    if line not in _said:
-        _said.add(line)
+    if line not in _logged:
+        _logged.add(line)
         log.warning(line)
     return True
 

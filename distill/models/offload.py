@@ -216,13 +216,14 @@ class _Stays:
         self.model, self.device = weakref.ref(model), device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        asked = [*args, *kwargs.values()]
+        arguments = [*args, *kwargs.values()]
         if not all(
-            isinstance(each, str | torch.device) and _with_index(torch.device(each)) == self.device for each in asked
+            isinstance(each, str | torch.device) and _with_index(torch.device(each)) == self.device
+            for each in arguments
         ):
             raise ValueError(
                 f"teacher.offload: an offloaded teacher stays as it is and computes on {self.device}; it was to go to "
-                f"{', '.join(map(str, asked))}. Load it for the device of the student"
+                f"{', '.join(map(str, arguments))}. Load it for the device of the student"
             )
         return self.model()
 

@@ -108,8 +108,8 @@ def pick(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
 
 def put_back(x: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
     """[1, R, H] at its places in `shape`, zeros elsewhere; `x` itself for None."""
-    put: torch.Tensor = x if rows is None else _PutBack.apply(x, rows, shape)
-    return put
+    whole: torch.Tensor = x if rows is None else _PutBack.apply(x, rows, shape)
+    return whole
 
 
 def _picked(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -157,9 +157,9 @@ def computes_rows(decoder: nn.Module, layer: nn.Module) -> bool:
     ids, rows = torch.arange(6, device=device)[None], torch.tensor([1, 4], device=device)
     try:
         whole = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        some = decoder(input_ids=ids, use_cache=False, **{NAME: OutputRows(layer, rows)}).last_hidden_state
+        selected = decoder(input_ids=ids, use_cache=False, **{NAME: OutputRows(layer, rows)}).last_hidden_state
     except (TypeError, ValueError, RuntimeError, AttributeError):  # a form that we do not know
         return False
     scale = 16 * torch.finfo(whole.dtype).eps * whole.abs().max()
-    near = (some - whole).abs().amax(-1)[0] <= scale
+    near = (selected - whole).abs().amax(-1)[0] <= scale
     return near.tolist() == [False, True, False, False, True, False]

@@ -50,8 +50,8 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> Precision:
     away; frozen weights (the teacher's, and a LoRA student's base) are kept in what is computed in.
     """
     bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    asked = recipe.train.precision
-    compute = (torch.bfloat16 if bf16 else torch.float32) if asked == "auto" else COMPUTE[asked]
+    setting = recipe.train.precision
+    compute = (torch.bfloat16 if bf16 else torch.float32) if setting == "auto" else COMPUTE[setting]
     frozen = compute if recipe.student.lora is not None else torch.float32
     student = frozen if recipe.student.dtype == "auto" else COMPUTE[recipe.student.dtype]
     if student == torch.float16 and recipe.student.lora is None:

@@ -35,12 +35,13 @@ def layers_to_keep(total: int, count: int) -> list[int]:
 
 def check_kept(keep: Sequence[int], total: int) -> list[int]:
     """`keep` as a list, ascending and within the teacher's layers."""
-    kept = list(keep)
-    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= total:
+    indices = list(keep)
+    if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= total:
         raise ValueError(
-            f"student.from_teacher.keep: expected ascending layer numbers from 0 to {total - 1}, none twice, got {kept}"
+            f"student.from_teacher.keep: expected ascending layer numbers from 0 to {total - 1}, none twice, "
+            f"got {indices}"
         )
-    return kept
+    return indices
 
 
 def layer_indices(cut: FromTeacher | None, total: int) -> list[int]:
@@ -86,12 +87,12 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
             positions.
     """
     prefix, layers = find_layers(teacher)
-    kept = check_kept(keep, len(layers))
-    config = cut_config(teacher.config, kept)
+    indices = check_kept(keep, len(layers))
+    config = cut_config(teacher.config, indices)
     state = {
         renamed: tensor
         for name, tensor in teacher.state_dict().items()
-        if (renamed := _renumber(name, prefix + ".", kept)) is not None
+        if (renamed := _renumber(name, prefix + ".", indices)) is not None
     }
     # tensors are copied by loading, never shared: training the student leaves the teacher alone.
     model_class: Any = type(teacher)
@@ -107,10 +108,12 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
     tied -= {name for name, _ in student.named_parameters()}
     wrong = (set(report["missing_keys"]) - tied) | set(report["unexpected_keys"]) | set(report["mismatched_keys"])
     if wrong:
-        raise ValueError(f"student.from_teacher: {type(teacher).__name__} cannot be cut to {kept}: {sorted(wrong)[:4]}")
+        raise ValueError(
+            f"student.from_teacher: {type(teacher).__name__} cannot be cut to {indices}: {sorted(wrong)[:4]}"
+        )
     student = student.to(teacher.device)
     _, cut = find_layers(student)
-    for position, number in enumerate(kept):
+    for position, number in enumerate(indices):
         _same_behaviour(layers[number], cut[position], number)
     student.generation_config = copy.deepcopy(teacher.generation_config)
     return student

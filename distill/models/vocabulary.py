@@ -184,11 +184,11 @@ def _probe(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
             at = next((place for place, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-            shown = [tokenizer.convert_ids_to_tokens(ids[at : at + 4]) for tokenizer, ids in
+            pieces = [tokenizer.convert_ids_to_tokens(ids[at : at + 4]) for tokenizer, ids in
                      ((teacher, ours), (student, theirs))]  # fmt: skip
             return (
                 f"the same text becomes different ids: after {teacher.decode(ours[:at])[-30:]!r} the teacher reads "
-                f"{shown[0]} (ids {ours[at : at + 4]}), the student {shown[1]} (ids {theirs[at : at + 4]})"
+                f"{pieces[0]} (ids {ours[at : at + 4]}), the student {pieces[1]} (ids {theirs[at : at + 4]})"
             )
     return None
 

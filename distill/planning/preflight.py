@@ -358,12 +358,12 @@ def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Prefligh
     lora = student.rank > 0
     final = (student.parameters - student.trained * lora) * weight + 4 * student.trained * lora
     trained = student.trained * (4 if lora else weight)
-    kept = (trained if lora else student.parameters * weight) + 2 * trained
+    checkpoint = (trained if lora else student.parameters * weight) + 2 * trained
     limit = recipe.train.arguments.get("save_total_limit", 2)
     count = (limit if isinstance(limit, int) else 2) + 1
     if recipe.train.save_every and report.steps:
         count = min(count, report.steps // recipe.train.save_every)
-    report.disk = final + (count * kept if recipe.train.save_every else 0)
+    report.disk = final + (count * checkpoint if recipe.train.save_every else 0)
     runs = runs_folder(recipe.output_dir).absolute()
     there = next(folder for folder in (runs, *runs.parents) if folder.is_dir())
     report.disk_free = float(shutil.disk_usage(there).free)

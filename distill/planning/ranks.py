@@ -119,8 +119,8 @@ def choose_ranks_here(
         return recipe
     if (begun := find_begun()) is not None and begun.is_file():
         before = load(begun, of_run=True).parallel
-        kept = before.model_copy(update={"strategy": recipe.parallel.strategy})
-        return recipe.model_copy(update={"parallel": kept}) if before.teacher == "ranks" else recipe
+        parallel = before.model_copy(update={"strategy": recipe.parallel.strategy})
+        return recipe.model_copy(update={"parallel": parallel}) if before.teacher == "ranks" else recipe
     return choose_ranks(Situation.here(recipe, device, world), find_device(None))
 
 

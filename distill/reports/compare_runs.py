@@ -80,8 +80,8 @@ def differently_judged(runs: Sequence[Run]) -> list[str]:
         other, before = first.setdefault(run.measure, (run.folder.name, settings))
         changed = [name for name in settings if name in before and settings[name] != before[name]]
         if changed:
-            told = "; ".join(f"{name} {show(settings[name])}, there {show(before[name])}" for name in changed)
-            lines.append(f"{run.folder.name} was not judged as {other}: {told}")
+            differences = "; ".join(f"{name} {show(settings[name])}, there {show(before[name])}" for name in changed)
+            lines.append(f"{run.folder.name} was not judged as {other}: {differences}")
     return lines
 
 
@@ -105,12 +105,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         gaps = [math.nan if run.result["gap_closed"] is None else run.result["gap_closed"] for run in members]
         divergence = [figures["forward_kl"] for figures in after]
         measure = members[0].measure
-        alike = bool(made) and made[0].measure == measure
+        comparable = bool(made) and made[0].measure == measure
         made.append(
             Group(
                 members[0].folder.name, [run.folder.name for run in members], measure, divergence,
                 [figures["agreement"] for figures in after], gaps, _changes(settings, first),
-                welch(made[0].divergence, divergence) if alike else None,
+                welch(made[0].divergence, divergence) if comparable else None,
             )
         )  # fmt: skip
     return made

@@ -54,10 +54,12 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
             shares[route] = (tokens == labels[own]).float().mean().item(), len(own)
     if not shares:
         return []
-    said = ", ".join(f"{share:.1%} of {count:,}{route and f' by {route}'}" for route, (share, count) in shares.items())
+    figures = ", ".join(
+        f"{share:.1%} of {count:,}{route and f' by {route}'}" for route, (share, count) in shares.items()
+    )
     low = min(share for share, _ in shares.values()) < FEW
     advice = "; that is little: are template and language of the data the teacher's own?" if low else ""
-    return [f"{'answers':<12}the teacher's likeliest token is the data's: {said} held-out tokens{advice}"]
+    return [f"{'answers':<12}the teacher's likeliest token is the data's: {figures} held-out tokens{advice}"]
 
 
 def room_for_answers(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collate, data: Data) -> list[str]:

@@ -330,11 +330,11 @@ def _samples(run: Run) -> str:
     prompts = run.result.get("prompts") or run.before.get("prompts") or run.settings.generate.prompts
     blocks = []
     for number, prompt in enumerate(prompts):
-        said = "".join(
+        columns = "".join(
             f"<div><h4>{html.escape(TITLES.get(who, who))}</h4>"
             f"<pre>{html.escape(texts[number]) or '(nothing)'}</pre></div>"
             for who, texts in answers.items()
             if number < len(texts)
         )
-        blocks.append(f'<h3>{html.escape(prompt)}</h3><div class="answers">{said}</div>')
+        blocks.append(f'<h3>{html.escape(prompt)}</h3><div class="answers">{columns}</div>')
     return "".join(blocks)

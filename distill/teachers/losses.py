@@ -63,8 +63,8 @@ def build_loss(loss: LossSpec, transforms: Mapping[str, Any]) -> FusedDistillati
     if isinstance(loss, FusedDistillationLoss):
         for name, expected in transforms.items():
             field = name.replace("_logit_scale", "_scale")
-            if (got := getattr(loss.objective, field)) != (expected or 0.0):
-                raise ValueError(f"loss.{name}: expected {expected} for these models, got {got}")
+            if (value := getattr(loss.objective, field)) != (expected or 0.0):
+                raise ValueError(f"loss.{name}: expected {expected} for these models, got {value}")
         return loss
     if isinstance(loss, str):
         loss = {"terms": [{"type": loss}]}

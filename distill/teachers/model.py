@@ -198,12 +198,12 @@ class ModelSource(TeacherSource):
             return []
         bits = "fp8" if has_fp8(family) else "int8"
         narrow = recipe.model_copy(update={"teacher": section.model_copy(update={"dtype": bits})})
-        moves = "moves the teacher a little" + (": the run prints by how much" if bits == "fp8" else "")
+        effect = "moves the teacher a little" + (": the run prints by how much" if bits == "fp8" else "")
         copied = recipe.parallel.model_copy(update={"teacher": "copied"})
         offloaded = section.model_copy(update={"offload": "cpu"})
         return [
             *[SmallerTeacher(
-                f"teacher.dtype={bits}", narrow, f"teacher.dtype to {bits}, half of the teacher's layers", moves,
+                f"teacher.dtype={bits}", narrow, f"teacher.dtype to {bits}, half of the teacher's layers", effect,
             )] * (bits == "fp8" or section.init != "random"),
             SmallerTeacher(
                 "teacher.offload=cpu", recipe.model_copy(update={"teacher": offloaded, "parallel": copied}),

@@ -230,10 +230,10 @@ class DistillationObjective:
                 known = (shifted.flatten() != IGNORE_INDEX) & ~gap.isnan()
                 shares = gap.new_zeros(0)
                 if valid_rows is not None:
-                    some = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
+                    sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
                     call = HeadCall(hidden, head, loss_inputs, shifted, valid_rows)
-                    told = self.teacher.format.overlap(self.pairing, call, some)
-                    shares = shares if told is None else told
+                    overlap = self.teacher.format.overlap(self.pairing, call, sample)
+                    shares = shares if overlap is None else overlap
                 sums = (
                     gap.abs().masked_fill(~known, 0.0).sum(),
                     known.sum(),

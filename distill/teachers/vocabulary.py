@@ -110,9 +110,9 @@ class Vocabulary:
             load_template(self.recipe.data.chat_template, self.tokenizer),
             load_template("tokenizer", self.student_tokenizer),
         )
-        asked = [{"role": "user", "content": "Hello"}]
+        turns = [{"role": "user", "content": "Hello"}]
         try:
-            texts = [template.render(asked, prompt=True).text for template in templates if template is not None]
+            texts = [template.render(turns, prompt=True).text for template in templates if template is not None]
         except RowFault:
             return ""
         if len(set(texts)) < 2:

@@ -67,11 +67,11 @@ class Asking:
             raise TeacherGone(fault or "the teacher's server does not answer another rank", agreed=True)
 
 
-def ended_by(gone: TeacherGone, trainer: Trainer) -> TeacherGone:
+def ended_by(error: TeacherGone, trainer: Trainer) -> TeacherGone:
     """The fault that ends a run, after a checkpoint of its last whole step where one can be written."""
     step, folder = trainer.state.global_step, Path(trainer.args.output_dir or ".")
-    if not step or not (gone.agreed or trainer.accelerator.num_processes == 1):
-        return gone
+    if not step or not (error.agreed or trainer.accelerator.num_processes == 1):
+        return error
     if not (folder / f"{CHECKPOINT}{step}").is_dir():
         trainer._save_checkpoint(trainer.model_wrapped, None)
-    return TeacherGone(f"{gone}; continue from step {step} with --resume")
+    return TeacherGone(f"{error}; continue from step {step} with --resume")

@@ -142,7 +142,7 @@ class Meter:
         ]
         values = reduce(torch.cat(here)).tolist()
         count = len(self._sums)
-        sums, (trained, compared, pairs, gap, drawn, common, looked, work, tokens, ranks, *times) = (
+        sums, (trained, compared, pairs, gap, drawn, common, examined, work, tokens, ranks, *times) = (
             values[:count],
             values[count:],
         )
@@ -160,8 +160,8 @@ class Meter:
         }
         if drawn:
             figures["rollout_gap"] = gap / drawn
-        if looked:
-            figures["overlap"] = common / looked
+        if examined:
+            figures["overlap"] = common / examined
         if self.peak and None not in self.teacher.values() and self.student:
             available = self.peak * seconds * ranks
             figures["mfu_teacher"] = work / available

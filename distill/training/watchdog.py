@@ -96,13 +96,15 @@ class Others:
                 there = json.loads((folder / str(rank)).read_text())
                 if rank == self.rank or there["launch"] != self.launch:  # an earlier run left it
                     continue
-                before, heard, moved = self._seen.get(rank, (there, now, now))
-                heard = now if there["count"] != before["count"] else heard
+                before, last_beat, moved = self._seen.get(rank, (there, now, now))
+                last_beat = now if there["count"] != before["count"] else last_beat
                 moved = now if there["begun"] != before["begun"] else moved
-                self._seen[rank] = (there, heard, moved)
+                self._seen[rank] = (there, last_beat, moved)
                 who = f"rank {rank} (process {there['pid']} on {there['host']})"
-                if now - heard > SILENT_S:
-                    return f"{who} has given no sign of life for {now - heard:.0f} s: stopped, or its machine is gone"
+                if now - last_beat > SILENT_S:
+                    return (
+                        f"{who} has given no sign of life for {now - last_beat:.0f} s: stopped, or its machine is gone"
+                    )
                 if there["begun"] < begun and min(now - moved, now - self._begun[1]) > STALLED_S:
                     return f"{who} hangs: for {now - moved:.0f} s it has not begun a batch that others wait with"
         return None

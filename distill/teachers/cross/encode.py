@@ -106,9 +106,9 @@ class Reader:
             if text[match.end() : stop].strip():
                 break
             stop = match.start()
-        said = text[start:stop]
-        stop = start + len(said.rstrip())
-        start = min(start + len(said) - len(said.lstrip()), stop)
+        answer = text[start:stop]
+        stop = start + len(answer.rstrip())
+        start = min(start + len(answer) - len(answer.lstrip()), stop)
         closing = self._special.match(text, stop)
         return Part(start, stop, closing[0] if closing else None)
 
@@ -239,12 +239,12 @@ class PairEncoder(RowEncoder):
         (ids_s, ends_s), (ids_t, ends_t) = self.sides[0].read(text), self.sides[1].read(other_text)
         runs = []
         for own, other in zip(parts, other_parts, strict=True):
-            said = text[own.start : own.stop]
-            if said != other_text[other.start : other.stop]:
-                raise RowFault("the two chat templates write what the assistant says differently", repr(said[:80]))
+            answer = text[own.start : own.stop]
+            if answer != other_text[other.start : other.stop]:
+                raise RowFault("the two chat templates write what the assistant says differently", repr(answer[:80]))
             starts = len(text[: own.start].encode()), len(other_text[: other.start].encode())
-            run = _run(ends_s, ends_t, *starts, len(said.encode()))
-            to_its_end = len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(said.encode())
+            run = _run(ends_s, ends_t, *starts, len(answer.encode()))
+            to_its_end = len(run) and ends_s[run[-1, 0] - 1] == starts[0] + len(answer.encode())
             if to_its_end and all(
                 side.closes(part, ids, at)
                 for side, part, ids, at in zip(self.sides, (own, other), (ids_s, ids_t), run[-1].tolist(), strict=True)

@@ -105,10 +105,10 @@ class KeepSource(ModelSource):
     def size_text(self) -> str:
         """The model's size, and bytes on disk."""
         width, count = self._width(), sum(self.required.values())
-        some = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
+        amount = f"{width * count / GIB:,.2f} GiB for the {count:,} of these data"
         if not count:
-            some = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
-        text = f"{super().size_text()}; keep: {self.section.keep}, {width:,} bytes a learned token, {some}"
+            amount = f"{width * 1e8 / GIB:,.0f} GiB for each 100 M"
+        text = f"{super().size_text()}; keep: {self.section.keep}, {width:,} bytes a learned token, {amount}"
         if count and (present := count - sum(self.required[key] for key in self.missing())):
             text += f", {present / count:.0%} of them stored already" + (": it is not loaded" * (present == count))
         return text

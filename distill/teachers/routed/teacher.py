@@ -114,8 +114,8 @@ class RoutedFormat(TargetFormat):
         self, targets: object, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
         assert isinstance(targets, dict)
-        told = {n: self.members[n].likeliest(own.hidden, own.rows, most) for n, own in targets.items()}
-        return {self.routes[number]: each for number, of_one in told.items() for each in of_one.values()}
+        likeliest = {n: self.members[n].likeliest(own.hidden, own.rows, most) for n, own in targets.items()}
+        return {self.routes[number]: each for number, of_one in likeliest.items() for each in of_one.values()}
 
     def needs_targets(self, loss: TargetLoss) -> bool:
         """Always: which tokens are whose."""
