@@ -7,6 +7,9 @@ eager PyTorch, which in bf16 misses by ten times as much.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 SLACK = 1.5
@@ -108,3 +111,13 @@ def differentiate(function, tensors, dtype=None):
     loss = function(leaves)
     (2 * loss).backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@contextmanager
+def no_syncs() -> Iterator[None]:
+    """Whatever waits for the GPU inside raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

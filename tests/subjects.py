@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from torch.distributed import PrefixStore, TCPStore
 from two_tokenizers import MERGED, PIECES, WORDS, readers
 
@@ -354,9 +354,7 @@ RECIPES = {
 
 def write_recipes(root, caches, served):
     """Models, texts and `RECIPES` in a folder, which is given back."""
-    tokenizer = tiny_tokenizer()
-    save_tiny(root / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
-    save_tiny(root / "other", tiny_model(tokenizer, layers=3, hidden=64, seed=5), tokenizer)
+    save_models(root, teacher={"layers": 4, "seed": 1}, other={"layers": 3, "hidden": 64, "seed": 5})
     save_tiny(root / "merged", tiny_model(MERGED, 3, 64, seed=1), MERGED)
     save_tiny(root / "pieces", tiny_model(PIECES, 3, seed=3, tie=False), PIECES)
     lines = [f"The teacher explains line {n} and the student listens to it once more." for n in range(40)]

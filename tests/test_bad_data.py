@@ -8,7 +8,7 @@ import gzip
 import json
 
 import pytest
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_tokenizer
 
 from distill.cli import run_command
 
@@ -28,8 +28,7 @@ DIGITS = "9" * 5_000
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, seed=1), tokenizer)
+    save_models(folder, teacher={"seed": 1})
     return folder
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from forked import PIPE, Forked, clean_environment
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 from two_ranks import run_as_two
 
 from distill.caching.write import open_folder
@@ -32,8 +32,7 @@ MANY_SHARDS = ["-c", SMALL + "from distill.cli import main; main()"]
 
 @pytest.fixture
 def workplace(tmp_path):
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1})
     (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     return tmp_path

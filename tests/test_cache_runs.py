@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill.caching.make import fewer_rows
@@ -35,10 +35,7 @@ generate: {prompts: [Hello], max_new_tokens: 5}
 def folder(tmp_path_factory):
     """Models, data, and a cache of every token's probability with the student cut from the teacher."""
     place = tmp_path_factory.mktemp("place")
-    tokenizer = tiny_tokenizer()
-    save_tiny(place / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
-    save_tiny(place / "student", tiny_model(tokenizer, seed=2), tokenizer)
-    save_tiny(place / "other", tiny_model(tokenizer, layers=4, seed=3), tokenizer)
+    save_models(place, teacher={"layers": 4, "seed": 1}, student={"seed": 2}, other={"layers": 4, "seed": 3})
     save_tiny(place / "small", tiny_model(vocab_size=258), tiny_tokenizer())
     (place / "text.txt").write_text(TEXT)
     (place / "more.txt").write_text(TEXT + "\nAnd one line more than there was.")

@@ -16,7 +16,7 @@ import torch
 from grids import chosen
 from safetensors.torch import load_file
 from test_parallel import gpu_of
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 from two_ranks import run_as_two
 
 from distill.caching import write
@@ -111,11 +111,13 @@ def both(folder, device, *cases):
 
 def made_by_two(folder, device, cases):
     """The folder in which one process and two have made all caches."""
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, hidden=48, seed=1), tokenizer)
-    save_tiny(folder / "untied", tiny_model(tokenizer, layers=3, seed=3, tie=False), tokenizer)
-    save_tiny(folder / "capped", tiny_model(tokenizer, layers=3, seed=4, kind="gemma2"), tokenizer)
-    save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(
+        folder,
+        teacher={"layers": 3, "hidden": 48, "seed": 1},
+        untied={"layers": 3, "seed": 3, "tie": False},
+        capped={"layers": 3, "seed": 4, "kind": "gemma2"},
+        student={"seed": 2},
+    )
     (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
     (folder / "tiny.yaml").write_text(RECIPE)
     threads = torch.get_num_threads()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from distill_kernels import swap_linears_for_fp8
 from test_quantised import BITNET, saved
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.caching.make import load, make_cache
@@ -34,9 +34,7 @@ PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, hidden=64, seed=1), tokenizer)
-    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "hidden": 64, "seed": 1}, student={"seed": 2})
     (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {n} once more." for n in range(12)))
     monkeypatch.chdir(tmp_path)
     return tmp_path

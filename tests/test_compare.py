@@ -5,7 +5,7 @@ import re
 
 import pytest
 from test_run import TEXT
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.evaluation.targets import find_target
@@ -248,9 +248,7 @@ def test_welch_gives_the_tabulated_values():
 @pytest.mark.full
 def test_eval_of_a_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
     save_tiny(tmp_path / "other", tiny_model(vocab_size=270), tiny_tokenizer(270))
     (tmp_path / "text.txt").write_text(TEXT)
     more = ["--teacher", "teacher", "--data", "text.txt", "--max-length", "64"]

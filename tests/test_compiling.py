@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from distill.data.collator import Collator
@@ -89,9 +89,7 @@ def test_a_run_may_compile(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(compiling.compile_layers, "__defaults__", ("aot_eager",))
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
     (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(60)))
     text = """
         teacher: {model: teacher}

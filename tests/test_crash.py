@@ -19,7 +19,7 @@ import pytest
 import torch
 from forked import Forked, clean_environment
 from safetensors.torch import load_file
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 STEPS = 40
 RECIPE = f"""
@@ -41,10 +41,7 @@ TIMING = ("seconds", "tokens_per_second", "trained_tokens_per_second", "peak_mem
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crash")
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    save_tiny(folder / "student", tiny_model(tokenizer, seed=2, attention_dropout=0.1), tokenizer)
-    (folder / "text.txt").write_text(TEXT)
+    save_models(folder, text=TEXT, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})
     (folder / "recipe.yaml").write_text(RECIPE)
     return folder
 

@@ -16,7 +16,7 @@ import subprocess
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill import run as run_module
 from distill.cli import run_command
@@ -39,9 +39,7 @@ KIB = 1024
 def given(tmp_path_factory):
     """What a run reads, on another disk than the one that it writes to."""
     folder = tmp_path_factory.mktemp("given")
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=2, hidden=64, seed=1), tokenizer)
-    (folder / "text.txt").write_text(TEXT)
+    save_models(folder, text=TEXT, teacher={"layers": 2, "hidden": 64, "seed": 1})
     recipe = RECIPE.replace("TEACHER", str(folder / "teacher")).replace("SOURCE", str(folder / "text.txt"))
     (folder / "r.yaml").write_text(recipe)
     return folder

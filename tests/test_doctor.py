@@ -7,7 +7,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.cli import run_command
 from distill.data.packing import Documents
@@ -31,9 +31,7 @@ train: {steps: 6, batch_size: 2, device: cpu}
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
-    (tmp_path / "text.txt").write_text(TEXT)
+    save_models(tmp_path, text=TEXT, teacher={"layers": 4, "seed": 1})
     (tmp_path / "r.yaml").write_text(RECIPE)
     return tmp_path
 

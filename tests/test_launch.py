@@ -10,7 +10,7 @@ import time
 import pytest
 from forked import PIPE, Forked, clean_environment
 from forked import run as run_forked
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill import cli
 from distill.core import launch, ranks
@@ -54,8 +54,7 @@ def test_torchrun_runs_this_very_command():
 
 @pytest.fixture
 def workplace(tmp_path):
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1})
     (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     return tmp_path

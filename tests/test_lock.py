@@ -3,7 +3,7 @@
 import datasets
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from torch import nn
 
 from distill.data.chat import FROZEN_DAY
@@ -21,9 +21,7 @@ TEXT = "\n".join(f"The teacher explains line {number} and the student listens." 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    (tmp_path / "text.txt").write_text(TEXT)
+    save_models(tmp_path, text=TEXT, teacher={"layers": 3, "seed": 1})
     return tmp_path
 
 

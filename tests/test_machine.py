@@ -13,7 +13,7 @@ import torch
 from compile_for_gpu import compiled
 from distill_kernels import launch
 from distill_kernels.launch import FAMILIES, INTERPRETER, OLDER, UNKNOWN, family_of
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model
 
 from distill.cli import run_command
 from distill.core.units import GIB
@@ -179,8 +179,7 @@ train: {steps: 1, batch_size: 2}
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer), tokenizer)
+    save_models(tmp_path, teacher={})
     (tmp_path / "text.txt").write_text("\n".join(f"line {i} of some text to learn" for i in range(100)))
     return tmp_path
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 from two_ranks import run_as_two
 
@@ -267,9 +267,7 @@ generate: {prompts: []}
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
     lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM = """
@@ -77,8 +77,7 @@ def system(tmp_path_factory):
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=4), tokenizer)
+    save_models(folder, teacher={"layers": 4})
     return folder
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model
 
 from distill import cli
 from distill.recipe import dump, parse
@@ -137,9 +137,7 @@ generate: {prompts: []}
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, plugin):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
     (tmp_path / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(60)))
     (tmp_path / "r.yaml").write_text(RECIPE)
     return tmp_path

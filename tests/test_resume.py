@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill import run as run_module
 from distill.cli import run_command
@@ -28,9 +28,7 @@ TEXT = "\n".join(f"The teacher explains line {number} and the student listens to
 
 def finished_run(folder, recipe):
     """A folder in which `recipe` (of a folder called teacher and text.txt) was run under the name whole."""
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    (folder / "text.txt").write_text(TEXT)
+    save_models(folder, text=TEXT, teacher={"layers": 3, "seed": 1})
     (folder / "r.yaml").write_text(recipe)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

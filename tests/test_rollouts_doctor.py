@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from subjects import RECIPES, answering, informed_answering, one, routed_answering
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.doctor import rollouts
 from distill.doctor.examine import prepare
@@ -82,8 +82,7 @@ def test_an_answer_without_its_end(monkeypatch):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
+    save_models(tmp_path, teacher={"layers": 4, "seed": 1})
     lines = [{"messages": [{"role": "user", "content": f"Line {n}?"}, {"role": "assistant", "content": "It does."}]}
              for n in range(40)]  # fmt: skip
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))

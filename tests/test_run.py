@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.folders import RUN_LOCK
@@ -23,9 +23,7 @@ TEXT = "\n".join(f"The teacher explains line {number} and the student listens to
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
-    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(tmp_path, teacher={"layers": 4, "seed": 1}, student={"seed": 2})
     save_tiny(tmp_path / "other", tiny_model(vocab_size=270), tiny_tokenizer(270))
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model, tiny_tokenizer
 
 from distill.caching.sample import AnswerSettings, sample
 from distill.cli import run_command
@@ -28,9 +28,7 @@ QUESTIONS = [f"What is {n} plus {n}?" for n in range(7)]
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
-    save_tiny(tmp_path / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2})
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     (tmp_path / "questions.txt").write_text("\n".join(QUESTIONS) + "\n\n")
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_cache_sharded import ON, said_by
 from test_parallel import gpu_of
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model
 from two_ranks import run_as_two
 
 from distill.cli import run_command
@@ -59,8 +59,7 @@ def both(folder, device):
 
 def made_by_two(folder, device):
     """The folder in which one process and two have run all commands."""
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, hidden=48, seed=1), tokenizer)
+    tokenizer = save_models(folder, teacher={"layers": 3, "hidden": 48, "seed": 1})
     ends = tiny_model(tokenizer, layers=3, seed=3, tie=False)
     ends.generation_config.eos_token_id = list(range(3, 259, 8))  # answers of all lengths
     save_tiny(folder / "untied", ends, tokenizer)

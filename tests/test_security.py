@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CHAT_TEMPLATE, save_tiny, tiny_model, tiny_tokenizer
+from tiny import CHAT_TEMPLATE, save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.models.load import load_tokenizer
@@ -62,9 +62,7 @@ def workplace(tmp_path, monkeypatch):
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=2, seed=1), tokenizer)
-    (folder / "text.txt").write_text(TEXT)
+    save_models(folder, text=TEXT, teacher={"layers": 2, "seed": 1})
     (folder / "r.yaml").write_text(RECIPE)
     return folder
 
@@ -165,9 +163,7 @@ STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt", "optimiz
 def ended(tmp_path_factory):
     """A folder with a run called x that has two checkpoints."""
     folder = tmp_path_factory.mktemp("ended") / "work"
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=2, seed=1), tokenizer)
-    (folder / "text.txt").write_text(TEXT)
+    save_models(folder, text=TEXT, teacher={"layers": 2, "seed": 1})
     (folder / "r.yaml").write_text(RECIPE)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

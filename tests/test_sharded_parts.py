@@ -8,7 +8,7 @@ from distill_kernels.losses.linear import linear_divergence, row_scales
 from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
-from helpers import realistic_heads
+from helpers import no_syncs, realistic_heads
 from rank_parts import PADDING, SPANS, LeftAlone, check_equal_bits, check_parts, outcomes_of, poisoned
 
 MIXED = [LossTerm("forward_kl", 0.5), LossTerm("reverse_kl", 0.7), LossTerm("cross_entropy", 0.3)]
@@ -129,8 +129,5 @@ def test_no_host_sync_between_the_parts(device):
         )  # fmt: skip
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

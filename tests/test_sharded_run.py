@@ -93,11 +93,9 @@ def both(folder, device, *cases):
 
 def made_by_two(folder, device, cases):
     """The folder in which two processes have made all runs."""
-    from tiny import save_tiny, tiny_model, tiny_tokenizer
+    from tiny import save_models, save_tiny, tiny_model
 
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=3, hidden=48, seed=1), tokenizer)
-    save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
+    tokenizer = save_models(folder, teacher={"layers": 3, "hidden": 48, "seed": 1}, student={"seed": 2})
     save_tiny(folder / "untied-teacher", tiny_model(tokenizer, seed=3, tie=False), tokenizer)
     save_tiny(folder / "untied", tiny_model(tokenizer, seed=4, tie=False), tokenizer)
     (folder / "text.txt").write_text("\n".join(f"The teacher explains line {i} once more." for i in range(80)))

@@ -14,7 +14,7 @@ from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import make_objective
 from distill_kernels.losses.topk_rows import TopK
-from helpers import realistic_heads
+from helpers import no_syncs, realistic_heads
 from rank_parts import PADDING, SPANS, LeftAlone, check_equal_bits, check_parts, outcomes_of, poisoned
 
 ROWS, K = 7, 8
@@ -302,8 +302,5 @@ def test_no_host_sync_between_the_parts(device, kind):
         )  # fmt: skip
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_syncs():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 from two_tokenizers import TOKENIZERS
@@ -29,8 +29,7 @@ RECIPE = (
 def folder(tmp_path, monkeypatch):
     """Models, chats, a recipe, and a finished run of it."""
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=2, seed=1), tokenizer)
+    tokenizer = save_models(tmp_path, teacher={"layers": 2, "seed": 1})
     save_tiny(tmp_path / "runs" / "mine" / "student", tiny_model(tokenizer, seed=2), tokenizer)
     (tmp_path / "runs/mine/student/README.md").write_text("# card")
     (tmp_path / "runs/mine/recipe.yaml").write_text(RECIPE)

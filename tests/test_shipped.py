@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_preflight import PUBLISHED
 
 from distill.data.sources import local_path, missing_source, open_source
 from distill.recipe import RecipeError, dump, load, parse, shipped
@@ -26,18 +27,6 @@ from distill.recipe.teachers import describe_teacher
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 DRY_RUN = ["teacher.init=random", "student.init=random", "data.source=synthetic"]
-# parameters as published on the models' pages
-PARAMETERS = {
-    "granite-3.3-8b": 8_170_864_640,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.2-1b": 1_235_814_400,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-7b": 7_615_616_512,
-    "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
-}
 
 
 def test_data_that_ship_are_found_from_any_folder(tmp_path, monkeypatch):
@@ -97,7 +86,7 @@ def test_the_docs_list_every_recipe():
     assert all(f"\n| `{path.stem}` | " in text for path in RECIPES)
 
 
-@pytest.mark.parametrize("name", sorted(PARAMETERS))
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_architectures_have_the_published_number_of_parameters(name):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -106,11 +95,11 @@ def test_architectures_have_the_published_number_of_parameters(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
 
 
 def test_every_architecture_is_checked():
-    assert set(shipped_architectures()) == set(PARAMETERS)
+    assert set(shipped_architectures()) == set(PUBLISHED)
 
 
 def test_recipes_are_found_by_name_and_path(tmp_path, monkeypatch):
@@ -203,7 +192,7 @@ def test_wheels_carry_recipes_and_architectures(wheel, tmp_path):
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     architectures, folder = json.loads(result.stdout)
-    assert architectures == sorted(PARAMETERS) and Path(folder) == tmp_path / "distill_recipes"
+    assert architectures == sorted(PUBLISHED) and Path(folder) == tmp_path / "distill_recipes"
 
 
 def test_a_clone_uses_its_own_recipes():

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.recipe import load
 from scripts.study.__main__ import main
@@ -61,8 +61,7 @@ def test_the_students_own_words_are_one_configuration_more(tiny_study, tmp_path)
 def tiny_study(tmp_path, monkeypatch, capsys):
     """The command on a teacher of tens of kilobytes: call it with more arguments."""
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=3, seed=1), tokenizer)
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1})
     lines = [{"question": f"What is {n} plus {n}?", "answer": f"It is {n + n}, since {n} twice."} for n in range(60)]
     (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, lines)))
     small = [

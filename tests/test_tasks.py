@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
 from distill.evaluation.tasks import INSTALL, run_tasks
@@ -20,8 +20,7 @@ RECIPE = "{teacher: {model: teacher}, student: {from_teacher: {layers: 1}}, data
 def folder(tmp_path, monkeypatch):
     """A finished run and its teacher."""
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    save_tiny(tmp_path / "teacher", tiny_model(tokenizer, layers=2, seed=1), tokenizer)
+    tokenizer = save_models(tmp_path, teacher={"layers": 2, "seed": 1})
     save_tiny(tmp_path / "runs" / "mine" / "student", tiny_model(tokenizer, seed=2), tokenizer)
     (tmp_path / "runs/mine/recipe.yaml").write_text(RECIPE)
     return tmp_path

@@ -13,7 +13,7 @@ import pytest
 import torch
 from distill_kernels import FusedTopKKLLoss
 from helpers import assert_as_good_as_torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model
 from torch.nn import functional as F
 
 from distill.caching.error import measure, take_sample
@@ -39,10 +39,7 @@ MIXED = Loss.model_validate(
 def loaded(tmp_path_factory):
     """Teacher, student and data of a recipe, loaded once; the working directory is theirs."""
     folder = tmp_path_factory.mktemp("place")
-    tokenizer = tiny_tokenizer()
-    save_tiny(folder / "teacher", tiny_model(tokenizer, layers=4, seed=1), tokenizer)
-    save_tiny(folder / "student", tiny_model(tokenizer, seed=2), tokenizer)
-    (folder / "text.txt").write_text(TEXT)
+    save_models(folder, text=TEXT, teacher={"layers": 4, "seed": 1}, student={"seed": 2})
     recipe = parse(
         """
         teacher: {model: teacher}

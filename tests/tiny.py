@@ -118,3 +118,13 @@ def save_tiny(
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+def save_models(folder: Path, *, text: str | None = None, **models: dict) -> PreTrainedTokenizerFast:
+    """Save models of one tokenizer, each by its name with its settings of `tiny_model`; `text` goes into text.txt."""
+    tokenizer = tiny_tokenizer()
+    for name, settings in models.items():
+        save_tiny(folder / name, tiny_model(tokenizer, **settings), tokenizer)
+    if text is not None:
+        (folder / "text.txt").write_text(text)
+    return tokenizer
