@@ -57,3 +57,13 @@ def add_product_(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Ten
         m, n, k, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8, num_stages=3,
     )  # fmt: skip
     return c
+
+
+def add_matmul_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> None:
+    """`total += alpha a b` in the total's dtype; fp32 totals of 16-bit operands keep the tensor cores in use."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b, alpha=alpha)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=alpha)

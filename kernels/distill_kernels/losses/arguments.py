@@ -16,6 +16,7 @@ from distill_kernels.losses.operands import Batch, Inputs
 from distill_kernels.losses.terms import Objective, plain
 from distill_kernels.operands import check_tensor
 
+REDUCTIONS = ("mean", "sum", "none")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64
@@ -32,6 +33,17 @@ def expect(condition: bool, name: str, expected: str, got: object) -> None:
     """Raise a ValueError that names the argument unless `condition` holds."""
     if not condition:
         raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def checked_direction(direction: str) -> str:
+    expect(direction in ("forward", "reverse"), "direction", "forward or reverse", repr(direction))
+    return direction
+
+
+def workspace_bytes(mib: float | None) -> int | None:
+    """`max_workspace_mib` in bytes."""
+    expect(mib is None or mib > 0, "max_workspace_mib", "None or a number above 0", repr(mib))
+    return None if mib is None else int(mib * 2**20)
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distill_kernels.launch import device_facts
-from distill_kernels.losses.arguments import Lora, check_arguments, expect, lora_of
+from distill_kernels.losses.arguments import Lora, check_arguments, expect, lora_of, workspace_bytes
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, find_rows, row_scales
 from distill_kernels.losses.operands import Batch, Head, Inputs, Outcome, Wanted
 from distill_kernels.losses.operator import SECOND_BACKWARD
@@ -124,12 +124,9 @@ class ChunkedLoss(nn.Module):
         max_workspace_mib: float | None = None,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: expected mean or sum, got {reduction!r}")
-        if max_workspace_mib is not None and not max_workspace_mib > 0:
-            raise ValueError(f"max_workspace_mib: expected None or a number above 0, got {max_workspace_mib!r}")
+        expect(reduction in ("mean", "sum"), "reduction", "mean or sum", repr(reduction))
         self.fn, self.ignore_index, self.reduction = fn, ignore_index, reduction
-        self.workspace = None if max_workspace_mib is None else int(max_workspace_mib * 2**20)
+        self.workspace = workspace_bytes(max_workspace_mib)
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from distill_kernels.launch import cdiv, device_facts
-from distill_kernels.losses.accumulate import add_product_
+from distill_kernels.losses.accumulate import add_matmul_, add_product_
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, run_mixed_rows
 from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
@@ -255,13 +255,8 @@ def _add_weight_gradient(
             torch.mm(gradients.t(), hidden, out=d_weight[:vocab])
     elif not fp32:
         add_product_(d_weight[:vocab], gradients, hidden)
-    elif hidden.dtype == torch.float32:
-        d_weight[:vocab].addmm_(gradients.t(), hidden)
-    elif hidden.is_cuda:
-        inner = d_weight[:vocab]
-        torch.addmm(inner, gradients.t(), hidden, out_dtype=torch.float32, out=inner)
     else:
-        d_weight[:vocab].addmm_(gradients.t().float(), hidden.float())
+        add_matmul_(d_weight[:vocab], gradients.t(), hidden)
     return d_weight
 
 

@@ -16,6 +16,7 @@ import functools
 import torch
 
 from distill_kernels.launch import runs_on_triton
+from distill_kernels.losses.accumulate import add_matmul_
 from distill_kernels.losses.arguments import check_values, expect, may_look_at
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.mixture import Mixture, reference_mixture_rows
@@ -190,14 +191,14 @@ class HeadGradients:
             self.bias[: self.vocab] += gradient.sum(0)
         g = gradient.to(x.dtype)
         if self.weight is not None:
-            _add_product(self.weight[: self.vocab], g.t(), x)
+            add_matmul_(self.weight[: self.vocab], g.t(), x)
         low = None
         if head.lora_a is not None and head.lora_b is not None:
             low = (g @ head.lora_b).mul_(head.lora_scale)
             if self.lora_a is not None:
-                _add_product(self.lora_a, low.t(), x)
+                add_matmul_(self.lora_a, low.t(), x)
             if self.lora_b is not None:
-                _add_product(self.lora_b[: self.vocab], g.t(), x @ head.lora_a.t(), head.lora_scale)
+                add_matmul_(self.lora_b[: self.vocab], g.t(), x @ head.lora_a.t(), head.lora_scale)
         if self.hidden is not None:
             d_x = g @ head.weight
             if low is not None and head.lora_a is not None:
@@ -215,13 +216,3 @@ class HeadGradients:
             None if total is None or like is None else total.to(like.dtype)
             for total, like in zip(sums, self.narrow[:5], strict=True)
         )
-
-
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float = 1.0) -> None:
-    """`total += alpha a b` in the total's dtype; fp32 totals of 16-bit operands keep the tensor cores in use."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, alpha=alpha)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=alpha)

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from distill_kernels.losses.arguments import FLOATS, check_tokens, expect
+from distill_kernels.losses.arguments import FLOATS, REDUCTIONS, check_tokens, checked_direction, expect
 from distill_kernels.losses.linear import row_scales
 from distill_kernels.losses.logit_rows import logit_rows
 from distill_kernels.losses.scaling import power_of_two, scale_gradient_
 from distill_kernels.losses.terms import LossTerm, Objective, make_objective, plain
 from distill_kernels.operands import check_tensor, differentiable_once
 
-REDUCTIONS = ("mean", "sum", "none")
 SECOND_BACKWARD = "the loss was already differentiated: its gradient is made once, in the forward pass; call it again"
 
 
@@ -208,7 +207,7 @@ def kl_div(
     **settings: Any,
 ) -> torch.Tensor:
     """KL(p_t || p_s), or KL(p_s || p_t) for direction "reverse"; `settings` as in `distillation_loss`."""
-    term = LossTerm(f"{_checked(direction)}_kl", 1.0)
+    term = LossTerm(f"{checked_direction(direction)}_kl", 1.0)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
     )
@@ -241,7 +240,7 @@ def skew_kl(
     **settings: Any,
 ) -> torch.Tensor:
     """Skewed KL (DistiLLM) of skew `alpha`, forward or reverse; `settings` as in `distillation_loss`."""
-    term = LossTerm(f"skew_{_checked(direction)}_kl", 1.0, alpha=alpha)
+    term = LossTerm(f"skew_{checked_direction(direction)}_kl", 1.0, alpha=alpha)
     return distillation_loss(
         student_logits, teacher_logits, labels, terms=[term], temperature=temperature, reduction=reduction, **settings
     )
@@ -268,8 +267,3 @@ def cross_entropy(
     """Hard-label cross-entropy; `settings` (label_smoothing, z_loss, ...) as in `distillation_loss`."""
     term = LossTerm("cross_entropy", 1.0)
     return distillation_loss(student_logits, None, labels, terms=[term], reduction=reduction, **settings)
-
-
-def _checked(direction: str) -> str:
-    expect(direction in ("forward", "reverse"), "direction", "forward or reverse", repr(direction))
-    return direction

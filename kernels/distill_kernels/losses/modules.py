@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from distill_kernels.losses.arguments import Lora
+from distill_kernels.losses.arguments import REDUCTIONS, Lora, checked_direction, expect, workspace_bytes
 from distill_kernels.losses.mixture import TeacherHead
 from distill_kernels.losses.operands import Inputs
 from distill_kernels.losses.operator import Settings, fused_loss
 from distill_kernels.losses.terms import LossTerm, TokenStats, make_objective
-
-REDUCTIONS = ("mean", "sum", "none")
 
 
 class FusedDistillationLoss(nn.Module):
@@ -62,10 +60,7 @@ class FusedDistillationLoss(nn.Module):
         skip_ignored_rows: bool = True,
     ) -> None:
         super().__init__()
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        if max_workspace_mib is not None and not max_workspace_mib > 0:
-            raise ValueError(f"max_workspace_mib: expected None or a number above 0, got {max_workspace_mib!r}")
+        expect(reduction in REDUCTIONS, "reduction", "one of mean, sum, none", repr(reduction))
         self.terms = tuple(LossTerm(*term) for term in terms)
         self.objective = make_objective(
             self.terms,
@@ -81,7 +76,7 @@ class FusedDistillationLoss(nn.Module):
         self._encoded = self.objective.encode()
         self.ignore_index = ignore_index
         self.reduction = reduction
-        self.workspace = None if max_workspace_mib is None else int(max_workspace_mib * 2**20)
+        self.workspace = workspace_bytes(max_workspace_mib)
         self.skip_ignored_rows = skip_ignored_rows
 
     def forward(
@@ -191,7 +186,7 @@ class FusedKLLoss(_OneDivergence):
         ce_weight: float = 0.0,
         **settings: object,
     ) -> None:
-        term = LossTerm(f"{_checked_direction(direction)}_kl", divergence_weight)
+        term = LossTerm(f"{checked_direction(direction)}_kl", divergence_weight)
         super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
 
 
@@ -235,7 +230,7 @@ class FusedSkewKLLoss(_OneDivergence):
         ce_weight: float = 0.0,
         **settings: object,
     ) -> None:
-        term = LossTerm(f"skew_{_checked_direction(direction)}_kl", divergence_weight, alpha=alpha)
+        term = LossTerm(f"skew_{checked_direction(direction)}_kl", divergence_weight, alpha=alpha)
         super().__init__(term, temperature, scale_by_temperature_squared, ce_weight, settings)
 
 
@@ -285,9 +280,3 @@ class FusedCrossEntropyLoss(FusedDistillationLoss):
             student_hidden, student_weight, None, None, labels, student_bias, None, student_lora, token_weights,
             num_items, valid_rows, vocab_size, return_stats, tp_group=tp_group,
         )  # fmt: skip
-
-
-def _checked_direction(direction: str) -> str:
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f"direction: expected forward or reverse, got {direction!r}")
-    return direction
