@@ -16,8 +16,8 @@ LIBRARIES = ("torch", "triton", "transformers", "datasets", "accelerate", "peft"
 
 def environment() -> dict[str, str]:
     """Names and values for people; what is not there is left out."""
-    values = {"distill": _version("distill-toolkit"), "python": platform.python_version()}
-    values |= {name: _version(name) for name in LIBRARIES}
+    values = {"distill": version_of("distill-toolkit"), "python": platform.pythonversion_of()}
+    values |= {name: version_of(name) for name in LIBRARIES}
     values["system"] = f"{platform.system()} {platform.machine()}"
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -33,7 +33,8 @@ def device_name(device: torch.device) -> str:
     return f"{platform.system()} {platform.machine()} {device.type.upper()}, {os.cpu_count()} cores"
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Of an installed distribution; empty where it is not."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -9,7 +9,6 @@ process goes on with the next.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from distill_kernels.launch import HAS_TRITON, device_facts
 
+from distill.core.environment import version_of
 from distill.core.folders import RUNS
 from distill.core.units import GIB
 from distill.doctor.examine import Line
@@ -45,7 +45,7 @@ SECRET = re.compile(r"TOKEN(?!IZERS)|KEY|SECRET|PASS|CREDENTIAL|AUTH")
 
 def machine_lines() -> list[Line]:
     """What `environment_lines` does not say: other libraries, families of GPUs, disks of caches, variables."""
-    found = {name: _version(name) for name in MORE_LIBRARIES}
+    found = {name: version_of(name) for name in MORE_LIBRARIES}
     lines = [Line("libraries", True, ", ".join(f"{name} {value}" for name, value in found.items() if value))]
     if torch.cuda.is_available():
         cudnn, hip = torch.backends.cudnn.version(), torch.version.hip
@@ -64,13 +64,6 @@ def machine_lines() -> list[Line]:
             if seen:
                 lines.append(Line("path", True, f"the {kind} GPU is not used: runs know CUDA and CPUs only"))
     return [*lines, *_folders(), *_variables()]
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _folders() -> list[Line]:

@@ -319,16 +319,17 @@ def _gated_activation(module: nn.Module, names: tuple[str, str | None, str]) -> 
     first = getattr(module, names[0])
     if not hasattr(first, "in_features") or not _takes_one_input(module):
         return None
-    # large inputs, so that the activations differ by more than rounding
-    x = _random(module, 3, first.in_features, scale=8.0)
+    return _which(module, first.in_features, {name: _gated_forward(names, name) for name in ACTIVATIONS})
+
+
+def _which(module: nn.Module, width: int, forwards: Mapping[str, Callable[..., torch.Tensor]]) -> str | None:
+    """The forward that computes what the module does, by its name."""
+    x = _random(module, 3, width, scale=8.0)  # large, so that the activations differ by more than rounding
     try:
         expected = module(x)
     except (TypeError, ValueError):  # takes more than hidden states
         return None
-    for activation in ACTIVATIONS:
-        if is_close(_gated_forward(names, activation)(module, x), expected):
-            return activation
-    return None
+    return next((name for name, forward in forwards.items() if is_close(forward(module, x), expected)), None)
 
 
 def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Callable[..., Any]:
@@ -347,15 +348,7 @@ def _gelu_of(module: Any, names: tuple[str, str]) -> str | None:
     """Which GELU an MLP with two products has."""
     weight = getattr(module, names[0]).weight
     width = weight.shape[0] if isinstance(getattr(module, names[0]), Conv1D) else weight.shape[1]
-    x = _random(module, 3, width, scale=8.0)
-    try:
-        expected = module(x)
-    except (TypeError, ValueError):  # takes more than hidden states
-        return None
-    for approximate in APPROXIMATIONS:
-        if is_close(bias_gelu_forward(names, approximate)(module, x), expected):
-            return approximate
-    return None
+    return _which(module, width, {name: bias_gelu_forward(names, name) for name in APPROXIMATIONS})
 
 
 # ---- rotary embeddings

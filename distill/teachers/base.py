@@ -311,10 +311,10 @@ class OpenContext(NamedTuple):
     attention: AttentionChoices
 
 
-def open_context(recipe: Recipe, sharing: Sharing = ALONE, choices: AttentionChoices | None = None) -> OpenContext:
-    """The context of this process for a recipe: its device and precision."""
+def open_context(recipe: Recipe) -> OpenContext:
+    """The context of this process for a recipe, alone: its device and precision."""
     device = resolve_device(recipe.train)
-    return OpenContext(device, resolve_precision(recipe, device), sharing, choices or AttentionChoices(recipe))
+    return OpenContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
 
 
 class TeacherSource(Protocol):
