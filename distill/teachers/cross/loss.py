@@ -16,8 +16,7 @@ from distill_kernels.losses.chunked import raw_logits
 from distill_kernels.losses.divergence import transform_logits
 from distill_kernels.losses.linear import HeadGradients
 from distill_kernels.losses.operands import Head, Wanted
-from distill_kernels.losses.operator import SECOND_BACKWARD
-from distill_kernels.losses.scaling import scale_gradient_
+from distill_kernels.losses.scaling import hand_out
 from torch import nn
 
 from distill.models.head import HeadWeights
@@ -97,10 +96,7 @@ class _CrossFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor, _: object) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError(SECOND_BACKWARD)
-        gradients, ctx.gradients = ctx.gradients, None
-        return (None, *(None if g is None else scale_gradient_(g, upstream) for g in gradients))
+        return (None, *hand_out(ctx, upstream))
 
 
 class CrossTokenizerLoss(nn.Module):

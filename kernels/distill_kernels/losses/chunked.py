@@ -16,9 +16,8 @@ from distill_kernels.launch import device_facts
 from distill_kernels.losses.arguments import Lora, check_arguments, expect, lora_of, workspace_bytes
 from distill_kernels.losses.linear import REFERENCE_CHUNK_ELEMENTS, HeadGradients, find_rows, row_scales
 from distill_kernels.losses.operands import Batch, Head, Inputs, Outcome, Wanted
-from distill_kernels.losses.operator import SECOND_BACKWARD
 from distill_kernels.losses.projection import product_fp32
-from distill_kernels.losses.scaling import power_of_two, scale_gradient_
+from distill_kernels.losses.scaling import hand_out, power_of_two
 from distill_kernels.losses.terms import LossTerm, make_objective
 from distill_kernels.operands import differentiable_once
 
@@ -87,19 +86,13 @@ class _ChunkedFunction(torch.autograd.Function):
         head = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
         with torch.autocast(hidden.device.type, enabled=False):
             outcome = run_chunks(head, batch, wanted, row_loss, **settings)
-        ctx.gradients = list(outcome[2:])
+        ctx.gradients = outcome[2:]
         return outcome.loss.sum()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError(SECOND_BACKWARD)
-        gradients, ctx.gradients = ctx.gradients, None
-        for index in range(5):
-            if gradients[index] is not None:
-                scale_gradient_(gradients[index], upstream)
-        return (*gradients, None)
+        return (*hand_out(ctx, upstream), None)
 
 
 class ChunkedLoss(nn.Module):

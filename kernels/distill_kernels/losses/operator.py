@@ -15,17 +15,13 @@ import torch
 from distill_kernels.losses.arguments import MOST_TOP_K, check_arguments, expect, lora_of
 from distill_kernels.losses.linear import find_rows, linear_divergence, row_scales
 from distill_kernels.losses.mixture import Mixture, TeacherHead, shares_of, teacher_of
-from distill_kernels.losses.operands import Batch, Head, Inputs, Outcome, Wanted
-from distill_kernels.losses.scaling import power_of_two, scale_gradient_
+from distill_kernels.losses.operands import Batch, Head, Inputs, Wanted
+from distill_kernels.losses.scaling import hand_out, power_of_two, scale_gradient_
 from distill_kernels.losses.sharded_heads import Heads, own_heads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_rows import TopK
 from distill_kernels.operands import differentiable_once
-
-SECOND_BACKWARD = (
-    "the fused loss was already differentiated: its gradients are made once, in the forward pass; call the loss again"
-)
 
 
 @torch.library.custom_op("distill::linear_divergence", mutates_args=())
@@ -60,13 +56,12 @@ def linear_divergence_op(
     stats = empty if outcome.stats is None else torch.stack(outcome.stats)
     loss = outcome.loss if per_row else outcome.loss.sum()
     inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
-    gradients = _gradients(outcome)
     return [
         loss,
         stats,
         *(
             gradient if gradient is not None else empty.new_empty(0, dtype=(row_scale if like is None else like).dtype)
-            for gradient, like in zip(gradients, inputs, strict=True)
+            for gradient, like in zip(outcome[2:], inputs, strict=True)
         ),
     ]
 
@@ -76,10 +71,6 @@ def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, s
     if valid_rows is None:
         return find_rows(row_scale) if skip else None
     return None if valid_rows.numel() == row_scale.numel() else valid_rows
-
-
-def _gradients(outcome: Outcome) -> tuple[torch.Tensor | None, ...]:
-    return outcome.hidden, outcome.weight, outcome.bias, outcome.lora_a, outcome.lora_b
 
 
 @linear_divergence_op.register_fake
@@ -161,7 +152,7 @@ class _FusedLoss(torch.autograd.Function):
             ctx.again = (teacher, batch, objective, wanted, settings, lora_scale)
             ctx.versions = _versions(teacher, batch)
         else:
-            ctx.gradients = list(_gradients(outcome))
+            ctx.gradients = outcome[2:]
         loss = outcome.loss if per_row else outcome.loss.sum()
         stats = None if outcome.stats is None else torch.stack(outcome.stats)
         if stats is not None:
@@ -180,17 +171,11 @@ class _FusedLoss(torch.autograd.Function):
             student = Head(*ctx.saved_tensors)._replace(lora_scale=lora_scale)
             batch = batch._replace(row_scale=scale, all_count=False)
             outcome = linear_divergence(student, teacher, batch, objective, wanted._replace(stats=False), **settings)
-            gradients = list(_gradients(outcome))
+            gradients = outcome[2:]
             if down is not None:
-                gradients = [None if g is None else scale_gradient_(g, down) for g in gradients]
+                gradients = tuple(None if g is None else scale_gradient_(g, down) for g in gradients)
             return (*gradients, None)
-        if ctx.gradients is None:
-            raise RuntimeError(SECOND_BACKWARD)
-        gradients, ctx.gradients = ctx.gradients, None
-        for index in range(5):  # leave no second reference, so that autograd takes the tensor instead of a copy
-            if gradients[index] is not None:
-                scale_gradient_(gradients[index], upstream)
-        return (*gradients, None)
+        return (*hand_out(ctx, upstream), None)
 
 
 def _versions(teacher: Head | Mixture | None, batch: Batch) -> list[tuple[str, torch.Tensor, int]]:

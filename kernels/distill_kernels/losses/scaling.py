@@ -5,11 +5,17 @@ The upstream gradient of a loss is most often 1. Only the device knows, so the k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
 
 BLOCK = 8192
+SECOND_BACKWARD = (
+    "the fused loss was already differentiated: its gradients are made once, in the forward pass; call the loss again"
+)
 
 
 @triton.jit
@@ -31,6 +37,24 @@ def scale_gradient_(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tenso
             _scale_kernel[(programs,)](gradient, factor, gradient.numel(), BLOCK=BLOCK, num_warps=8)
         return gradient
     return gradient.mul_(factor)
+
+
+def hand_out(ctx: Any, upstream: torch.Tensor) -> Sequence[torch.Tensor | None]:
+    """`ctx.gradients`, made in the forward pass, times the upstream gradient, in place.
+
+    No second reference to them is left, so that autograd takes them instead of copies.
+
+    Raises:
+        RuntimeError: The second time.
+    """
+    if ctx.gradients is None:
+        raise RuntimeError(SECOND_BACKWARD)
+    gradients: Sequence[torch.Tensor | None] = ctx.gradients
+    ctx.gradients = None
+    for gradient in gradients:
+        if gradient is not None:
+            scale_gradient_(gradient, upstream)
+    return gradients
 
 
 def power_of_two(row_scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distill_kernels.losses.arguments import Lora, check_top_k
+from distill_kernels.losses.arguments import Lora, check_top_k, checked_direction, expect
 from distill_kernels.losses.modules import FusedDistillationLoss
 from distill_kernels.losses.operands import Inputs
 from distill_kernels.losses.operator import fused_loss
@@ -72,9 +72,8 @@ class FusedTopKKLLoss(FusedDistillationLoss):
         max_workspace_mib: float | None = None,
         skip_ignored_rows: bool = True,
     ) -> None:
-        for name, value, allowed in (("direction", direction, ("forward", "reverse")), ("tail", tail, TAILS)):
-            if value not in allowed:
-                raise ValueError(f"{name}: expected {' or '.join(allowed)}, got {value!r}")
+        checked_direction(direction)
+        expect(tail in TAILS, "tail", " or ".join(TAILS), repr(tail))
         if tail == "sampled" and direction != "forward":
             raise ValueError("direction: expected forward, since sampled weights say nothing of log p_t, got 'reverse'")
         super().__init__(

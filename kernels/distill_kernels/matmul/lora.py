@@ -62,26 +62,12 @@ def _backward(
 
 
 class _LoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float) -> torch.Tensor:
-        out, low = _forward(x, weight, bias, a, b, scale)
-        ctx.save_for_backward(x, weight, a, b, low)
-        ctx.scale = scale
-        return out
+    """Of the one part, or of what a function makes of several, which is made again for the backward."""
 
-    @staticmethod
-    @differentiable_once
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        need, (x, weight, a, b, low) = ctx.needs_input_grad, ctx.saved_tensors
-        dx, da, db = _backward(upstream, x, weight, a, b, low, ctx.scale, (need[0], need[3], need[4]))
-        return dx, None, None, da, db, None
-
-
-class _LoraLinearOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Any, weight: Any, bias: Any, a: Any, b: Any, scale: float, *parts: Any) -> Any:
-        out, low = _forward(function(*parts), weight, bias, a, b, scale)
+        x = parts[0] if function is None else function(*parts)
+        out, low = _forward(x, weight, bias, a, b, scale)
         ctx.save_for_backward(weight, a, b, low, *parts)
         ctx.function, ctx.scale = function, scale
         return out
@@ -90,11 +76,13 @@ class _LoraLinearOf(torch.autograd.Function):
     @differentiable_once
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
-        weight, a, b, low, *parts = ctx.saved_tensors
+        need, (weight, a, b, low, *parts) = ctx.needs_input_grad, ctx.saved_tensors
+        if ctx.function is None:
+            dx, da, db = _backward(upstream, parts[0], weight, a, b, low, ctx.scale, (need[6], need[3], need[4]))
+            return None, None, None, da, db, None, dx
         with torch.enable_grad():
             leaves = [part.detach().requires_grad_() for part in parts]
             x = ctx.function(*leaves)
-        need = ctx.needs_input_grad
         dx, da, db = _backward(upstream, x.detach(), weight, a, b, low, ctx.scale, (True, need[3], need[4]))
         return None, None, None, da, db, None, *torch.autograd.grad(x, leaves, dx)
 
@@ -127,7 +115,7 @@ def lora_linear(
         ValueError: for shapes that do not fit, dtypes that differ, or a weight that wants a gradient.
     """
     _check(x, weight, bias, a, b)
-    return _LoraLinear.apply(x, weight, bias, a, b, float(scale))
+    return _LoraLinear.apply(None, weight, bias, a, b, float(scale), x)
 
 
 def lora_linear_of(
@@ -148,7 +136,7 @@ def lora_linear_of(
         ValueError: as `lora_linear`.
     """
     _check(parts[0], weight, bias, a, b, shape=False)
-    return _LoraLinearOf.apply(function, weight, bias, a, b, float(scale), *parts)
+    return _LoraLinear.apply(function, weight, bias, a, b, float(scale), *parts)
 
 
 def _check(x: torch.Tensor, weight: Any, bias: Any, a: Any, b: Any, shape: bool = True) -> None:

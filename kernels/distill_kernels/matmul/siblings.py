@@ -40,20 +40,15 @@ class SiblingOutputs(Generic[T]):
         return SiblingOutputs, ()
 
     def take(
-        self,
-        layer: Hashable,
-        x: torch.Tensor,
+        self, layer: Hashable, x: torch.Tensor,
         compute: Callable[[torch.Tensor], tuple[dict[Hashable, T], Sequence[torch.Tensor]] | None],
-    ) -> T | None:
-        """The output of `layer` for `x`.
+    ) -> T | None:  # fmt: skip
+        """The output of `layer` for `x`; None where it cannot be computed.
 
         Args:
             layer: A key of the outputs.
-            compute: Makes the outputs of all layers from `x`; with them it returns the weights that they depend on.
-                None where it cannot: what is left of another input then stays.
-
-        Returns:
-            The output; None where `compute` returned that.
+            compute: Makes the outputs of all layers from `x`, and names the weights that they depend on; None where it
+                cannot: what is left of another input then stays.
         """
         state = (None if x.is_inference() else x._version, compute_dtype(x), torch.is_grad_enabled())
         same = self._source is not None and self._source() is x and self._state == state and layer in self._outputs

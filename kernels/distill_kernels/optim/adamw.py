@@ -117,10 +117,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _plan(self, params: Sequence[torch.Tensor], number: int) -> Plan:
-        return Plan(self._members(params, number), BLOCK)
-
-    def _members(self, params: Sequence[torch.Tensor], number: int) -> list[Member]:
-        """The parameters that have a gradient, numbered from `number`, with states made where there are none."""
+        """Of the parameters that have a gradient, numbered from `number`, with states made where there are none."""
         members = []
         for p in params:
             if p.grad is not None:
@@ -138,7 +135,7 @@ class FusedAdamW(torch.optim.AdamW):
                     state["master"] = p.detach().float()
                 members.append(Member(number, p, state))
             number += 1
-        return members
+        return Plan(members, BLOCK)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
