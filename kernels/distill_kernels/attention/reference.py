@@ -1,8 +1,7 @@
-"""Attention in plain PyTorch: the definition, its gradient, and the tile-by-tile form that the kernels compute.
+"""Attention in plain PyTorch: the definition and its gradient.
 
 `reference_attention` and its gradient are what CPU tensors get, and, in fp64, what the kernels are held against.
-Halves are computed in fp32. `blocked_attention` is the online softmax the kernels use, loop by loop, for reading.
-Shapes: q [B, H, Tq, D]; k, v [B, Hkv, Tk, D].
+Halves are computed in fp32. Shapes: q [B, H, Tq, D]; k, v [B, Hkv, Tk, D].
 """
 
 from __future__ import annotations
@@ -70,27 +69,3 @@ def reference_attention_backward(
     dk = (ds.transpose(-1, -2) @ q.to(dtype)).unflatten(1, (-1, group)).sum(2)
     dv = (p.transpose(-1, -2) @ upstream).unflatten(1, (-1, group)).sum(2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def blocked_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking, block: int = 64
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference_attention` with keys visited `block` at a time under a running maximum and sum."""
-    dtype = _computed_in(q.dtype)
-    group = q.shape[1] // k.shape[1]
-    scores, _ = _scores(q.to(dtype), k.to(dtype), masking)
-    values = v.to(dtype).repeat_interleave(group, dim=1)
-    maximum = torch.full(scores.shape[:-1], -1e30, dtype=dtype, device=q.device)
-    total = torch.zeros_like(maximum)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    for start in range(0, k.shape[2], block):
-        tile = scores[..., start : start + block]
-        new_maximum = torch.maximum(maximum, tile.amax(-1))
-        weights = torch.exp(tile - new_maximum[..., None])
-        rescale = torch.exp(maximum - new_maximum)
-        total = total * rescale + weights.sum(-1)
-        out = out * rescale[..., None] + weights @ values[:, :, start : start + block]
-        maximum = new_maximum
-    empty = total == 0
-    out = out / total.masked_fill(empty, 1)[..., None]
-    return out.to(q.dtype), torch.where(empty, float("-inf"), maximum + torch.log(total))
