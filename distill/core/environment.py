@@ -16,7 +16,7 @@ LIBRARIES = ("torch", "triton", "transformers", "datasets", "accelerate", "peft"
 
 def environment() -> dict[str, str]:
     """Names and values for people; what is not there is left out."""
-    values = {"distill": version_of("distill-toolkit"), "python": platform.pythonversion_of()}
+    values = {"distill": version_of("distill-toolkit"), "python": platform.python_version()}
     values |= {name: version_of(name) for name in LIBRARIES}
     values["system"] = f"{platform.system()} {platform.machine()}"
     if torch.cuda.is_available():
