@@ -60,7 +60,7 @@ class LogitTransform(NamedTuple):
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model makes of the product of hidden states and head."""
-        logits = logits * self.scale
+        logits = logits * self.scale if self.scale != 1.0 else logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

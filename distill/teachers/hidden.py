@@ -130,9 +130,7 @@ class HiddenFormat(FusedFormat):
         """fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""
         with self.head.open() as teacher:
             z: Any = nn.functional.linear(targets.to(teacher.weight.dtype), teacher.weight, teacher.bias).float()
-        z = z * self.transform.scale
-        cap = self.transform.softcap
-        return z if cap is None else cap * torch.tanh(z / cap)
+        return self.transform.applied(z)
 
 
 def pairing_of(student: LogitTransform, rows: dict[str, int], vocab_size: int | None) -> Pairing:

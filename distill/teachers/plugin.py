@@ -226,12 +226,8 @@ def _with_transforms(
 ) -> Callable[..., torch.Tensor]:
     """`function` of what the heads make, after each model's own scale and soft cap."""
 
-    def transformed(logits: torch.Tensor, by: LogitTransform) -> torch.Tensor:
-        logits = logits * by.scale if by.scale != 1.0 else logits
-        return logits if by.softcap is None else by.softcap * torch.tanh(logits / by.softcap)
-
     def of_raw(raw: torch.Tensor, teacher_raw: Any, labels: Any) -> torch.Tensor:
-        losses = function(transformed(raw, student), transformed(teacher_raw, teacher), labels)
+        losses = function(student.applied(raw), teacher.applied(teacher_raw), labels)
         return torch.where(labels == IGNORE_INDEX, 0.0, losses) if labels is not None else losses
 
     return of_raw
