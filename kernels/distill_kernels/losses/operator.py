@@ -172,9 +172,7 @@ class _FusedLoss(torch.autograd.Function):
             batch = batch._replace(row_scale=scale, all_count=False)
             outcome = linear_divergence(student, teacher, batch, objective, wanted._replace(stats=False), **settings)
             gradients = outcome[2:]
-            if down is not None:
-                gradients = tuple(None if g is None else scale_gradient_(g, down) for g in gradients)
-            return (*gradients, None)
+            return (*(g if g is None or down is None else scale_gradient_(g, down) for g in gradients), None)
         return (*hand_out(ctx, upstream), None)
 
 
