@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from subjects import across, informed, one, routed
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.core.labels import shift_labels
 from distill.data.collator import Collator
@@ -69,9 +69,7 @@ def test_prompts_that_leave_no_room_are_counted():
 
 def test_a_run_says_both(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    for seed, name in enumerate(("student", "teacher")):
-        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed), tokenizer)
+    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1})
     rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}."} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run(parse(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.generation import decode_loop
 from distill.models.head import HeadWeights, LogitTransform
@@ -24,9 +24,7 @@ RECIPE = (
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    tokenizer = tiny_tokenizer()
-    for seed, name in enumerate(("student", "teacher", "other")):
-        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed), tokenizer)
+    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1}, other={"seed": 2})
     rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}.", "domain": ("even", "odd")[n % 2]} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.chdir(tmp_path)

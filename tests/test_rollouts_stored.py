@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from test_cache_sharded import said_by
 from test_on_policy import COLLATE, on_policy, pairs
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model, tiny_tokenizer
 from two_ranks import run_as_two
 
 from distill.core.ranks import leave
@@ -79,9 +79,9 @@ def cut_off(name, again):
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stored")
-    tokenizer = tiny_tokenizer()
-    for seed, name in enumerate(("student", "teacher", "other")):
-        save_tiny(folder / name, tiny_model(tokenizer, seed=seed, hidden=32 + 16 * seed), tokenizer)
+    save_models(
+        folder, **{name: {"seed": n, "hidden": 32 + 16 * n} for n, name in enumerate(("student", "teacher", "other"))}
+    )
     rows = [{"prompt": f"Say {n}?", "completion": f"It is {n}.", "domain": ("even", "odd")[n % 2]} for n in range(40)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from subjects import routed, routed_answering
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model
 
 from distill.data.collator import Collator
 from distill.doctor.invariants import both_read_the_same, fused_equals_reference
@@ -34,9 +34,9 @@ def rows_of(count, domains=("math", "talk", "talk")):
 
 def place(tmp_path, monkeypatch, rows):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    for seed, name in enumerate(("student", "math", "talk")):
-        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed, hidden=32 + 16 * seed), tokenizer)
+    save_models(
+        tmp_path, **{name: {"seed": n, "hidden": 32 + 16 * n} for n, name in enumerate(("student", "math", "talk"))}
+    )
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from served import opened, serving
 from subjects import Silent
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models
 
 from distill.caching.make import load, make_cache
 from distill.commands.paths import path_notes
@@ -26,9 +26,7 @@ TEACHERS = ("math", "talk")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("routed")
-    tokenizer = tiny_tokenizer()
-    for seed, name in enumerate(("student", *TEACHERS)):
-        save_tiny(folder / name, tiny_model(tokenizer, seed=seed, hidden=32 + 16 * seed), tokenizer)
+    save_models(folder, **{name: {"seed": n, "hidden": 32 + 16 * n} for n, name in enumerate(("student", *TEACHERS))})
     lines = (
         f'{{"prompt": "Say {n}?", "completion": "It is {"so " * (n % 5)}{n}.", "domain": "{TEACHERS[n % 3 // 2]}"}}'
         for n in range(36)

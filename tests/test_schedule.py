@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from subjects import one
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import save_models, tiny_model
 from transformers import TrainingArguments
 
 from distill.doctor.invariants import fused_equals_reference
@@ -35,9 +35,7 @@ RAMPS = (
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    for seed, name in enumerate(("student", "teacher")):
-        save_tiny(tmp_path / name, tiny_model(tokenizer, seed=seed), tokenizer)
+    save_models(tmp_path, student={"seed": 0}, teacher={"seed": 1})
     rows = [{"prompt": f"Say {n}?", "completion": f"It is {'so ' * (n % 5)}{n}."} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
