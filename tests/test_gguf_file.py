@@ -1,15 +1,18 @@
 """GGUF export: what is written reads back as the same model, and what cannot be told in the format is refused."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import Regex, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from distill.cli import run_command
+from distill.models.load import load_config
+from distill.recipe import Teacher
 from distill.reports import gguf_file
 from distill.reports.gguf_file import LLAMA_3, TEXTS, split_name, write_gguf
 
@@ -41,6 +44,21 @@ def read_back(path: Path, **more):
 
 
 @pytest.mark.few(2)
+def test_a_header_is_read_once_until_the_file_changes(tmp_path, monkeypatch):
+    """`check` asks for a configuration forty times; a header with 49,152 tokens takes three seconds."""
+    write_gguf(saved(tmp_path / "student"), tmp_path / "m.gguf", "f32")
+    section, read = Teacher(model=str(tmp_path / "m.gguf")), []
+    from_pretrained = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *a, **k: read.append(a) or from_pretrained(*a, **k))
+    first, second = load_config(section, "teacher"), load_config(section, "teacher")
+    assert len(read) == 1 and first.to_dict() == second.to_dict()
+    first.num_hidden_layers += 1
+    assert load_config(section, "teacher").to_dict() == second.to_dict(), "each caller has a copy of its own"
+    os.utime(tmp_path / "m.gguf", ns=(0, 0))
+    load_config(section, "teacher")
+    assert len(read) == 2
+
+
 @pytest.mark.parametrize(
     "kind, more",
     [

@@ -156,11 +156,11 @@ def load_config(section: ModelSection, field: str) -> Any:
     source = resolve_model_source(spec, field)
     arguments = remote_arguments(section, field.partition(".")[0])
     if source.gguf_file:
-        arguments["gguf_file"] = source.gguf_file
-    else:
-        with loading(spec, source, field):
-            values, _ = PreTrainedConfig.get_config_dict(source.location, revision=arguments.get("revision"))
-        check_config(values, field, spec, trusted=trusted)
+        modified = Path(source.location, source.gguf_file).stat().st_mtime_ns
+        return copy.deepcopy(_gguf_config(source, modified, spec, field))
+    with loading(spec, source, field):
+        values, _ = PreTrainedConfig.get_config_dict(source.location, revision=arguments.get("revision"))
+    check_config(values, field, spec, trusted=trusted)
     with loading(spec, source, field):
         return AutoConfig.from_pretrained(source.location, **arguments)
 
@@ -174,6 +174,13 @@ def _config_of(path: Path, modified: int, field: str, trusted: bool) -> Any:
         if not isinstance(kind := values.pop("model_type", None), str):
             raise ValueError("it is not a model configuration: it has no model_type")
         return AutoConfig.for_model(kind, **values)
+
+
+@functools.lru_cache(maxsize=32)
+def _gguf_config(source: ModelSource, modified: int, spec: str, field: str) -> Any:
+    """What a GGUF file's header holds, which takes seconds to read; `modified` as above."""
+    with loading(spec, source, field):
+        return AutoConfig.from_pretrained(source.location, gguf_file=source.gguf_file)
 
 
 def _named_dtype(name: str) -> torch.dtype | None:
