@@ -39,17 +39,19 @@ class Target(NamedTuple):
 
 
 def find_target(argument: str) -> Target:
-    """A run's folder or name, else whatever `student.model` takes in a recipe.
+    """A run's folder or name, or the folder that one was exported to, else whatever `student.model` takes in a recipe.
 
     Raises:
         ValueError: a run that has no student yet.
     """
     for folder in (Path(argument), RUNS / argument):
         if (folder / RECIPE_FILE).is_file():
-            if not any((folder / "student" / name).is_file() for name in CONFIGS):
+            places = (folder / "student", folder)
+            at = next((place for place in places if any((place / name).is_file() for name in CONFIGS)), None)
+            if at is None:
                 raise ValueError(f"{argument}: this run has no student yet; distill run ... --resume finishes it")
             recipe = load(folder / RECIPE_FILE, of_run=True)
-            return in_folder(str(folder / "student"))._replace(recipe=recipe, folder=folder)
+            return in_folder(str(at))._replace(recipe=recipe, folder=folder)
     return in_folder(argument)
 
 
