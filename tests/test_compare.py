@@ -56,6 +56,8 @@ ALL = [f"{name}-{number}" for name in ("slow", "fast") for number in range(3)]
 def test_a_plot_is_a_file(folder, capsys):
     assert run_command(["compare", *ALL, "--plot", "runs"]) == 2
     assert capsys.readouterr().err == "distill: --plot: expected a file to write, got the folder runs\n"
+    assert run_command(["compare", *ALL, "--plot", "curves.svg"]) == 2
+    assert "expected a file that ends in .html" in capsys.readouterr().err
 
 
 def test_seeds_are_one_line_and_differences_are_named(folder, capsys):

@@ -44,8 +44,9 @@ def evaluate(
     \b
     distill eval support-bot
     distill eval support-bot --data other-chats.jsonl
-    distill eval ./student --teacher meta-llama/Llama-3.1-8B-Instruct --data python-stdlib --json
-    distill eval support-bot --tasks hellaswag,arc_easy --limit 500       # the benchmarks everybody quotes
+    distill eval ./student --teacher meta-llama/Llama-3.1-8B-Instruct \\
+      --data python-stdlib --json
+    distill eval support-bot --tasks hellaswag,arc_easy --limit 500
     """
     if tasks is None and (limit is not None or chat or task_folder is not None):
         raise ValueError("--limit, --chat and --task-folder belong to --tasks, which was not given")
@@ -181,7 +182,7 @@ def compare(
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
     """
-    from distill.reports.compare_runs import Group, curves_page, differently_judged, group_runs, mean_and_spread
+    from distill.reports.compare_runs import Group, curves_page, differently_judged, group_runs, listed, mean_and_spread
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]
@@ -191,6 +192,8 @@ def compare(
         raise RecipeError([*warnings, "these figures do not belong into one table; --anyway prints it all the same"])
     if plot is not None:
         _require_a_file("--plot", plot)
+        if plot.suffix not in (".html", ".htm"):
+            raise ValueError(f"--plot: expected a file that ends in .html, since it holds a page; got {plot}")
         write_text(plot, curves_page(read))
     if as_json:
         for line in warnings:
@@ -216,8 +219,7 @@ def compare(
     p = f"p ({name})" if name else "p"
     console.show_table(["run", "seeds", *heading, "agreement", "gap closed", p], rows, numbers=True)
     for group in groups[1:]:
-        changes = ", ".join(f"{key}={value}" for key, value in group.differs.items())
-        console.say(f"{group.name} differs from {groups[0].name} in {changes}")
+        console.say(f"{group.name} differs from {groups[0].name} in {listed(group.differs)}")
     for line in warnings:
         console.say(line)
     if plot is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +62,11 @@ class Group(NamedTuple):
         found = self._asdict()
         figures = found.pop("divergence")
         return {self.measure.key: figures, **found, "measure": self.measure.name}
+
+
+def listed(changes: Mapping[str, object]) -> str:
+    """Settings that differ, as `train.seed=1, no loss.terms.1.type`."""
+    return ", ".join(f"no {key}" if value is None else f"{key}={value}" for key, value in changes.items())
 
 
 def differently_judged(runs: Sequence[Run]) -> list[str]:
@@ -169,7 +174,7 @@ def curves_page(runs: Sequence[Run]) -> str:
     names = []
     for settings, members in groups:
         seeds = f" ({len(members)} seeds)" if len(members) > 1 else ""
-        changes = ", ".join(f"{key}={value}" for key, value in _changes(settings, groups[0][0]).items())
+        changes = listed(_changes(settings, groups[0][0]))
         names.append(f"{members[0].folder.name}{seeds}{': ' if changes else ''}{changes}")
     measures = list(dict.fromkeys(run.measure for run in runs))
     wanted = [(one.key, f"{one.name} to the teacher ({one.each})", 1.0, [one]) for one in measures]
