@@ -57,19 +57,19 @@ app = typer.Typer(
     distill settings train                     what a recipe can say
     distill validate chat-8b-to-1b.yaml        is it right? prints every setting
     distill check chat-8b-to-1b.yaml           will it fit, how long will it take?
-    distill inspect chat-8b-to-1b.yaml         what will be learned, token by token
+    distill inspect chat-8b-to-1b.yaml         what is learned, token by token
     distill cache chat-8b-to-1b.yaml           the teacher once, onto the disk
     distill serve chat-8b-to-1b.yaml           the teacher for trainers elsewhere
-    distill sample my.yaml --prompts q.txt ... answers of teacher or student, as data
+    distill sample my.yaml --prompts q.txt ... answers of either model, as data
     distill run chat-8b-to-1b.yaml             teach
-    distill run quickstart train.steps=20      a shipped recipe, one setting changed
+    distill run quickstart train.steps=20      a shipped one, a setting changed
     distill report quickstart                  a page about the run
     distill eval quickstart                    held-out figures with intervals
     distill compare quickstart quickstart-2    runs beside each other
     distill generate quickstart -p "Hello"     let the student answer
     distill chat quickstart --beside-teacher   talk with it
     distill export quickstart -o student       a folder to hand over
-    distill verify quickstart                  is every file still as it was written?
+    distill verify quickstart                  is every file as it was written?
     """,
 )
 recipes_app = typer.Typer(
@@ -135,13 +135,15 @@ def run(
 
     \b
     torchrun --nproc-per-node 8 -m distill run chat-8b-to-1b.yaml
-    torchrun --nproc-per-node 8 --max-restarts 3 -m distill run chat-8b-to-1b.yaml --name chat --resume-if-any
+    torchrun --nproc-per-node 8 --max-restarts 3 -m distill \\
+      run chat-8b-to-1b.yaml --name chat --resume-if-any
     accelerate launch --num_processes 8 -m distill run chat-8b-to-1b.yaml
 
     Without a hub, a shipped recipe runs on random weights and random tokens, unless its header says that it cannot:
 
     \b
-    distill run llama3-8b-to-1b teacher.init=random student.init=random data.source=synthetic
+    distill run llama3-8b-to-1b teacher.init=random student.init=random \\
+      data.source=synthetic
     """
     overrides = [*(overrides or ()), *([f"output_dir={json.dumps(str(output_dir))}"] if output_dir else [])]
     _, resolved = load_recipe(recipe, [*overrides, *plugin_override(plugin)])

@@ -231,6 +231,12 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _lines_whole(monkeypatch):
+    """As tests look for them; test_width.py holds that they are broken at 80 columns."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_curves():
     """A run draws its curves, half of its time, only where a test asks for `curves`."""

@@ -48,7 +48,7 @@ def test_help_explains_and_shows_examples(name, capsys):
         examples = re.findall(rf"^ +distill {name}\b.*$", out, flags=re.M)
         assert examples, "a person copies examples before reading options"
     for line in out.splitlines():
-        assert len(line) <= 120, line
+        assert len(line) <= 80, line
     for parameter in COMMANDS[name].params:
         if parameter.param_type_name == "option" and parameter.name not in ("help",):
             assert getattr(parameter, "help", None), f"{name} {parameter.opts[0]} is not explained"

@@ -97,10 +97,8 @@ def test_the_seed_orders_rows_and_another_one_chooses_those_held_out(tmp_path):
     assert [*random[0].validation] == [*random[1].validation]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A working directory with two models, forty short chats and a recipe as a newcomer writes it."""
-    monkeypatch.chdir(tmp_path)
+def a_newcomers_folder(tmp_path):
+    """A folder with two models, forty short chats and a recipe as a newcomer writes it."""
     save_tiny(tmp_path / "big", tiny_model(tiny_tokenizer(), layers=4, hidden=64, seed=1))
     save_tiny(tmp_path / "small", tiny_model(tiny_tokenizer(), seed=2))
     turns = [[f"What is {n}?", f"It is the number {n}, of course."] for n in range(40)]
@@ -114,6 +112,13 @@ def folder(tmp_path, monkeypatch):
         "train: {epochs: 2, tokens_per_step: 65536}\ngenerate: {prompts: []}\n"
     )
     return tmp_path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The same, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return a_newcomers_folder(tmp_path)
 
 
 def test_small_data_are_told_with_a_step_that_fits(folder, capsys):

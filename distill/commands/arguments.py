@@ -100,4 +100,4 @@ def without_bars() -> None:
 
 def say_json(value: object) -> None:
     """Print `value` as JSON; what is not finite becomes null, since JSON has no word for it."""
-    console.say(json.dumps(console.plain(value), indent=2, ensure_ascii=False))
+    console.say_verbatim(json.dumps(console.plain(value), indent=2, ensure_ascii=False))

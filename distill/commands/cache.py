@@ -114,7 +114,7 @@ def cache(
             options = [*(overrides or ())]
         else:
             options.append(f"teacher={{type: cache, path: {folder}}}")
-        console.say(f"train from it:  distill run {shlex.join([recipe, *options])}")
+        console.say_verbatim(f"train from it:  distill run {shlex.join([recipe, *options])}")
 
 
 def _in_shards(recipe: Recipe, processes: int, batch_size: int | None) -> bool:

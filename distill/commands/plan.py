@@ -247,7 +247,7 @@ def _show(made: list[list[Token]], titles: list[str], report: dict[str, object],
         if out.is_terminal:
             out.print(rich_text(tokens))
         else:
-            console.say(plain_text(tokens))
+            console.say_verbatim(plain_text(tokens))
 
 
 def bench(

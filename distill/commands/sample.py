@@ -62,8 +62,10 @@ def sample(
     One GPU answers; all visible ones do where they hold the teacher in shards (parallel.teacher), which is slow.
 
     \b
-    distill sample chat-8b-to-1b.yaml --prompts questions.txt --out answers.jsonl --from teacher
-    distill sample my.yaml --prompts chats.jsonl --out own.jsonl --from student student.model=runs/my/student
+    distill sample chat-8b-to-1b.yaml --from teacher \\
+      --prompts questions.txt --out answers.jsonl
+    distill sample my.yaml --from student student.model=runs/my/student \\
+      --prompts chats.jsonl --out own.jsonl
     distill run my.yaml data.source=answers.jsonl
     """
     _, resolved = load_recipe(recipe, overrides)

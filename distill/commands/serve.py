@@ -33,7 +33,8 @@ def serve(
     \b
     distill serve quickstart
     distill run quickstart teacher.type=server teacher.url=http://127.0.0.1:8765
-    distill serve meta-llama/Llama-3.1-70B-Instruct teacher.dtype=fp8 --host 0.0.0.0 --token-file ~/.distill-token
+    distill serve meta-llama/Llama-3.1-70B-Instruct teacher.dtype=fp8 \\
+      --host 0.0.0.0 --token-file ~/.distill-token
     """
     try:
         from distill.serving.open import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Annotated
 
 import typer
@@ -51,11 +50,10 @@ def settings(
                 "elsewhere": ", ".join(f"{name} in {tool}" for tool, name in setting.elsewhere.items()),
             }
             console.say(("\n" if number else "") + setting.name)
-            console.say(textwrap.fill(setting.meaning, 78, initial_indent="  ", subsequent_indent="  "))
+            console.say(f"  {setting.meaning}")
             for key, value in lines.items():
                 if value:
-                    hanging = " " * 13
-                    console.say(textwrap.fill(value, 78, initial_indent=f"  {key:<11}", subsequent_indent=hanging))
+                    console.say(f"  {key:<11}{value}")
 
 
 def schema() -> None:

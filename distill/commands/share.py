@@ -41,7 +41,8 @@ def generate(
     \b
     distill generate support-bot --prompt "How do I reset my password?"
     distill generate support-bot -p "Why is the sky blue?" --beside-teacher
-    distill generate ./student -p "1, 2, 3," --teacher HuggingFaceTB/SmolLM2-135M-Instruct
+    distill generate ./student -p "1, 2, 3," \\
+      --teacher HuggingFaceTB/SmolLM2-135M-Instruct
     distill generate support-bot -p "Why is the sky blue?" --kernels triton
     """
     from distill.evaluation.generate import TritonAnswers, stream
@@ -90,7 +91,7 @@ def export(
 
     \b
     distill export support-bot -o support-bot-1b --dtype bfloat16
-    distill export support-bot -o out --gguf q8_0              # out/out-q8_0.gguf for llama.cpp and its relatives
+    distill export support-bot -o out --gguf q8_0     # out/out-q8_0.gguf
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
     from distill.reports.export import check_repository

@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,7 +21,8 @@ from rich.table import Table
 # what moves a terminal's cursor, changes its colours or turns text around, and halves of surrogate pairs
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-KEY = 12  # columns of the key in a line such as `steps       40 of 512 tokens`
+_KEY = re.compile(r" *\S[^:\n]{0,17}?(?:: +|  +)")  # of a line such as `steps       40 of 512 tokens`
+_FIGURES = re.compile(r"(?<=\S)  +(?=\S)")  # what stands between them
 
 
 def visible(text: str) -> str:
@@ -51,28 +53,23 @@ if logging.lastResort is not None:  # it prints warnings where nobody set up log
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
-    """Print a table; where standard output is no terminal, as aligned columns, cut nowhere.
+    """Print a table whose columns have the words of their cells below one another where it is wider than the screen;
+    where standard output is no terminal nothing is cut, not even a word that is too long.
 
     Args:
         numbers: align all columns but the first to the right.
     """
-    columns, rows = [*map(visible, columns)], [[*map(visible, cells)] for cells in rows]
-    console = Console()
-    if console.is_terminal:
-        table = Table(header_style="bold", box=None, pad_edge=False)
-        for index, column in enumerate(columns):
-            table.add_column(escape(column), justify="right" if numbers and index else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*(escape(cell) for cell in row))
+    console, table = Console(emoji=False), Table(header_style="bold", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if numbers and index else "left"
+        table.add_column(escape(visible(column)), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*(escape(visible(cell)) for cell in row))
+    if not console.is_terminal:
+        console.width = max(console.width, console.measure(table).minimum)
+    with console.capture() as shown:
         console.print(table)
-        return
-    widths = [max(len(cells[index]) for cells in [columns, *rows]) for index in range(len(columns))]
-    for cells in [columns, *rows]:
-        aligned = [
-            cell.rjust(width) if numbers and index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        print("  ".join(aligned).rstrip())
+    print("\n".join(map(str.rstrip, shown.get().splitlines())))
 
 
 @contextlib.contextmanager
@@ -101,28 +98,30 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
 
 
 def say(line: str) -> None:
-    """Print lines, their control characters written out; a terminal gets them broken between words.
+    """Print lines, broken between words at the width of the terminal, at COLUMNS of the environment, or at 80."""
+    width = Console().width
+    say_verbatim("\n".join(part for whole in line.split("\n") for part in broken(visible(whole), width)))
 
-    What follows a line that begins as `steps       40 of ...` does stands below its twelfth column.
-    """
-    lines = visible(line).split("\n")
-    if sys.stdout.isatty():
-        width = Console().width
-        lines = [part for line in lines for part in _wrapped(line, width)]
+
+def say_verbatim(text: str) -> None:
+    """Print what is to be copied or read by programs: JSON, commands, text of the data. Nothing is broken."""
     with terminal_may_be_lost():
-        print("\n".join(lines), flush=True)
+        print(visible(text), flush=True)
 
 
-def _wrapped(line: str, width: int) -> list[str]:
+def broken(line: str, width: int) -> list[str]:
+    """A line in parts of at most `width` columns, the later ones below what follows the key (`steps       40 of ...`,
+    `  teacher: The ...`). No word is cut, and neither a figure's name nor its unit is taken from it."""
     if len(line) <= width:
         return [line]
-    own = len(line) - len(line.lstrip())
-    indent = own or (KEY if line[KEY - 1 : KEY] == " " and "  " in line[: KEY + 1] else 0)
-    wrapped = textwrap.wrap(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False,
-        replace_whitespace=False, drop_whitespace=True,
+    lead, own = _KEY.match(line), len(line) - len(line.lstrip())
+    together = r"(?<=\S) (?=\S)" if len(_FIGURES.findall(line)) > 2 else r"(?<=\d) (?=[^\W\d])"
+    line = re.sub(together, "\0", line)
+    parts = textwrap.wrap(
+        line, width, subsequent_indent=" " * (lead.end() if lead else own), break_long_words=False,
+        break_on_hyphens=False, replace_whitespace=False,
     )  # fmt: skip
-    return wrapped or [line]
+    return [part.replace("\0", " ") for part in parts] or [line]
 
 
 def complain(message: str) -> None:

@@ -1,0 +1,125 @@
+"""What commands print into a pipe or a file fits 80 columns, but for what is copied or read by programs."""
+
+import os
+import re
+
+import pytest
+import torch
+from test_newcomers import a_newcomers_folder
+
+from distill.cli import run_command
+from distill.core.console import broken, say, say_verbatim, show_table
+
+WIDTH = 80
+NO_ONE = ["generate.prompts=[]"]
+VERBATIM = re.compile(r'train from it:  distill | *"')
+COMMANDS = (
+    ["--help"],
+    ["recipes"],
+    ["recipes", "copy", "llama3-8b-to-1b-cached", "a-recipe-of-a-rather-long-name.yaml"],
+    ["settings"],
+    ["settings", "data"],
+    ["settings", "loss.terms"],
+    ["validate", "my.yaml"],
+    ["validate", "llama3-8b-to-1b-on-policy"],
+    ["check", "my.yaml"],
+    ["check", "llama3-70b-to-8b-lora", "--gpu", "4090", "--gpus", "4", "--no-data"],
+    ["check", "llama3-8b-to-1b", "--gpu", "v100", "teacher.offload=cpu", "--no-data"],
+    ["inspect", "my.yaml", "--json"],
+    ["cache", "my.yaml", "--top-k", "8", "--report"],
+    ["cache", "my.yaml", "--top-k", "8", "--out", "cached"],
+    ["sample", "my.yaml", "--prompts", "chats.jsonl", "--out", "a.jsonl", "--from", "teacher", "--max-new-tokens", "4"],
+    ["eval", "one"],
+    ["compare", "one", "two", "--anyway"],
+    ["compare", "one", "two", "--plot", "curves.html"],
+    ["report", "one"],
+    ["generate", "one", "-p", "What is 4?", "--beside-teacher", "--max-new-tokens", "8"],
+    ["export", "one", "-o", "exported", "--gguf", "q8_0"],
+    ["verify", "one"],
+)  # fmt: skip
+
+
+def too_wide(text: str) -> list[str]:
+    """Lines of more than 80 columns, but for those that are verbatim."""
+    return [line for line in text.splitlines() if len(line) > WIDTH and not VERBATIM.match(line)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two finished runs of the newcomer's recipe, and what the first of them printed."""
+    import contextlib
+    import io
+
+    folder, before = a_newcomers_folder(tmp_path_factory.mktemp("width")), os.getcwd()
+    os.chdir(folder)
+    try:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", str(WIDTH))
+            assert run_command(["run", "my.yaml", "--name", "one", "generate.prompts=['What is 4?']"]) == 0
+            more = ["train.tokens_per_step=512", "train.log_every=1", "train.eval_every=2", "train.cuda_graph=false"]
+            assert run_command(["run", "my.yaml", "--name", "two", *more, *NO_ONE]) == 0
+    finally:
+        os.chdir(before)
+    return folder, printed.getvalue()
+
+
+def test_a_runs_lines_fit(finished):
+    printed = finished[1]
+    assert "few data" in printed and "workspace" in printed and "held out" in printed
+    assert not too_wide(printed)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_commands_lines_fit(words, finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished[0])
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    assert run_command(words) in (0, 1)
+    printed = capsys.readouterr().out
+    assert printed.strip() and not too_wide(printed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("words", [["doctor", "my.yaml"], ["doctor", "--machine"]], ids=" ".join)
+def test_doctors_lines_fit(words, finished, monkeypatch, capsys):
+    test_a_commands_lines_fit(words, finished, monkeypatch, capsys)
+
+
+def test_a_servers_lines_fit(finished, monkeypatch, capsys):
+    import types
+
+    monkeypatch.chdir(finished[0])
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    server = types.SimpleNamespace(run=lambda: None, started=True)
+    monkeypatch.setattr("distill.serving.open.server_of", lambda *_, **__: server)
+    assert run_command(["serve", "my.yaml"]) == 0
+    printed = capsys.readouterr().out
+    assert "serving" in printed and not too_wide(printed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would time")
+def test_a_table_of_bench_fits(monkeypatch, capsys):
+    """As `bench` prints it on a GPU."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    phases = "teacher 199 / student 61 / loss 34 / backward 118 / optimizer 4"
+    rows = [["distill-graphs", "339.1", "24,158", "41%", "49.8", "210.4", phases]]
+    show_table(["variant", "ms", "tokens/s", "MFU", "peak GiB", "joules", "of which ms"], rows)
+    printed = capsys.readouterr().out
+    assert not too_wide(printed) and set(" ".join(rows[0]).split()) <= set(printed.split())
+
+
+def test_lines_are_broken_where_a_reader_expects_it(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    say("steps       40 of 512 tokens, one micro-batch a step\n\n  teacher: " + "word " * 12)
+    assert capsys.readouterr().out == (
+        "steps       40 of 512 tokens, one\n            micro-batch a step\n\n"
+        "  teacher: word word word word word word\n           word word word word word word\n"
+    )
+    figures = "step 10/100  loss 0.1000  kl 0.1000  agreement 50.0%  12,345 tokens/s"
+    assert broken(figures, 60)[1] == "             12,345 tokens/s"
+    assert broken("/a/path/" + "x" * 90, 80) == ["/a/path/" + "x" * 90]
+    say_verbatim("distill run " + "x " * 40)
+    assert len(capsys.readouterr().out) > 80
+    monkeypatch.setenv("COLUMNS", "200")
+    say("word " * 30)
+    assert capsys.readouterr().out == "word " * 30 + "\n"
