@@ -38,6 +38,9 @@ def main() -> int:
         return 2
     from scripts.bench import harness
 
+    if cuda and not args.no_record and harness.environment()["commit"] == "unknown":
+        print("rows without a commit are not kept, and git names none: BENCH_COMMIT, or --no-record", file=sys.stderr)
+        return 2
     for module in modules:
         rows = []
         for row in module.run(quick=args.quick, only=args.only):
