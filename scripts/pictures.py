@@ -1,9 +1,9 @@
-"""The README's pictures, for light and for dark, from rows in the repository: `python -m scripts.pictures`.
+"""Pictures of README and tutorial, for light and dark, from rows in the repository: `python -m scripts.pictures`.
 
     docs/assets/losses-{light,dark}.svg       bars, from scripts/bench/results/*.jsonl
-    docs/assets/quickstart-{light,dark}.svg   curves, from docs/assets/quickstart.jsonl, where that is there
+    docs/assets/tutorial-{light,dark}.svg     curves, from docs/assets/tutorial.jsonl
 
-`--run runs/quickstart` takes that run's metrics.jsonl into the repository first. In Markdown:
+`--run runs/first` takes that run's metrics.jsonl into the repository first. In Markdown:
 
     <picture>
       <source media="(prefers-color-scheme: dark)" srcset="docs/assets/losses-dark.svg">
@@ -106,16 +106,16 @@ def draw(assets: Path = ASSETS) -> None:
     """Write all pictures to a folder, from the rows in the repository."""
     for theme in THEMES:
         write_text(assets / f"losses-{theme}.svg", losses(newest_rows(), theme))
-        metrics = read_metrics(ASSETS / "quickstart.jsonl")
-        draw_curves(metrics, assets / f"quickstart-{theme}.svg", "quickstart", keys=("kl", "agreement"), theme=theme)
+        metrics = read_metrics(ASSETS / "tutorial.jsonl")
+        draw_curves(metrics, assets / f"tutorial-{theme}.svg", "first", keys=("kl", "agreement"), theme=theme)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.pictures", description=__doc__)
-    parser.add_argument("--run", type=Path, help="folder of a finished quickstart, whose metrics are taken")
+    parser.add_argument("--run", type=Path, help="folder of the tutorial's run, whose metrics are taken")
     run = parser.parse_args().run
     if run is not None:
-        shutil.copyfile(run / "metrics.jsonl", ASSETS / "quickstart.jsonl")
+        shutil.copyfile(run / "metrics.jsonl", ASSETS / "tutorial.jsonl")
     draw()
 
 

@@ -13,7 +13,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_regenerating_gives_the_committed_pictures(tmp_path):
     pictures.draw(tmp_path)
-    names = ["losses", *(["quickstart"] if (pictures.ASSETS / "quickstart.jsonl").exists() else [])]
+    names = ["losses", "tutorial"]
     made = sorted(path.name for path in tmp_path.iterdir())
     assert made == sorted(f"{name}-{theme}.svg" for name in names for theme in pictures.THEMES)
     for name in made:

@@ -1,0 +1,65 @@
+"""The tutorial, walked: its files are written as the page gives them, its commands run in order, on tiny models."""
+
+import io
+import re
+import shlex
+
+import doc_blocks
+import pytest
+import yaml
+from doc_blocks import ROOT
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+
+from distill.cli import run_command
+
+PAGE = ROOT / "docs" / "tutorial.md"
+NAME = re.compile(r"(?:# |\{#- )([\w.-]+\.\w+)")  # a block's first line where the block is a file
+SMALLER = {"run": ["train.steps=2", "train.epochs=null"], "doctor": None}
+QUESTIONS = 20
+
+
+def blocks(*languages):
+    return [block for block in doc_blocks.blocks(*languages) if block.page == PAGE]
+
+
+@pytest.fixture
+def reader(tmp_path, monkeypatch):
+    """The reader's folder: every block that names its file, the recipe's teacher exchanged for a tiny one."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "tiny", tiny_model(tiny_tokenizer(), layers=4))
+    for block in blocks("python", "jinja", "yaml"):
+        if name := NAME.match(block.text):
+            (tmp_path / name[1]).write_text(block.text)
+    recipe = yaml.safe_load((tmp_path / "my-chat.yaml").read_text())
+    recipe["teacher"]["model"], recipe["student"]["from_teacher"] = "tiny", {"layers": 2}
+    (tmp_path / "my-chat.yaml").write_text(yaml.safe_dump(recipe))
+    exec((tmp_path / "make_questions.py").read_text(), {})
+    questions = (tmp_path / "questions.jsonl").read_text().splitlines(keepends=True)
+    assert len(questions) == 240
+    (tmp_path / "questions.jsonl").write_text("".join(questions[:QUESTIONS]))
+    return tmp_path
+
+
+def test_it_leads_to_a_model_that_answers(reader, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of the Netherlands?\n"))
+    walked = []
+    for block in blocks("sh"):
+        for words in doc_blocks.shell_commands(block.text):
+            if words[0] != "distill" or words[1] == "recipes":
+                continue
+            more = SMALLER.get(words[1], [])
+            assert run_command([*words[1:], *more]) == 0, (shlex.join(words), capsys.readouterr().err)
+            walked.append(words[1])
+    printed = capsys.readouterr().out
+    assert walked == [
+        "sample", "validate", "validate", "check", "inspect", "run", "report", "eval", "generate", "run", "compare",
+        "export", "chat",
+    ]  # fmt: skip
+    assert f"{QUESTIONS} answers" in printed and "verdict     it fits and can run" in printed
+    assert (reader / "my-model" / "my-model-q8_0.gguf").is_file() and (reader / "runs/first/report.html").is_file()
+    templates = [(reader / name).read_text().strip() for name in ("my-model/chat_template.jinja", "my-chat.jinja")]
+    assert templates[0] == templates[1], "whoever serves the student gets the template that it was taught with"
+
+
+def test_what_it_prints_fits_a_terminal():
+    assert not [line for block in blocks("text") for line in block.text.splitlines() if len(line) > 80]
