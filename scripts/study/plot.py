@@ -58,7 +58,7 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    matplotlib.rcParams.update({"svg.hashsalt": "distill", "svg.fonttype": "none", "font.size": 9})
+    matplotlib.rcParams.update({"svg.hashsalt": "distill", "svg.fonttype": "none", "font.size": 10.5})
     matplotlib.rc("text", color=LIGHT["ink"])
     matplotlib.rc("axes", edgecolor=LIGHT["rule"], labelcolor=LIGHT["quiet"])
     matplotlib.rc("grid", color=LIGHT["rule"])
@@ -67,20 +67,20 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     drawing, axes = plt.subplots(
-        lines, columns, figsize=(4.8 * columns, 3.0 * lines + 0.5), layout="constrained", squeeze=False
+        lines, columns, figsize=(4.1 * columns, 2.8 * lines + 0.6), layout="constrained", squeeze=False
     )
     colors = dict(zip(names, COLORS, strict=False))
     for place, panel in zip(axes.flat, panels, strict=False):
         for name, group in panel.groups.items():
             _line(place, [row["curve"] for row in group], panel.figure, name, colors[name])
-        place.set_title(panel.title, loc="left", fontsize=10)
+        place.set_title(panel.title, loc="left", fontsize=11)
         place.set(xlabel="tokens seen, M")
         drawn = [point[panel.figure] for group in panel.groups.values() for row in group for point in row["curve"]]
         if panel.figure != "agreement" and max(drawn) > 3 * min(drawn) > 0:  # a narrow range has too few round numbers
             place.set_yscale("log")
             for axis in (place.yaxis.set_major_formatter, place.yaxis.set_minor_formatter):
                 axis(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "1235" else "")
-        place.tick_params(which="both", labelsize=8, length=0)
+        place.tick_params(which="both", labelsize=10, length=0)
         place.grid(True, axis="y", which="both", linewidth=0.7)
         place.set_axisbelow(True)
         for side in ("top", "right", "left"):
@@ -93,7 +93,7 @@ def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> No
     lines_drawn = {
         label: handle for place in axes.flat for handle, label in zip(*place.get_legend_handles_labels(), strict=True)
     }
-    drawing.legend(lines_drawn.values(), lines_drawn.keys(), loc="outside lower center", ncols=4, frameon=False)
+    drawing.legend(lines_drawn.values(), lines_drawn.keys(), loc="outside lower center", ncols=3, frameon=False)
     text = io.StringIO()
     drawing.savefig(text, format="svg", facecolor=LIGHT["paper"], metadata={"Date": None})
     plt.close(drawing)
