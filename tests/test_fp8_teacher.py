@@ -74,6 +74,27 @@ def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path):
         assert torch.equal(ours(input_ids=ids).logits, whole(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_random_weights_are_drawn_a_layer_at_a_time(tmp_path, tied):
+    """Where they will lie: neither host nor device ever holds the whole teacher."""
+    tiny_model(layers=3, hidden=64, tie_word_embeddings=tied).config.save_pretrained(tmp_path)
+    section = Teacher(init="random", config=str(tmp_path))
+    ours, again = (load_a_layer_at_a_time(section, device=torch.device("cpu"), dtype=torch.float32) for _ in range(2))
+    assert is_quantised(ours) and not any(weight.is_meta or weight.requires_grad for weight in ours.parameters())
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == tied
+    assert ours.lm_head.weight.std() == pytest.approx(ours.config.initializer_range, rel=0.05)
+    whole = load_teacher(section, dtype=torch.float32)
+    for name, weight in whole.named_parameters():
+        if name.endswith(("norm.weight", "embed_tokens.weight")):
+            drawn = ours.get_parameter(name)
+            assert drawn.mean() == pytest.approx(weight.mean().item(), abs=2e-3), name
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        logits = ours(input_ids=ids).logits
+        assert torch.equal(logits, again(input_ids=ids).logits) and logits.isfinite().all()
+        assert logits.std() == pytest.approx(whole(input_ids=ids).logits.std().item(), rel=0.5)
+
+
 @pytest.mark.parametrize("gib, alone", [(140, False), (20, False), (18, True)])
 def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
     """8B in bfloat16 beside a 1B student in bfloat16: 15.0 + 2.3 GiB."""

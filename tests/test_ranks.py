@@ -4,6 +4,7 @@ One training rank and one of the teacher's, two and one, one and two with copies
 is killed. The file is also the program of the processes, which make several runs in one start.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from two_ranks import codes_of, run_as_two, started_on_gpu
+from two_ranks import codes_of, ending, run_as_two, started_on_gpu
 
 from distill.core.ranks import leave
 from distill.core.worlds import Worlds
@@ -281,11 +282,12 @@ def on_gpus(place):
     Gives exit codes and what was written to standard error, of the first two ranks and of those of the killed run."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
-    with tempfile.TemporaryFile("w+") as error, ThreadPoolExecutor(3) as pool:
+    with tempfile.TemporaryFile("w+") as error, ThreadPoolExecutor(3) as pool, contextlib.ExitStack() as stack:
         alone = started_on_gpu((__file__, "alone_on_gpu", place, "cuda"), place, (None, error))
+        stack.enter_context(ending(alone, 150))
         both = pool.submit(run_as_two, __file__, "two_on_gpus", place, "cuda", device="cuda", timeout=150)
         fails = pool.submit(failed, place, "killed", "cuda")
-        code = alone.wait(timeout=150)
+        code = alone.wait()
         error.seek(0)
         assert code == 0, error.read()[-4000:]
         return both.result(), fails.result()

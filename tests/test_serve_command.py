@@ -1,5 +1,6 @@
 """The command of docs/how-to/teacher-elsewhere.md: one process serves the recipe's teacher, another trains from it."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from served import recipe_in, write_models
-from two_ranks import gpu_environment
+from two_ranks import ending, gpu_environment
 
 from distill.recipe import dump
 from distill.run import run
@@ -67,19 +68,19 @@ def served_on_a_gpu(folder, settings):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    alone = start("run", "tiny.yaml", "--name", "alone", gpu="0")
-    server = start("serve", "tiny.yaml", "--port", port, gpu=last)
-    try:
-        said = next((line for line in server.stdout if line.startswith("serving")), None)
-        assert said, "the server has ended"
+    with contextlib.ExitStack() as stack:
+
+        def until_late(*words, gpu):
+            return stack.enter_context(ending(start(*words, gpu=gpu), 120))
+
+        alone = until_late("run", "tiny.yaml", "--name", "alone", gpu="0")
+        server = until_late("serve", "tiny.yaml", "--port", port, gpu=last)
+        assert next((line for line in server.stdout if line.startswith("serving")), None), "the server has ended"
         at = ["teacher.type=server", f"teacher.url=http://127.0.0.1:{port}"]
-        served = start("run", "tiny.yaml", "--name", "served", *at, gpu="0")
+        served = until_late("run", "tiny.yaml", "--name", "served", *at, gpu="0")
         for each in (alone, served):
-            written, _ = each.communicate(timeout=200)
+            written, _ = each.communicate()
             assert each.returncode == 0, written[-4000:]
-    finally:
-        server.kill()
-        server.communicate()
     weights = [load_file(folder / "runs" / name / "student" / "model.safetensors") for name in ("alone", "served")]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

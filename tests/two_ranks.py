@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 from forked import PLACES, Forked, clean_environment
 from torch.distributed import TCPStore
+
+from scripts.bench.many_gpus import end
 
 
 def run_as_two(
@@ -84,6 +88,23 @@ def _by_torchrun(arguments: list[str], timeout: int) -> str:
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d",
         "--rdzv-endpoint=localhost:0", *arguments,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, env=gpu_environment(), timeout=timeout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return done.stdout
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        with ending(subprocess.Popen(command, stdout=out, stderr=error, env=gpu_environment()), timeout) as process:
+            code = process.wait()
+        for file in (out, error):
+            file.seek(0)
+        written = out.read()
+        assert code == 0, f"{code}\n{written[-3000:]}{error.read()[-6000:]}"
+    return written
+
+
+@contextlib.contextmanager
+def ending(process, timeout):
+    """A process that ends, with all that it has started, when the context does or after so many seconds."""
+    late = threading.Timer(timeout, end, [process])
+    late.start()
+    try:
+        yield process
+    finally:
+        late.cancel()
+        end(process)

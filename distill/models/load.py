@@ -14,6 +14,7 @@ import copy
 import functools
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,22 @@ def _random(
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
     keep_soft_cap(model, section.attention, f"{field}.attention")
     return _place(model, device)
+
+
+def model_options(section: ModelSection, dtype: torch.dtype) -> dict[str, Any]:
+    """What `from_config` takes of a section."""
+    return {"dtype": dtype, "trust_remote_code": section.trust_remote_code, **_attention(section)}
+
+
+def without_memory(config: Any, options: Mapping[str, Any]) -> Any:
+    """A frozen teacher with parameters on the meta device and buffers, which no checkpoint may hold, in memory."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    model.tie_weights()
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False)
 
 
 def save_student(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path, lora: Lora | None = None) -> Path:

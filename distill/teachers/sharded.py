@@ -12,7 +12,7 @@ weights cannot be tried out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.core.ranks import on_the_first
 from distill.models.attention import keep_soft_cap
-from distill.models.load import TEACHER_SEED, load_config, load_teacher
+from distill.models.load import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patching import PatchReport, patch
 from distill.models.pruning import cut_config
 from distill.models.sharding import shard_teacher
@@ -55,10 +55,8 @@ def load_sharded_teacher(
         ValueError: naming the field, the same on every process.
     """
     config = load_config(section, "teacher")
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": section.trust_remote_code}
-    if section.attention != "auto":
-        options["attn_implementation"] = section.attention
-    model = _without_memory(config, options)
+    options = model_options(section, dtype)
+    model = without_memory(config, options)
     keep_soft_cap(model, section.attention, "teacher.attention")
     report = None
     devices = [device] if device.type == "cuda" else []
@@ -81,17 +79,6 @@ def load_sharded_teacher(
         source = on_the_first(lambda: load_teacher(section, device="cpu", dtype=dtype))
         _fill(model, source, device)
     return model, report
-
-
-def _without_memory(config: Any, options: Mapping[str, Any]) -> Any:
-    """The model with parameters on the meta device and buffers, which no checkpoint may hold, in memory."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, **options)
-    model.tie_weights()
-    model.config.use_cache = False
-    return model.eval().requires_grad_(False)
 
 
 def _two_layers(config: Any) -> Any:

@@ -1,40 +1,60 @@
-"""Teachers elsewhere and kept ones at the flagship's shapes (8B to 1B, 2 x 4,096 tokens a step), random weights.
+"""Teachers elsewhere and kept ones, random weights.
 
-    served   the teacher on GPU 1 behind HTTP on loopback: to clients, then to a run on GPU 0
+At the flagship's shapes (8B to 1B, 2 x 4,096 tokens a step):
+
     ranks    one rank trains and one holds the teacher, NCCL between them
     ddp      both GPUs hold both models
+    served   the teacher on GPU 1 behind HTTP on loopback: to a run on GPU 0, then to clients
     keep     one GPU: the epoch that asks the teacher, and the second, which reads
 
-Each measurement is a process of its own with a limit; rows are printed as they come, and one that fails costs only
-itself. The rate that a served or distant teacher can reach is that of the slower side: of the teacher's forward alone,
-and of the student's step, loss and optimizer alone, which are phases of the same run.
+At those of 70B to 8B, all weights of the student trained, on two GPUs, each beside what `check` works out for it:
+
+    large    a teacher in fp8 on a rank of its own; everything in shards, in bf16; the teacher in fp8 on both
+
+Cases are measured in the order in which they are named, each within its share of seconds (`LIMITS`) and what those
+before it have left over. Each measurement is a process of its own, which is ended with all that it has started once it
+has logged enough, or when its time is over; rows are printed as they come, and one that fails costs only itself. The
+rate that a served or distant teacher can reach is that of the slower side: of the teacher's forward alone, and of the
+student's step, loss and optimizer alone, which are phases of the same run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import os
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.bench.harness import Row, table
-from scripts.bench.many_gpus import DRY, PHASES, RECIPE, ROOT, command, summary
+from scripts.bench.many_gpus import DRY, FEWEST, PHASES, RECIPE, ROOT, started, summary, trained
 
 LENGTH, ROWS = 4096, 2
 STEPS = 14
 EPOCH = 20  # steps of 64 MiB: 1.3 GiB on disk
-LIMIT_S = 110.0  # of one measurement
-PROGRAM = "import sys; from scripts.bench import elsewhere; elsewhere.serve(sys.argv[1:])"
+LIMITS = {"ranks": 60.0, "ddp": 30.0, "served": 60.0, "keep": 60.0, "large": 180.0}  # seconds
+SERVER_GPU = "1"
+SMALLER: list[str] = []  # overrides, for a trial without GPUs
+PROGRAM = "import sys; from scripts.bench import elsewhere; elsewhere.serve(int(sys.argv[1]), sys.argv[2:])"
+RANKS = ["parallel.teacher=ranks", "parallel.teacher_ranks=1"]
+LARGE_RECIPE = ROOT / "recipes" / "llama3-70b-to-8b-lora.yaml"
+LARGE = ["student.lora=null", "train.save_every=null", "train.eval_every=null", "data.validation={max_rows: 2}"]
+LARGE_WAYS = {
+    "teacher in fp8 on a rank of its own, 1 trains": ["teacher.dtype=fp8", *RANKS],
+    "both in shards, bf16": ["parallel.strategy=fsdp", "parallel.teacher=sharded"],
+    "teacher in fp8 on both, student in shards": ["teacher.dtype=fp8", "parallel.strategy=fsdp",
+                                                  "parallel.teacher=copied"],
+}  # fmt: skip
 
 
-def serve(overrides: Sequence[str]) -> None:
-    """The server's process: writes what its forward takes, what clients got, and where it is; ends with its input."""
+def serve(port: int, overrides: Sequence[str]) -> None:
+    """The server's process: says what its forward takes and that it is there; told so, what clients get."""
     from distill.recipe import load
     from distill.serving.app import Limits, make_app
     from distill.serving.open import open_engine, running
@@ -46,50 +66,22 @@ def serve(overrides: Sequence[str]) -> None:
     def say(**values: object) -> None:
         print(json.dumps(values), flush=True)
 
-    own = served.seconds_of_forward(engine, rows, length)
-    say(forward=own)
+    say(forward=served.seconds_of_forward(engine, rows, length))
+    with running(make_app(engine, None, Limits()), port):
+        sys.stdin.readline()
     served.CLIENTS = (1, 4, 16)
     shape = f"8B, rows of {length} tokens, {engine.identity.dtype}"
-    for row in served.compare(engine, length=length, requests=32, limits=Limits(), shape=shape):
-        say(row=dataclasses.asdict(row))
-    with running(make_app(engine, None, Limits())) as url:
-        say(url=url)
-        sys.stdin.read()
+    served.compare(engine, length=length, requests=32, limits=Limits(), shape=shape, show=lambda row: say(
+        row=dataclasses.asdict(row)
+    ))  # fmt: skip
 
 
-def environment(gpus: str) -> dict[str, str]:
-    """Of a process on these GPUs."""
-    places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {
-        "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
-    }  # fmt: skip
-
-
-def trained(folder: Path, words: Sequence[str], gpus: str) -> list[dict[str, Any]]:
-    """The metrics of a run, in `folder`; the name of the run is the last word.
-
-    Raises:
-        RuntimeError: it failed, or took longer than the limit.
-    """
-    try:
-        done = subprocess.run(words, cwd=folder, env=environment(gpus), capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired as late:
-        raise RuntimeError(f"{words[-1]}: no end within {LIMIT_S:.0f} s\n{str(late.stderr)[-3000:]}") from None
-    if done.returncode:
-        raise RuntimeError(f"{words[-1]} ended with {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
-    facts = [line for line in done.stdout.splitlines() if line.startswith(("served", "teacher at", "teacher ", "keep"))]
-    print("\n".join(f"    {line}" for line in facts), flush=True)
-    lines = (folder / "runs" / words[-1] / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def row_of(candidate: str, found: dict[str, Any], note: str) -> Row:
+def row_of(candidate: str, found: dict[str, Any], note: str, shape: str = "") -> Row:
     """A row of a run's medians."""
     split = ", ".join(f"{phase} {found[f'time_{phase}'] * 1e3:.1f}" for phase in PHASES)
     speed = found["tokens_per_second"]
     return Row(
-        "elsewhere", f"8B to 1B, {ROWS} x {LENGTH} tokens a GPU and step, bf16", candidate,
+        "elsewhere", shape or f"8B to 1B, {ROWS} x {LENGTH} tokens a GPU and step, bf16", candidate,
         ms=found["tokens"] / speed * 1e3, peak_mib=found["peak_memory_gib"] * 1024, tokens_per_s=speed,
         note=f"{note}; {split}",
     )  # fmt: skip
@@ -104,76 +96,102 @@ def against_slower(found: dict[str, Any], forward: float) -> str:
     return f"{share:.3f} x its slower side's (teacher alone {teacher:,.0f}, student alone {student:,.0f} tokens/s)"
 
 
-def served_rows(folder: Path) -> list[Row]:
-    """The server to clients, then to a run."""
-    rows: list[Row] = []
-    server = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *DRY, *SMALLER], cwd=ROOT, env=environment(SERVER_GPU), text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    late = threading.Timer(LIMIT_S, server.kill)
-    late.start()
-    forward, url = 0.0, ""
-    try:
-        for line in server.stdout or ():
-            said = json.loads(line) if line.startswith("{") else {}
-            forward = said.get("forward", forward)
-            if "row" in said:
-                rows.append(show(Row(**said["row"])))
-            if url := said.get("url", ""):
-                break
-        late.cancel()
-        if not url:
+def command(recipe: Path, overrides: Sequence[str], name: str, processes: int = 1) -> list[str]:
+    """What runs one measurement."""
+    launcher = ["torch.distributed.run", f"--nproc-per-node={processes}", "--rdzv-backend=c10d",
+                "--rdzv-endpoint=localhost:0", "-m"] if processes > 1 else []  # fmt: skip
+    return [sys.executable, "-m", *launcher, "distill", "run", str(recipe), *DRY, *overrides, *SMALLER, "--name", name]
+
+
+def served_rows(folder: Path, until: float) -> list[Row]:
+    """The server to a run, then to clients; both begin at once, and the run waits for it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-c", PROGRAM, str(port), *DRY, *SMALLER]
+    with started(words, ROOT, SERVER_GPU, until, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        overrides = [f"train.steps={STEPS}", "teacher.type=server", f"teacher.url=http://127.0.0.1:{port}"]
+        found = summary(trained(folder, command(RECIPE, overrides, "served"), "0", STEPS // 2, until))
+        assert server.stdin and server.stdout
+        forward = next((said["forward"] for line in server.stdout if "forward" in (said := said_in(line))), None)
+        if forward is None:
             raise RuntimeError("the server has ended, or took too long")
-        words = [sys.executable, "-m", "distill", "run", str(RECIPE), *DRY, *SMALLER, f"train.steps={STEPS}",
-                 "teacher.type=server", f"teacher.url={url}", "--name", "served"]  # fmt: skip
-        found = summary(trained(folder, words, "0"))
-        rows.append(show(row_of("served from GPU 1, trained on GPU 0", found, against_slower(found, forward))))
-    finally:
-        late.cancel()
-        server.kill()
-        server.wait()
+        rows = [show(row_of("served from GPU 1, trained on GPU 0", found, against_slower(found, forward)))]
+        with contextlib.suppress(BrokenPipeError):
+            print(file=server.stdin, flush=True)
+        return rows + [show(Row(**said["row"])) for line in server.stdout if "row" in (said := said_in(line))]
+
+
+def said_in(line: str) -> dict[str, Any]:
+    """What the server's process says in a line."""
+    found: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
+    return found
+
+
+def ranks_rows(folder: Path, until: float) -> list[Row]:
+    """One rank trains, one teaches; and what `check` says of that."""
+    return [_of_two(folder, until, "1 rank trains, 1 teaches", RECIPE, [f"train.steps={STEPS}", *RANKS], STEPS // 2)]
+
+
+def ddp_rows(folder: Path, until: float) -> list[Row]:
+    """Both models on each GPU."""
+    overrides = [f"train.steps={STEPS}", "parallel.strategy=ddp", "parallel.teacher=copied"]
+    return [_of_two(folder, until, "both on each GPU, DDP", RECIPE, overrides, STEPS // 2)]
+
+
+def large_rows(folder: Path, until: float) -> list[Row]:
+    """70B to 8B in three ways, each with a third of the time."""
+    rows, begun = [], time.monotonic()
+    for number, (title, overrides) in enumerate(LARGE_WAYS.items(), 1):
+        words = [*LARGE, "train.steps=6", "train.log_every=1", *overrides]
+        end = begun + (until - begun) * number / len(LARGE_WAYS)
+        try:
+            rows.append(_of_two(folder, end, title, LARGE_RECIPE, words, FEWEST + 1))
+        except RuntimeError as error:
+            print(f"large: {title} failed: {error}", flush=True)
     return rows
 
 
-def ranks_rows(folder: Path) -> list[Row]:
-    """One rank trains, one teaches; and what `check` says of that."""
-    return _of_two(folder, "1 rank trains, 1 teaches", ["parallel.teacher=ranks", "parallel.teacher_ranks=1"])
-
-
-def ddp_rows(folder: Path) -> list[Row]:
-    """Both models on each GPU."""
-    return _of_two(folder, "both on each GPU, DDP", ["parallel.strategy=ddp", "parallel.teacher=copied"])
-
-
-def _of_two(folder: Path, title: str, overrides: Sequence[str]) -> list[Row]:
-    words = command("flagship", 2, "two")
-    at = words.index("parallel.strategy=ddp")  # of the shape's own, with its steps
-    words[at : at + 2] = [*SMALLER, f"train.steps={STEPS}", *overrides]
-    found = summary(trained(folder, words, "0,1"))
-    return [show(row_of(title, found, f"by its arithmetic {planned(overrides):,.0f} tokens/s"))]
-
-
-def planned(overrides: Sequence[str]) -> float:
-    """Tokens a second on two GPUs as `distill check` works them out."""
-    from distill.planning.devices import find_device
-    from distill.planning.preflight import situation_of
-    from distill.planning.ranks import training_ranks
-    from distill.planning.step_time import StepTokens, step_time
+def _of_two(folder: Path, until: float, title: str, recipe: Path, overrides: Sequence[str], lines: int) -> Row:
     from distill.recipe import load
 
-    recipe, device = load(RECIPE, [*DRY, *SMALLER, *overrides]), find_device("H200")
-    situation = situation_of(recipe, device, training_ranks(recipe, 2))
-    tokens = float(recipe.train.batch_size * recipe.data.max_length * situation.world)
-    time = step_time(situation, device, StepTokens(tokens, tokens, tokens * (recipe.data.max_length + 1) / 2))
-    return float("nan") if time is None or time.seconds is None else tokens / time.seconds
+    words = command(recipe, overrides, title.replace(" ", "-").replace(",", ""), 2)
+    found = summary(trained(folder, words, "0,1", lines, until))
+    expected, chosen = planned(recipe, overrides)
+    resolved = load(recipe, [*DRY, *overrides, *SMALLER])
+    shape = f"{'70B to 8B' if recipe == LARGE_RECIPE else '8B to 1B'}, {resolved.train.batch_size} x "
+    shape += f"{resolved.data.max_length} tokens a GPU and step, bf16"
+    note = f"by its arithmetic {expected:,.0f} tokens/s{', what auto takes' if chosen else ''}"
+    return show(row_of(title, found, note, shape))
 
 
-def keep_rows(folder: Path) -> list[Row]:
+def planned(recipe: Path, overrides: Sequence[str]) -> tuple[float, bool]:
+    """Tokens a second on two H200 as `distill check` works them out, and whether `parallel`'s `auto` comes to this."""
+    from distill.planning.devices import find_device
+    from distill.planning.preflight import situation_of
+    from distill.planning.ranks import choose_ranks, training_ranks
+    from distill.planning.sharing import sharing_of
+    from distill.planning.step_time import StepTokens, step_time
+    from distill.recipe import Parallel, load
+
+    device = find_device("H200")
+    given = load(recipe, [*DRY, *overrides])
+    situation = situation_of(given, device, training_ranks(given, 2))
+    tokens = float(given.train.batch_size * given.data.max_length * situation.world)
+    time = step_time(situation, device, StepTokens(tokens, tokens, tokens * (given.data.max_length + 1) / 2))
+    open_ = situation_of(given.model_copy(update={"parallel": Parallel()}), device, 2)
+    chosen = choose_ranks(open_, device)
+    same = chosen.parallel.teacher_ranks == given.parallel.teacher_ranks
+    if given.parallel.teacher_ranks is None:
+        same = same and sharing_of(open_)[:2] == sharing_of(situation)[:2]
+    return (float("nan") if time is None or time.seconds is None else tokens / time.seconds), same
+
+
+def keep_rows(folder: Path, until: float) -> list[Row]:
     """Two epochs, of which the second asks nothing; one row is held out."""
-    words = [sys.executable, "-m", "distill", "run", str(RECIPE), *DRY, *SMALLER, f"data.max_rows={ROWS * EPOCH + 1}",
-             f"train.steps={2 * EPOCH - 1}", "train.log_every=1", "teacher.keep=kept", "--name", "keep"]  # fmt: skip
-    lines = [line for line in trained(folder, words, "0") if "tokens_per_second" in line]
+    overrides = [f"data.max_rows={ROWS * EPOCH + 1}", f"train.steps={2 * EPOCH - 1}", "train.log_every=1",
+                 "teacher.keep=kept"]  # fmt: skip
+    lines = trained(folder, command(RECIPE, overrides, "keep"), "0", 2 * EPOCH - 1, until)
     first, second = (
         summary([line for line in lines if low < line["step"] <= high])
         for low, high in ((1, EPOCH), (EPOCH + 1, 2 * EPOCH))
@@ -192,21 +210,24 @@ def show(row: Row) -> Row:
     return row
 
 
-CASES = {"ranks": ranks_rows, "served": served_rows, "ddp": ddp_rows, "keep": keep_rows}
-SERVER_GPU = "1"
-SMALLER: list[str] = []  # overrides, for a trial without GPUs
+CASES: dict[str, Callable[[Path, float], list[Row]]] = {
+    "ranks": ranks_rows, "ddp": ddp_rows, "served": served_rows, "keep": keep_rows, "large": large_rows,
+}  # fmt: skip
 
 
 def run(quick: bool, only: str) -> list[Row]:
-    """`only` names cases, separated by commas; those of two GPUs are left out where there is one."""
+    """`only` names cases, separated by commas; else all that these GPUs can do, `quick` without `large`."""
     import torch
 
     rows: list[Row] = []
-    names = only.split(",") if only else [name for name in CASES if name == "keep" or torch.cuda.device_count() > 1]
-    for name in names:
+    two = [name for name in CASES if name != "large" or not quick] if torch.cuda.device_count() > 1 else ["keep"]
+    begun = until = time.monotonic()
+    for name in only.split(",") if only else two:
+        until += LIMITS[name]
         with tempfile.TemporaryDirectory() as folder:
             try:
-                rows += CASES[name](Path(folder))
+                rows += CASES[name](Path(folder), until)
             except (RuntimeError, ValueError, OSError) as error:
                 print(f"{name} failed: {error}", flush=True)
+        print(f"{name}: {time.monotonic() - begun:.0f} s since the first case began", flush=True)
     return rows

@@ -8,15 +8,20 @@ Figures are those of `metrics.jsonl`: medians over the logging steps after the f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from scripts.bench.harness import Row
 
@@ -31,6 +36,8 @@ SHAPES: dict[str, list[str]] = {
               "student.config=llama-3.1-8b", "train.batch_size=1", "train.gradient_checkpointing=true",
               "train.steps=6"],
 }  # fmt: skip
+LIMIT_S = 600.0
+FEWEST = 3  # logging steps, in the first two of which everything compiles
 PHASES = ("data", "teacher", "student", "loss", "optimizer")
 
 
@@ -44,7 +51,7 @@ def command(shape: str, processes: int, name: str) -> list[str]:
 
 def summary(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the logging steps after the first two, peak memory over all."""
-    steady = [row for row in metrics if "tokens_per_second" in row][2:]
+    steady = [row for row in metrics if "tokens_per_second" in row][FEWEST - 1 :]
     if not steady:
         raise ValueError("metrics.jsonl: expected at least three logging steps")
     keys = ["tokens_per_second", *(f"time_{phase}" for phase in PHASES), *(["mfu"] if "mfu" in steady[0] else [])]
@@ -54,20 +61,77 @@ def summary(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def environment(gpus: str) -> dict[str, str]:
+    """Of a process on these GPUs."""
+    places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
+    }  # fmt: skip
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it has started: ranks and workers in sessions of their own keep GPUs and pipes."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        top = psutil.Process(process.pid)
+        for each in [top, *top.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+@contextlib.contextmanager
+def started(
+    words: Sequence[str], folder: Path, gpus: str, until: float, **streams: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A process that is ended, with all that it has started, as the context ends or at the time `until` (monotonic)."""
+    process = subprocess.Popen(words, cwd=folder, env=environment(gpus), text=True, **streams)
+    late = threading.Timer(max(until - time.monotonic(), 0.0), end, [process])
+    late.start()
+    try:
+        yield process
+    finally:
+        late.cancel()
+        end(process)
+        process.wait()
+
+
+def trained(folder: Path, words: Sequence[str], gpus: str, lines: int, until: float) -> list[dict[str, Any]]:
+    """The metrics of a run in `folder`, whose name is the last word; it is ended once it has logged so many `lines` of
+    speed, since nobody wants its student, or at the time `until` with what it has.
+
+    Raises:
+        RuntimeError: fewer than a summary takes.
+    """
+    found: list[dict[str, Any]] = []
+    with open(folder / "said", "w+") as said, started(words, folder, gpus, until, stdout=said, stderr=said) as process:
+        ended = False
+        while len(found) < lines and not ended:
+            ended = process.poll() is not None
+            time.sleep(0.05)
+            found = logged(folder / "runs" / words[-1] / "metrics.jsonl")
+    text = (folder / "said").read_text()
+    facts = [line for line in text.splitlines() if line.startswith(("served", "teacher at", "teacher ", "student "))]
+    print("\n".join(f"    {line}" for line in facts), flush=True)
+    if len(found) < FEWEST:
+        late = "no end in its time" if time.monotonic() >= until else f"ended with {process.returncode}"
+        raise RuntimeError(f"{words[-1]}: {late}\n{text[-4000:]}")
+    return found
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics with a speed, but for one that is being written."""
+    found = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return [row for row in found if "tokens_per_second" in row]
+
+
 def measure(shape: str, processes: int, folder: Path) -> dict[str, Any]:
     """Run one measurement in `folder`."""
-    name = f"{shape}-{processes}"
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes))),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
-    }
-    done = subprocess.run(command(shape, processes, name), cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    print(done.stdout, flush=True)
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return summary([json.loads(line) for line in lines])
+    words, gpus = command(shape, processes, f"{shape}-{processes}"), ",".join(map(str, range(processes)))
+    steps = next(int(word.partition("=")[2]) for word in words if word.startswith("train.steps="))
+    return summary(trained(folder, words, gpus, steps // 2, time.monotonic() + LIMIT_S))
 
 
 def run(quick: bool, only: str) -> list[Row]:

@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -102,8 +102,16 @@ def require_right(url: str, engine: Engine, question: TargetRequest) -> None:
         raise ValueError("served hidden states are not those of the teacher's own forward")
 
 
-def compare(engine: Engine, *, length: int, requests: int, limits: Limits, shape: str) -> list[Row]:
-    """Rows of the table: the forward, then each number of clients."""
+def compare(
+    engine: Engine,
+    *,
+    length: int,
+    requests: int,
+    limits: Limits,
+    shape: str,
+    show: Callable[[Row], object] = lambda row: None,
+) -> list[Row]:
+    """Rows of the table, each shown as it comes: the forward, then each number of clients."""
     generator = np.random.default_rng(0)
     learned = np.arange(length - 1, dtype=np.int32)
     ids = generator.integers(0, engine.identity.rows, (QUESTIONS, 1, length)).astype(np.int32)
@@ -112,6 +120,7 @@ def compare(engine: Engine, *, length: int, requests: int, limits: Limits, shape
     own = seconds_of_forward(engine, together, length)
     rate = together * length / own
     rows = [Row("served", shape, "its own forward", ms=own * 1e3, tokens_per_s=rate, note=f"{together} rows at once")]
+    show(rows[0])
     with running(make_app(engine, None, limits)) as url, multiprocessing.get_context("spawn").Pool(1) as process:
         require_right(url, engine, questions[0])
         for clients in CLIENTS:
@@ -125,6 +134,7 @@ def compare(engine: Engine, *, length: int, requests: int, limits: Limits, shape
             )
             name = f"{clients} client{'s' * (clients > 1)}"
             rows.append(Row("served", shape, name, ms=p50, tokens_per_s=served, note=note))
+            show(rows[-1])
     return rows
 
 
