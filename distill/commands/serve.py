@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from distill.commands.arguments import Overrides, load_recipe
-from distill.core import console
+from distill.core import console, launch
+from distill.core.ranks import is_first
 from distill.recipe.shipped import shipped_recipes
 
 
@@ -40,6 +41,7 @@ def serve(
         from distill.serving.open import (
             describe,
             open_engine,
+            processes_of,
             read_token,
             recipe_of_model,
             require_safe,
@@ -48,19 +50,30 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"distill serve: {error.name} is missing: pip install 'distill-toolkit[serve]'") from None
     from distill.serving.app import Limits, make_app
+    from distill.serving.sharded import ShardedEngine, joined
 
     token = read_token(token_file)
     require_safe(host, token)
     if (ssl_certfile is None) != (ssl_keyfile is None):
         raise ValueError("--ssl-certfile: expected together with --ssl-keyfile")
     tls: dict[str, Any] = {} if ssl_certfile is None else {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
-    engine = open_engine(_recipe(recipe, overrides or [], recipe_of_model), max_tokens)
-    app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
-    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    console.say("\n".join(describe(engine)))
-    console.say(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
-    server = server_of(app, host, port, **tls)
-    server.run()
+    resolved = _recipe(recipe, overrides or [], recipe_of_model)
+    if (processes := processes_of(resolved)) > 1:
+        raise typer.Exit(launch.restart(processes))
+    with joined(resolved):
+        engine = open_engine(resolved, max_tokens, batch_tokens)
+        if isinstance(engine, ShardedEngine) and not is_first():
+            engine.follow()
+            return
+        app = make_app(engine, token, Limits(max_tokens, batch_tokens, queue_tokens))
+        address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+        console.say("\n".join(describe(engine)))
+        console.say(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
+        server = server_of(app, host, port, **tls)
+        if isinstance(engine, ShardedEngine):
+            engine.run(server, app.state.worker)
+        else:
+            server.run()
     if not server.started:
         raise typer.Exit(1)
 

@@ -220,21 +220,25 @@ def require_teacher_ranks(teacher_ranks: int, world: int) -> None:
         )
 
 
+def join(teacher_ranks: int) -> Worlds:
+    """This process's place in a launch whose last ranks hold the teacher; its environment stays as it is."""
+    import torch.distributed as dist
+
+    rank, world, given = int(os.environ["RANK"]), world_size(), store_of_attempt().get("store")
+    store: Store = given if isinstance(given, dist.Store) else next(dist.rendezvous("env://", rank, world))[0]
+    Worlds.runs += 1
+    return Worlds(dist.PrefixStore(f"worlds-{Worlds.runs}", store), rank, world - teacher_ranks, teacher_ranks)
+
+
 def split(teacher_ranks: int) -> Worlds:
     """Part this launch's ranks: the last ones hold the teacher; RANK and WORLD_SIZE become those of one's own side.
 
     Raises:
         ValueError: there are too few.
     """
-    import torch.distributed as dist
-
     world = world_size()
     require_teacher_ranks(teacher_ranks, world)
-    rank, given = int(os.environ["RANK"]), store_of_attempt().get("store")
-    store: Store = given if isinstance(given, dist.Store) else next(dist.rendezvous("env://", rank, world))[0]
-    Worlds.runs += 1
-    place = dist.PrefixStore(f"worlds-{Worlds.runs}", store)
-    worlds = Worlds(place, rank, world - teacher_ranks, teacher_ranks)
+    worlds = join(teacher_ranks)
     worlds._before = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in os.environ}
     os.environ["RANK"] = str(worlds.own_rank)
     os.environ["WORLD_SIZE"] = str(teacher_ranks if worlds.is_teacher else worlds.students)

@@ -22,25 +22,19 @@ def fingerprint(model: nn.Module) -> str:
 
     The checksum: a parameter's bytes as rows of 4,096 integers of 64 bits, summed along the rows and along the
     columns, modulo 2^64. Any change of one value changes both, and so does exchanging two that differ; it is no
-    defence against weights made to collide, which the commit of a hub model is. Of a sharded model each process takes
-    its own shards, and the result is the hash of those hashes: it depends on the number of processes, and every
-    process must call this.
+    defence against weights made to collide, which the commit of a hub model is. Every process must call this of a
+    sharded model, whose parameters are gathered one after the other: the hash is that of the whole one.
     """
-    digest, sharded = hashlib.sha256(), False
+    digest = hashlib.sha256()
     # quantised weights may be buffers, and their scales neither
     packed = quantised_by_transformers(model)
     for name, parameter in sorted(plain_tensors(model) if packed else model.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
         held: Any = parameter.detach()
-        if isinstance(held, DTensor):
-            held, sharded = held.to_local(), True
+        held = held.full_tensor() if isinstance(held, DTensor) else held
         for sums in _sums(held):
             digest.update(sums.cpu().numpy().tobytes())
-    if not sharded:
-        return digest.hexdigest()
-    parts: list[str] = [""] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, digest.hexdigest())
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    return digest.hexdigest()
 
 
 def _sums(tensor: torch.Tensor, width: int = 4096) -> Iterator[torch.Tensor]:

@@ -1,8 +1,8 @@
 """The HTTP of a served teacher: Starlette, nothing between it and `Worker` but checks.
 
 Answers: 200; 400 a body that cannot be read; 401 without the token; 404, 405; 408 a body that came too slowly; 413 one
-that is too large; 422 one that cannot be meant; 500 the teacher failed; 503 with Retry-After while the queue is full;
-504 no answer in time. Errors are JSON of one line: `{"error": ...}`.
+that is too large; 422 one that cannot be meant; 500 the teacher failed; 503 with Retry-After while the queue is full,
+or a process of a sharded teacher is gone; 504 no answer in time. Errors are JSON of one line: `{"error": ...}`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from distill.core.faults import TeacherGone
 from distill.serving.engine import Answer, Engine, Job, Options
 from distill.serving.worker import Full, Worker
 from distill.teachers.server.wire import BINARY, JSON, TEACHER, WireError, parts_of, read_body
@@ -69,7 +70,7 @@ def make_app(engine: Engine, token: str | None, limits: Limits) -> Starlette:
             that no page in a browser here can ask by another).
         limits: of requests and queue.
     """
-    worker = Worker(engine.answer, limits.budget, limits.waiting)
+    worker = Worker(engine.answer, limits.budget, limits.waiting, engine.forwards)
     service = Service(engine, worker, limits, token)
 
     @contextlib.asynccontextmanager
@@ -86,7 +87,9 @@ def make_app(engine: Engine, token: str | None, limits: Limits) -> Starlette:
         Route("/v1/logits", service.logits, methods=["POST"]),
     ]
     middleware = [] if token else [Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK))]
-    return Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+    app = Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+    app.state.worker = worker
+    return app
 
 
 class Refused(Exception):
@@ -133,7 +136,8 @@ class Service:
 
     async def health(self, request: Request) -> Response:
         """Whether it runs, and how much waits; needs no token."""
-        return JSONResponse({"status": "ok", "waiting": self.worker.waiting, **self.worker.served})
+        status, code = ("ends", 503) if self.worker.lost else ("ok", 200)
+        return JSONResponse({"status": status, "waiting": self.worker.waiting, **self.worker.served}, code)
 
     async def identity(self, request: Request) -> Response:
         """Who the teacher is."""
@@ -222,8 +226,8 @@ class Service:
         """The worker's answer; a client that leaves before it is begun takes its place in the queue along."""
         try:
             future = self.worker.submit(job)
-        except Full as full:
-            raise Refused(503, str(full), **{"retry-after": str(math.ceil(full.seconds))}) from None
+        except (Full, TeacherGone) as busy:
+            raise _later(busy) from None
         made: asyncio.Future[Any] = asyncio.wrap_future(future)
         left: asyncio.Future[Any] = asyncio.ensure_future(
             request.receive()
@@ -237,8 +241,8 @@ class Service:
             if left in done:
                 raise ClientDisconnect
             raise Refused(504, f"no answer within {self.limits.answer_seconds:g} s")
-        except Full as full:
-            raise Refused(503, str(full), **{"retry-after": str(math.ceil(full.seconds))}) from None
+        except (Full, TeacherGone) as busy:
+            raise _later(busy) from None
         except torch.OutOfMemoryError:
             raise Refused(500, "the teacher is out of memory: start it with fewer --max-tokens") from None
         except (ClientDisconnect, Refused):
@@ -248,6 +252,10 @@ class Service:
         finally:
             made.cancel()
             left.cancel()
+
+
+def _later(error: Full | TeacherGone) -> Refused:
+    return Refused(503, str(error), **{"retry-after": str(math.ceil(getattr(error, "seconds", 30.0)))})
 
 
 def _lists(answer: Answer) -> dict[str, Any]:

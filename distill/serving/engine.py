@@ -125,9 +125,12 @@ class Engine:
     Attributes:
         identity: who it is.
         files: configuration and tokenizer, name to text.
+        forwards: that are made at once: one.
         head: its weight and bias on the CPU.
         forward: of ids and positions int64 [B, S] to hidden states [B, S, H], of which `valid_rows` are read.
     """
+
+    forwards = 1
 
     def __init__(
         self,
@@ -138,13 +141,17 @@ class Engine:
         most_tokens: int,
     ) -> None:
         self.teacher, self.model = teacher, teacher.model
-        with teacher.hidden.head.open() as weights:
-            self.weights = HeadWeights(
-                weights.weight.detach(), None if weights.bias is None else weights.bias.detach(), None
-            )
+        self.forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] = teacher.targets  # type: ignore[assignment]
+        if teacher.is_collective:
+            self.forward = self._forward_together
+            self.forward({"input_ids": torch.zeros(1, 2, dtype=torch.int64, device=teacher.model.device)})
+        with teacher.hidden.head.open() as (weight, bias, _):
+            weight, bias = weight.detach(), None if bias is None else bias.detach()
+            if teacher.is_collective:  # gathered for this alone
+                weight, bias = weight.clone(), None if bias is None else bias.clone()
+        self.weights = HeadWeights(weight, bias, None)
         self.transform = teacher.hidden.transform
         self.device = self.weights.weight.device
-        self.forward: Callable[[dict[str, torch.Tensor]], torch.Tensor] = teacher.targets  # type: ignore[assignment]
         self.packs = keeps_apart(self.model)
         named = {"weight": self.weights.weight} | ({} if self.weights.bias is None else {"bias": self.weights.bias})
         self.head = {name: tensor.cpu().contiguous() for name, tensor in named.items()}
@@ -197,8 +204,17 @@ class Engine:
 
         On a GPU it is under way when this returns, in `HostCopy`.
         """
-        hidden = [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
-        return [self._encoded(job, rows) for job, rows in zip(jobs, hidden, strict=True)]
+        return [self._encoded(job, rows) for job, rows in zip(jobs, self.hidden(jobs), strict=True)]
+
+    def hidden(self, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        """Hidden states [M, H] of the rows that each asks for (logits [M, V] of one that wants them): one forward."""
+        return [self._alone(jobs[0])] if len(jobs) == 1 and jobs[0].alone else self._together(jobs)
+
+    def _forward_together(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        hidden = self.teacher.targets(batch)
+        with self.teacher.hidden.head.open():  # one that is a unit with the embedding was left gathered by the body
+            assert isinstance(hidden, torch.Tensor)
+            return hidden
 
     def _alone(self, job: Job) -> torch.Tensor:
         batch = {"input_ids": _ids(job.query.ids, self.device)}

@@ -18,12 +18,17 @@ import uvicorn
 from starlette.applications import Starlette
 
 from distill.core import console
+from distill.core.launch import processes_to_start, visible_gpus
+from distill.core.ranks import is_first, world_size
+from distill.core.worlds import Worlds
 from distill.models.attention_choice import AttentionChoices
 from distill.models.cards import family_in
+from distill.models.sharding import Sharing
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
 from distill.serving.engine import Engine
+from distill.serving.sharded import ShardedEngine
 from distill.teachers.base import open_context
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.model import LoadedTeacher
@@ -41,27 +46,52 @@ def recipe_of_model(model: str, overrides: list[str]) -> Recipe:
     return parse(to_yaml(tree), overrides, name="served", origin=model)
 
 
-def open_engine(recipe: Recipe, most_tokens: int) -> Engine:
-    """Load the recipe's teacher as a run does, with our kernels in it, quantised where the recipe has it.
+def processes_of(recipe: Recipe) -> int:
+    """How many processes `distill serve` is to be started as on this machine: one a GPU for a sharded teacher.
+
+    Raises:
+        ValueError: copies of one teacher, in several processes.
+    """
+    if world_size() > 1 and recipe.parallel.teacher != "sharded":
+        raise ValueError(
+            "parallel.teacher: expected sharded where several processes serve one teacher; copies are servers of their "
+            "own: start one a GPU, each with its --port, and give a trainer all of their addresses (teacher.url)"
+        )
+    if recipe.parallel.teacher != "sharded":
+        return 1
+    processes = processes_to_start(os.environ, gpus=visible_gpus(), device=recipe.train.device)
+    if max(processes, world_size()) == 1:
+        raise ValueError(
+            "parallel.teacher: sharded needs several GPUs, or processes: torchrun --nproc-per-node N -m distill serve"
+        )
+    return processes
+
+
+def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engine:
+    """Load the recipe's teacher as a run does, with our kernels in it, quantised where the recipe has it; in shards
+    where several processes do so.
+
+    Args:
+        most_tokens: of a request.
+        budget: of a forward of several, for shares of a step.
 
     Raises:
         ValueError: as `distill run` would say; a kind of teacher that cannot be served.
     """
     require_command(recipe, "serve")
-    if recipe.parallel.teacher == "sharded":
-        raise ValueError("parallel.teacher: sharded teachers are not served; fp8, a quantised one or offload may fit")
     transformers.utils.logging.disable_progress_bar()
     if recipe.train.deterministic:  # before the first product, as in a run: cuBLAS has other ways then
         transformers.enable_full_determinism(recipe.train.seed)
-    source, context = source_of(recipe), open_context(recipe)
+    source, sharded = source_of(recipe), world_size() > 1
+    context = open_context(recipe, Sharing("ddp", sharded, True))
     vocabulary = source.vocabulary()
     device = context.device
-    for problem in source.problems(cuda=device.type == "cuda", sharded=False, family=family_in(device)):
+    for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
         raise ValueError(problem)
-    with console.working("loading the teacher"):
+    with console.working("loading the teacher") if is_first() else contextlib.nullcontext():
         teacher = source.open(context, vocabulary)
     assert isinstance(teacher, LoadedTeacher)
-    if context.device.type == "cuda":
+    if context.device.type == "cuda" and not sharded:  # else it was patched while it was cut
         from distill.models.patching import patch
 
         choices = AttentionChoices(recipe)
@@ -69,7 +99,11 @@ def open_engine(recipe: Recipe, most_tokens: int) -> Engine:
         console.say(f"{'kernels':<12}teacher: {report}")
     teacher.quantise()
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]
-    return Engine(teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens)
+    given = teacher, recipe.teacher, vocabulary.tokenizer, template, most_tokens
+    if not sharded:
+        return Engine(*given)
+    assert Worlds.current is not None
+    return ShardedEngine(*given, worlds=Worlds.current, budget=budget)
 
 
 def read_token(path: Path | None) -> str | None:

@@ -8,12 +8,13 @@ those so far, while that one's answers are still under way. A request whose clie
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import NamedTuple
 
 from distill.models.host_copy import HostCopy
@@ -40,6 +41,39 @@ class Full(RuntimeError):
         self.seconds = seconds
 
 
+class Shares:
+    """Jobs shared out over forwards that are made at once, each of one job that goes alone or of several.
+
+    Args:
+        most: forwards.
+        budget: tokens of one, of several jobs.
+
+    Attributes:
+        jobs: of each forward.
+    """
+
+    def __init__(self, most: int, budget: int) -> None:
+        self.jobs: list[list[Job]] = []
+        self._most, self._budget = most, budget
+        self._room: list[int] = []
+
+    def add(self, job: Job) -> bool:
+        """Whether it had a place. Logits are of all forwards, or of none."""
+        size, place = job.query.ids.size, len(self.jobs)
+        if place and (job.options.logits or self.jobs[0][0].options.logits):
+            return False
+        if place == self._most:
+            place = max(range(place), key=self._room.__getitem__)
+            if job.alone or size > self._room[place]:
+                return False
+        else:
+            self.jobs.append([])
+            self._room.append(0 if job.alone else self._budget)
+        self.jobs[place].append(job)
+        self._room[place] -= size
+        return True
+
+
 class _Forward(NamedTuple):
     """One that was begun: when it was, and when the next should be; `tokens` of it."""
 
@@ -60,14 +94,19 @@ class Worker:
         answer: as `Engine.answer`; where it gives a `HostCopy`, that is waited for.
         budget: tokens that share a forward.
         most_waiting: tokens that may wait; more are refused.
+        forwards: that are made at once.
 
     Attributes:
         served: jobs, tokens and seconds of forwards so far.
     """
 
-    def __init__(self, answer: Callable[[Sequence[Job]], list[Answer]], budget: int, most_waiting: int) -> None:
-        self._answer, self._budget, self._most = answer, budget, most_waiting
-        self._jobs: deque[tuple[Job, Future[Answer]]] = deque()
+    def __init__(
+        self, answer: Callable[[Sequence[Job]], list[Answer]], budget: int, most_waiting: int, forwards: int = 1
+    ) -> None:
+        self._answer, self._budget, self._most, self._forwards = answer, budget, most_waiting, forwards
+        self._jobs: deque[_Asked] = deque()
+        self._begun: list[Future[Answer]] = []
+        self._lost: Exception | None = None
         self._tokens, self._closed = 0, False
         self._changed = threading.Condition()
         self.served = {"requests": 0, "tokens": 0, "seconds": 0.0, "forwards": 0}
@@ -83,6 +122,8 @@ class Worker:
         """
         size = job.query.ids.size
         with self._changed:
+            if self._lost is not None:
+                raise self._lost
             if self._closed:
                 raise Full(30.0)
             if self._jobs and self._tokens + size > self._most:
@@ -99,6 +140,22 @@ class Worker:
         """Jobs in the queue."""
         return len(self._jobs)
 
+    def lose(self, error: Exception) -> None:
+        """Take no more and wait for nothing: whoever has asked, or asks, gets `error`."""
+        with self._changed:
+            self._closed, self._lost = True, error
+            left = [*self._begun, *(future for _, future in self._jobs)]
+            self._jobs.clear()
+            self._changed.notify()
+        for future in left:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing will be answered any more."""
+        return self._lost is not None
+
     def close(self) -> None:
         """Take no more, and end after the forward that runs; who waits is told."""
         with self._changed:
@@ -108,7 +165,8 @@ class Worker:
         for _, future in left:
             if future.set_running_or_notify_cancel():
                 future.set_exception(Full(30.0))
-        self._thread.join(timeout=60)
+        if self._lost is None:  # else it may wait for a GPU for ever
+            self._thread.join(timeout=60)
 
     def _take(self, before: _Forward | None) -> list[_Asked]:
         """The next jobs that share a forward, once it is time; none once closed, or where the forward `before` has
@@ -119,23 +177,24 @@ class Worker:
                     break
                 self._changed.wait(LOOKS_S if before else None)
             taken: list[_Asked] = []
-            size = 0
+            shares = Shares(self._forwards, self._budget)
             if before and before.is_ready():
                 return taken
             while self._jobs:
                 job, future = self._jobs[0]
-                if taken and (job.alone or taken[0][0].alone or size + job.query.ids.size > self._budget):
+                if not future.cancelled() and not shares.add(job):  # else its client has left
                     break
                 self._jobs.popleft()
                 self._tokens -= job.query.ids.size
-                if future.set_running_or_notify_cancel():  # else its client has left
+                if future.set_running_or_notify_cancel():
                     taken.append((job, future))
-                    size += job.query.ids.size
+            self._begun = [future for future in self._begun if not future.done()] + [future for _, future in taken]
             return taken
 
     def _is_full(self) -> bool:
         """Whether nothing that may yet come would share the next forward."""
-        return self._tokens >= self._budget or self._jobs[0][0].alone
+        alone = len(self._jobs) >= self._forwards and self._jobs[0][0].alone
+        return self._tokens >= self._budget * self._forwards or alone
 
     def _run(self) -> None:
         before: _Forward | None = None
@@ -163,7 +222,8 @@ class Worker:
                     self._finish(forward)
             return
         log.warning("a request failed: %s: %.300s", type(error).__name__, error)
-        taken[0][1].set_exception(error)
+        if not taken[0][1].done():
+            taken[0][1].set_exception(error)
 
     def _finish(self, forward: _Forward) -> None:
         try:
@@ -181,4 +241,5 @@ class Worker:
         self.served["tokens"] += forward.tokens
         self._ended, self._each = now, seconds / forward.tokens
         for (_, future), answer in zip(forward.taken, forward.answers, strict=True):
-            future.set_result(answer)
+            if not future.done():
+                future.set_result(answer)

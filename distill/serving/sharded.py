@@ -1,0 +1,200 @@
+"""A served teacher that no GPU holds: in shards (FSDP2) over the processes of a launch, the first of which does HTTP.
+
+Processes with shards gather weights together, so that they go forward together; but each of another batch: W of them
+answer W requests that go alone at once, or W times the tokens packed. In every step
+
+    step/n      in the launch's store: each process's requests, as /v1/targets takes them (`teachers/server/wire.py`)
+
+is read by the others, who send the hidden states that were asked of them to the first one, by send and receive; a
+process that has nothing to compute goes forward with two tokens. Each gives signs of life (`core/worlds.py`): where one
+is gone, what waits and what comes is refused with a 503, and the server ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import uvicorn
+from accelerate import PartialState
+
+from distill.core.faults import RunError, TeacherGone
+from distill.core.ranks import world_size
+from distill.core.worlds import BEAT_S, LOOKS_S, STORE_GONE, Worlds, clone, join
+from distill.models.precision import resolve_device
+from distill.recipe import Recipe
+from distill.serving.engine import Answer, Engine, Job, Options
+from distill.serving.ranks import NOBODY
+from distill.serving.worker import Shares, Worker
+from distill.teachers.server.wire import read_body
+
+REFUSES_S = 2.0  # after a process is gone: so that who waits hears of it
+PART = struct.Struct("<BBI")  # of a step: what is done, the process that does it, bytes of the request
+ALONE, LOGITS, ENDS = 1, 2, 4
+
+
+class ShardedEngine(Engine):
+    """One of the processes that hold shards of a teacher; all make it alike, then the first answers, the others follow.
+
+    Args:
+        given: as `Engine` takes them.
+        worlds: of the launch, in which the first process is by itself.
+        budget: tokens of a forward, of one process.
+    """
+
+    def __init__(self, *given: Any, worlds: Worlds, budget: int) -> None:
+        super().__init__(*given)
+        self.worlds, self.budget, self.forwards = worlds, budget, worlds.teachers + 1
+        self.identity.notes["processes"] = self.forwards
+        self.fault: str | None = None
+        self._steps = itertools.count()
+
+    # ------------------------------------------------------------- the first one
+
+    def answer(self, jobs: Sequence[Job]) -> list[Answer]:
+        """As `Engine.answer`; what `Worker` lets through together is one step.
+
+        Raises:
+            TeacherGone: another process is gone, or something failed here while others wait for this one.
+        """
+        if self.fault:
+            raise TeacherGone(self.fault)
+        shares = Shares(self.forwards, self.budget)
+        placed = [shares.add(job) for job in jobs if len(job.query.rows)]
+        assert all(placed)
+        found: dict[int, torch.Tensor] = {}
+        try:
+            if shares.jobs:
+                self._share_out(shares.jobs)
+                for rank, share in enumerate(shares.jobs):
+                    parts = self._part(share) if rank == 0 else self._received(rank, share)
+                    found |= {id(job): rows for job, rows in zip(share, parts, strict=True)}
+            nothing = self.weights.weight.new_zeros(0, self.weights.weight.shape[1])
+            return [self._encoded(job, found.get(id(job), nothing)) for job in jobs]
+        except Exception as error:  # the others are at another step than this one
+            gone = next(filter(None, map(self.worlds.fault_soon, self.worlds.others)), None)
+            self.fault = gone or f"rank 0: {type(error).__name__}: {error!s:.200}".splitlines()[0]
+            raise TeacherGone(self.fault) from error
+
+    def _share_out(self, shares: Sequence[Sequence[Job]]) -> None:
+        number, body = next(self._steps), b""
+        logits = LOGITS * shares[0][0].options.logits
+        for rank, share in enumerate(shares):
+            for job in share:
+                query = job.query.body()
+                body += PART.pack(logits | ALONE * job.alone, rank, len(query)) + query
+        self.worlds.store.set(f"step/{number}", body)  # type: ignore[arg-type]
+        if number > 1:  # all have gone through the step before the last one with this process
+            self.worlds.store.delete_key(f"step/{number - 2}")
+
+    def _received(self, rank: int, share: Sequence[Job]) -> Sequence[torch.Tensor]:
+        sizes = [len(job.query.rows) for job in share]
+        rows = self.weights.weight.new_empty(sum(sizes), self._width(share[0].options.logits))
+        dist.recv(rows, rank)
+        return rows.split(sizes)
+
+    def _width(self, logits: bool) -> int:
+        return self.weights.weight.shape[0 if logits else 1]
+
+    def run(self, server: uvicorn.Server, worker: Worker) -> None:
+        """Serve until the server is told to end; the other processes end with it.
+
+        Raises:
+            RunError: one of them is gone.
+        """
+
+        def end() -> None:
+            server.should_exit = True
+
+        self.watch(worker.lose, end)
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # uvicorn raises it again
+        try:
+            server.run()
+        finally:
+            if self.fault:
+                raise RunError(f"{self.fault}, so this server ends")
+            self.worlds.store.set(f"step/{next(self._steps)}", PART.pack(ENDS, 0, 0))  # type: ignore[arg-type]
+
+    def watch(self, lose: Callable[[Exception], None], end: Callable[[], None]) -> None:
+        """Begin to look after the other side: where one is gone, `lose` what waits, and `end` soon after."""
+
+        def look() -> None:
+            while self.fault is None:
+                time.sleep(BEAT_S / 4)
+                try:
+                    self.fault = self.fault or self.worlds.fault()
+                except ValueError as error:  # that it ended by
+                    self.fault = str(error)
+            lose(TeacherGone(self.fault))
+            time.sleep(REFUSES_S)
+            end()
+
+        threading.Thread(target=look, daemon=True, name="shards").start()
+
+    # ------------------------------------------------------------- all of them
+
+    def _part(self, share: Sequence[Job], logits: bool = False) -> list[torch.Tensor]:
+        return self.hidden(share or [Job(NOBODY, Options(deterministic=True, logits=logits))])
+
+    # ------------------------------------------------------------- the others
+
+    def follow(self) -> None:
+        """Compute what the first process shares out, until it ends.
+
+        Raises:
+            RunError: it is gone.
+            SystemExit: with code 1, where it has failed.
+        """
+        self.watch(lambda error: None, lambda: os._exit(1))  # this thread may wait for a GPU for ever
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # it ends when the first one does
+            signal.signal(number, signal.SIG_IGN)
+        for step in itertools.count():
+            body, at, share, what = self._step(step), 0, list[Job](), 0
+            while at < len(body):
+                what, rank, size = PART.unpack_from(body, at)
+                query, at = body[at + PART.size : at + PART.size + size], at + PART.size + size
+                if rank == self.worlds.rank:
+                    options = Options(deterministic=bool(what & ALONE), logits=bool(what & LOGITS))
+                    share.append(Job(read_body(query, json_body=False), options))
+            if what & ENDS:
+                return
+            rows = self._part(share, bool(what & LOGITS))
+            if share:
+                dist.send(torch.cat(rows).to(self.weights.weight.dtype), 0)
+
+    def _step(self, number: int) -> bytes:
+        """What the first process has shared out; looked for less often the longer nothing comes."""
+        begun = time.monotonic()
+        try:
+            while not self.worlds.store.check([f"step/{number}"]):
+                if self.fault and self.worlds.ends():
+                    raise SystemExit(1)
+                if self.fault:
+                    raise RunError(f"{self.fault}, so this server ends")
+                time.sleep(min(max(LOOKS_S, (time.monotonic() - begun) / 100), 20 * LOOKS_S))
+            return self.worlds.store.get(f"step/{number}")
+        except RuntimeError as error:
+            raise error if isinstance(error, RunError) else RunError(f"{STORE_GONE}, so this server ends") from error
+
+
+@contextlib.contextmanager
+def joined(recipe: Recipe) -> Iterator[None]:
+    """This process among those that serve a teacher in shards, while the context lasts, if it is one of several."""
+    if world_size() == 1:
+        yield
+        return
+    with join(world_size() - 1) as worlds:
+        store, rank = dist.PrefixStore("shards", clone(worlds.store)), worlds.rank
+        device = resolve_device(recipe.train)
+        PartialState(cpu=device.type == "cpu", store=store, rank=rank, world_size=world_size())
+        yield

@@ -1,0 +1,176 @@
+"""A served teacher in shards over two processes says what one process says, and ends whole. The file is also their
+program: each carries out `distill serve`."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+import torch
+from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, write_models
+from two_ranks import codes_of
+
+from distill.core.ranks import leave
+from distill.recipe import dump
+from distill.serving.engine import Job, Options
+from distill.serving.open import processes_of
+from distill.serving.worker import Shares
+from distill.teachers.server.wire import TargetRequest, tensors_of
+
+SHARDED = ["parallel.teacher=sharded", "train.device=cpu"]
+
+
+class Server:
+    """Two processes that serve."""
+
+    def __init__(self, folder, pool, streams):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.folder, self.url = folder, f"http://127.0.0.1:{port}"
+        self._error = streams[1]
+        self._codes = pool.submit(codes_of, (__file__, folder, port), 2, folder, streams, 120, all_end=True)
+        until = time.monotonic() + 100
+        while self.health() is None and not self._codes.done() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert self.health() is not None, self.ended()
+
+    def health(self):
+        with contextlib.suppress(httpx2.HTTPError):
+            return HTTP.get(self.url + "/health")
+
+    def kill(self, rank, how=signal.SIGKILL):
+        os.kill(int((self.folder / f"pid-{rank}").read_text()), how)
+
+    def ended(self):
+        """Exit codes, and the lines of standard error."""
+        codes, late = self._codes.result()
+        self._error.seek(0)
+        written = self._error.read()
+        assert not any(late), written
+        return codes, [line for line in written.splitlines() if line.startswith("distill")]
+
+
+def place_for(folder, **of_teacher):
+    write_models(folder, **of_teacher)
+    (folder / "tiny.yaml").write_text(dump(recipe_in(folder)))
+    return folder
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(8) as threads:
+        yield threads
+
+
+@pytest.fixture
+def serve(pool):
+    """Starts a server; it is gone after the test."""
+    made = []
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        yield lambda folder: made.append(Server(folder, pool, (out, error))) or made[0]
+        for server, rank in ((server, rank) for server in made for rank in (0, 1)):
+            with contextlib.suppress(ProcessLookupError):
+                server.kill(rank)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_it_says_what_one_process_says(tmp_path, pool, serve, kind):
+    """Untied; tied, with a soft cap. Requests that go alone: to the bit."""
+    cap = {"final_logit_softcapping": 5.0} if kind == "gemma2" else {}
+    engine = engine_in(place_for(tmp_path, kind=kind, **cap))
+    server = serve(tmp_path)
+    told = HTTP.get(server.url + "/v1/identity").json()
+    assert told["hash"] == engine.identity.hash and told["fingerprint"] == engine.identity.fingerprint
+    assert told["notes"]["processes"] == 2
+    assert torch.equal(tensors_of(HTTP.get(server.url + "/v1/head").content)["weight"], engine.head["weight"])
+    several = [question(seed, rows=2, length=14 + seed) for seed in range(6)]
+    alone = [expected_hidden(engine, query) for query in several]
+    for options, slack in (({"deterministic": 1}, 0.0), ({}, 1e-5)):
+        asked = [pool.submit(post, server.url, query, **options) for query in several]
+        for answer, expected in zip(asked, alone, strict=True):
+            hidden = tensors_of(answer.result().content)["hidden"]
+            torch.testing.assert_close(hidden, expected, rtol=slack, atol=slack)
+    top = engine.answer([Job(several[0], Options(top_k=4, deterministic=True).checked(engine.identity.rows))])[0]
+    asked = tensors_of(post(server.url, several[0], top_k=4, deterministic=1).content)
+    assert torch.equal(asked["logprobs"], top["logprobs"])
+    few = TargetRequest(several[1].ids, several[1].positions, several[1].rows[:5])
+    logits = tensors_of(post(server.url, few, path="/v1/logits").content)["logits"]
+    assert torch.equal(logits, engine.answer([Job(few, Options(logits=True).checked(259))])[0]["logits"])
+    nothing = HTTP.post(server.url + "/v1/targets", json={"input_ids": [[1, 2, 3]], "rows": []})
+    assert nothing.json() == {"hidden": []}
+    assert server.health().json()["requests"] == 15
+    server.kill(0, signal.SIGTERM)
+    assert server.ended() == ([128 + signal.SIGTERM, 0], [])
+
+
+def test_where_one_is_gone_clients_are_told_and_the_server_ends(tmp_path, serve):
+    server = serve(place_for(tmp_path))
+    query = question(0)
+    assert post(server.url, query).status_code == 200
+    server.kill(1)
+    answers = []
+    with contextlib.suppress(httpx2.HTTPError):  # until it does not listen any more
+        while True:
+            answers.append(post(server.url, query))
+            time.sleep(0.01)
+    assert {answer.status_code for answer in answers} == {503}
+    assert answers[-1].headers["retry-after"] and "rank 1 (process " in answers[-1].json()["error"]
+    codes, lines = server.ended()
+    assert codes == [1, -signal.SIGKILL] and len(lines) == 1, (codes, lines)
+    assert "rank 1 (process " in lines[0] and lines[0].endswith(" is gone, so this server ends")
+
+
+def test_where_the_first_is_gone_the_other_ends_too(tmp_path, serve):
+    server = serve(place_for(tmp_path))
+    server.kill(0)
+    codes, lines = server.ended()
+    assert codes == [-signal.SIGKILL, 1] and len(lines) == 1, (codes, lines)
+    assert "rank 0 (process " in lines[0]
+
+
+def test_it_takes_several_processes_and_shards(tmp_path, monkeypatch):
+    sharded, plain = recipe_in(tmp_path, *SHARDED), recipe_in(tmp_path)
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node N -m distill serve"):
+        processes_of(sharded)
+    assert processes_of(plain) == 1
+    monkeypatch.setattr("distill.serving.open.visible_gpus", lambda: 4)
+    assert processes_of(recipe_in(tmp_path, "parallel.teacher=sharded", "train.device=cuda")) == 4
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert processes_of(sharded) == 1, "they are there already"
+    with pytest.raises(ValueError, match="copies are servers of their own"):
+        processes_of(plain)
+
+
+def test_requests_are_shared_out_over_forwards():
+    alone, packed, logits = Options(deterministic=True), Options(), Options(logits=True)
+
+    def shared(most, *given):
+        shares = Shares(most, 10)
+        jobs = [Job(TargetRequest(np.zeros((1, size), np.int32), None, np.zeros(1, np.int32)), o) for size, o in given]
+        taken = [shares.add(job) for job in jobs]
+        return taken, [[job.query.ids.size for job in share] for share in shares.jobs]
+
+    assert shared(2, (4, packed), (4, packed), (6, packed), (7, packed)) == ([True] * 3 + [False], [[4, 6], [4]])
+    assert shared(2, (4, alone), (9, packed), (1, packed), (1, alone)) == ([True] * 3 + [False], [[4], [9, 1]])
+    assert shared(1, (40, packed), (1, packed)) == ([True, False], [[40]])
+    assert shared(2, (4, logits), (1, packed)) == ([True, False], [[4]])
+    assert shared(2, (1, packed), (4, logits)) == ([True, False], [[1]])
+
+
+if __name__ == "__main__":
+    from distill.cli import run_command
+
+    torch.set_num_threads(1)
+    folder, port = Path(sys.argv[1]), sys.argv[2]
+    (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    leave(run_command(["serve", str(folder / "tiny.yaml"), *SHARDED, "--port", port]))
