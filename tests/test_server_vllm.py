@@ -1,10 +1,18 @@
 """vLLM as a teacher, read as its documentation has it: it never ran beside the real one. And what recipes may say."""
 
+import fcntl
+import itertools
+import threading
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from served import engine_in, from_server, opened, recipe_in, write_models
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
@@ -84,6 +92,84 @@ def test_vllm_is_read_as_its_documentation_has_it(place, engine):
         run(recipe_in(place, *from_server(address, protocol="vllm", top_k=8)), name="vllm-shifted")
 
 
+def vllm_with_folder(engine, folder, change):
+    """The same with the connector of its documentation, which writes a file a request under an exclusive flock."""
+    plain, elsewhere = vllm(engine), Path("/where/the/server/has/it")
+    counts, one_at_a_time = itertools.count(), threading.Lock()
+
+    def states_of(prompt):
+        kept = []
+        with one_at_a_time, torch.no_grad():
+            hook = engine.model.model.norm.register_forward_pre_hook(lambda module, given: kept.append(given[0][0]))
+            engine.model.model(input_ids=torch.tensor([prompt]))
+            hook.remove()
+        return change("states", kept[0])
+
+    def write(path, prompt, begun):
+        with path.with_name(path.name + ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            begun.set()
+            path.write_bytes(b"not yet")
+            states = states_of(prompt)
+            values = {"hidden_states": torch.stack([torch.zeros_like(states), states], 1)}
+            time.sleep(0.02)
+            save_file(values | {"token_ids": torch.tensor(change("tokens", prompt))}, path)
+
+    def begin(path, prompt):
+        begun = threading.Event()
+        threading.Thread(target=write, args=(path, prompt, begun)).start()
+        begun.wait()
+
+    async def completions(request):
+        query = await request.json()
+        if "prompt_logprobs" in query:
+            return await plain.routes[1].endpoint(request)
+        (prompt,) = query["prompt"]
+        name = f"cmpl-{next(counts)}.safetensors"
+        await run_in_threadpool(begin, folder / name, prompt)
+        params = {"kv_transfer_params": {"hidden_states_path": str(elsewhere / name)}}
+        answer = {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": ""}]}
+        return JSONResponse(answer | change("answer", params))
+
+    return Starlette(routes=[plain.routes[0], Route("/v1/completions", completions, methods=["POST"])])
+
+
+def test_hidden_states_are_read_from_the_folder_of_its_connector(place, engine, tmp_path):
+    """As vLLM's documentation has it; it never ran beside the real one. Norm, head and soft cap are applied here."""
+    with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
+        recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path)), "loss.temperature=2")
+        teacher, vocabulary = opened(recipe)
+        rows = [vocabulary.read(recipe.data, 0).train[number] for number in range(3)]
+        batch = teacher.collate(Collator(2))(rows)
+        hidden = engine.forward({"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]})
+        at = batch["valid_rows"]
+        targets = teacher.targets(batch).flatten(0, 1)
+        torch.testing.assert_close(targets[at], hidden.flatten(0, 1)[at], rtol=1e-4, atol=1e-5)
+        assert torch.equal(teacher.head.weights.weight, engine.weights.weight) and teacher.transform.softcap == 5.0
+        result = run(recipe, name="vllm-hidden")
+    alone = run(recipe_in(place, "loss.temperature=2"), name="vllm-alone")
+    assert result.after.forward_kl == pytest.approx(alone.after.forward_kl, rel=1e-4)
+    assert read_lock(result.folder / "lock.yaml")["teacher"]["ends"] and not list(tmp_path.iterdir())
+
+
+FAULTS = {
+    "off by .* nats a token from the server's own": lambda n, v: v.roll(1, 0) if n == "states" else v,
+    "a file of other tokens": lambda n, v: [7, *v[1:]] if n == "tokens" else v,
+    "without kv_transfer_params": lambda n, v: {} if n == "answer" else v,
+    "expected .tokens, layers, 64., got": lambda n, v: v[:, :8] if n == "states" else v,
+}
+
+
+@pytest.mark.parametrize("told", FAULTS)
+def test_what_is_wrong_with_a_connectors_files_is_said(place, engine, tmp_path, told):
+    with running(vllm_with_folder(engine, tmp_path, FAULTS[told])) as address:
+        recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path)))
+        with pytest.raises((ValueError, RunError), match=rf"teacher\.folder: .*{told}"):
+            run(recipe, name=tmp_path.name)
+        with pytest.raises(ValueError, match=r"teacher\.folder: expected the folder"):
+            opened(recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path / "none"))))
+
+
 def test_how_many_logprobs_each_vllm_gives_is_asked_before_anything_else(place, engine):
     enough, too_few = [], []
     with running(vllm(engine, 64, asked=enough)) as first, running(vllm(engine, 20, asked=too_few)) as second:
@@ -104,6 +190,8 @@ def test_what_a_recipe_may_say_of_servers(place):
         (["teacher.url=http://x", "teacher.offload=cpu"], "no teacher is loaded"),
         (["teacher.url=http://x", "parallel.teacher=sharded"], "no meaning with teacher.type: server"),
         (["teacher.url=http://x", "teacher.protocol=vllm"], "protocol: vllm needs top_k"),
+        (["teacher.url=http://x", "teacher.protocol=vllm", "teacher.top_k=3", "teacher.folder=f"], "vllm needs top_k"),
+        (["teacher.url=http://x", "teacher.folder=f"], "is for the hidden states of protocol: vllm"),
         (["teacher.url=http://x", "teacher.top_k=3", "teacher.send=fp8"], "send: fp8 is for hidden states"),
         (["teacher.url=http://x", "teacher.model=null", "student={from_teacher: {layers: 1}}"], "its layers are with"),
         (["teacher.url=http://x", "teacher.type=model"], "url: belongs to type: server"),

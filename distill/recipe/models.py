@@ -12,7 +12,7 @@ from distill.recipe.fields import Count, NotNegative, Text, no_code, text_or_lis
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 EIGHT_BITS = ("fp8", "int8")
-SERVED = ("url", "protocol", "top_k", "prefetch", "send", "deterministic", "wait", "token_file")
+SERVED = ("url", "protocol", "folder", "top_k", "prefetch", "send", "deterministic", "wait", "token_file")
 
 
 class ModelSection(Section):
@@ -95,7 +95,10 @@ class Teacher(ModelSection):
             of the student.
         path: the cache's folder.
         url: of one or several servers of the same teacher, such as `http://127.0.0.1:8765`.
-        protocol: `distill` for `distill serve`; `vllm` for the completions of a vLLM server, which knows K tokens.
+        protocol: `distill` for `distill serve`; `vllm` for the completions of a vLLM server: `top_k` tokens, or hidden
+            states by way of a `folder`.
+        folder: that a vLLM server's ExampleHiddenStatesConnector writes to, as it is reached here; what is read is
+            deleted.
         top_k: tokens of each distribution that a server sends (none for hidden states, from which logits are made
             here) or that `keep_as: top_k` stores (64 if none is given).
         prefetch: micro-batches to ask for ahead of the one that is trained, at least an optimizer step's.
@@ -119,6 +122,7 @@ class Teacher(ModelSection):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     url: Annotated[str | list[str] | None, BeforeValidator(lambda value: value and text_or_list(value))] = None
     protocol: Literal["distill", "vllm"] = "distill"
+    folder: Text | None = None
     top_k: Annotated[int, Field(ge=1, le=511)] | None = None
     prefetch: Annotated[int, Field(ge=1, le=1024)] = 2
     send: Literal["auto", "fp8"] = "auto"
@@ -203,10 +207,13 @@ class Teacher(ModelSection):
             raise ValueError("url: expected each server once")
         if self.top_k is not None and self.send == "fp8":
             raise ValueError("send: fp8 is for hidden states, got it with top_k")
-        if self.protocol == "vllm" and (self.model is None or self.top_k is None):
+        if self.protocol == "vllm" and (self.model is None or (self.top_k is None) == (self.folder is None)):
             raise ValueError(
-                "protocol: vllm needs top_k (20 unless the server allows more), and model for its tokenizer"
+                "protocol: vllm needs top_k (20 unless the server allows more), or the folder that it writes hidden "
+                "states to; and model for its tokenizer, norm and head"
             )
+        if self.folder is not None and (self.protocol != "vllm" or self.send != "auto"):
+            raise ValueError("folder: is for the hidden states of protocol: vllm, as they are (send: auto)")
         return self
 
     @model_validator(mode="after")

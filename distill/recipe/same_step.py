@@ -23,6 +23,7 @@ FREE = (
     "train.report_to",
     "teacher.offload",
     "teacher.url",
+    "teacher.folder",
     "teacher.prefetch",
     "teacher.wait",
     "teacher.token_file",

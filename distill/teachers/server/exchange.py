@@ -95,6 +95,14 @@ class Exchange(Protocol):
         """fp32 [M, V] as the model makes them by its own forward; of at most `most_logits` rows."""
         ...
 
+    def proof(self, query: TargetRequest) -> str | None:
+        """What is compared with the server's own numbers where it sends no logits, in words; None where nothing is.
+
+        Raises:
+            ValueError: they differ.
+        """
+        return None
+
     def cost(self) -> float:
         """Bytes that have come for a learned token."""
         ...

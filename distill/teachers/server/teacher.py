@@ -40,6 +40,7 @@ from distill.teachers.server.client import Place, Servers, token_of
 from distill.teachers.server.exchange import Answer, DistillExchange, Exchange, TargetSpec, TargetTensors
 from distill.teachers.server.proof import LogitReading, prove
 from distill.teachers.server.vllm import VllmExchange
+from distill.teachers.server.vllm_hidden import VllmHiddenExchange, load_ends
 from distill.teachers.server.wire import FILES, Identity, TargetRequest, head_hash, tensors_of
 from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
 
@@ -272,10 +273,8 @@ class ServerSource(TeacherSource):
         """What is asked for is more than the servers take, or they serve another model than is named."""
         recipe = self.recipe
         if self.is_vllm:
-            warm = recipe.loss.temperature != 1.0
-            return (
-                ["loss.temperature: expected 1 with protocol: vllm, which has no other probabilities"] if warm else []
-            )
+            warm = recipe.loss.temperature != 1.0 and self.section.top_k is not None
+            return ["loss.temperature: expected 1 with vLLM's top_k, which has no other probabilities"] if warm else []
         identity, problems = self.identity, []
         most, tokens = identity.limits["tokens"], recipe.train.batch_size * recipe.data.max_length
         if most is not None and tokens > most:
@@ -336,8 +335,16 @@ class ServerSource(TeacherSource):
         if self.is_vllm:
             shape = self.shapes()[0]
             columns = min(shape.vocabulary, student.vocabulary)
-            vllm = VllmExchange(self.servers, TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32))
-            return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, context.precision.teacher)
+            spec, cut = TargetSpec.by(self.recipe, columns, shape.hidden, torch.float32), context.precision.teacher
+            if self.section.folder is None:
+                vllm = VllmExchange(self.servers, spec)
+                return ServerTeacher(vllm, vllm.identity(), LogitTransform(), None, self.section, cut)
+            ends = load_ends(self.section.loaded(), cut)
+            states = VllmHiddenExchange(self.servers, spec._replace(dtype=cut), Path(self.section.folder), ends)
+            named = states.identity() | {"ends": ends.fingerprint}
+            teacher = ServerTeacher(states, named, ends.transform, ends.head, self.section, cut)
+            teacher.to(context.device)
+            return teacher
         identity, dtype = self.identity, getattr(torch, self.identity.dtype)
         extends = self.recipe.student.vocabulary == "extend"
         columns = identity.rows if self.section.top_k is None or extends else min(identity.rows, student.vocabulary)

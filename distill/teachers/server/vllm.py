@@ -9,8 +9,8 @@ it is the tail. No endpoint says how many it gives: more than `--max-logprobs` (
 raised) is refused with a 400, so one token's are asked of each server before a run begins.
 
 Its forwards hold whatever else it computes just then, so that two answers to the same question may differ in their last
-bits: a run is resumed, but not to the bit. Its hidden states (a KV connector that writes them into a folder) are not
-read here. Written from vLLM's documentation and tested against exchanges made after it: never run against vLLM.
+bits: a run is resumed, but not to the bit. Its hidden states are read by `vllm_hidden.py`. Written from vLLM's
+documentation and tested against exchanges made after it: never run against vLLM.
 """
 
 from __future__ import annotations
