@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from two_ranks import codes_of, ending, run_as_two, started_on_gpu
 
+from distill.core import worlds
 from distill.core.ranks import leave
 from distill.core.worlds import Worlds
 from distill.teachers.server.wire import TargetRequest
@@ -95,6 +98,25 @@ def three(device):
 
 def killed(device):
     """The teacher's rank is killed while the third step is made, of whose micro-batches it has said all."""
+    _at_an_answer(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    _as_command("killed", *CASES["plain"], *ranks(1), *ON[device])
+
+
+def silent(device):
+    """It stands still there, seemingly on another host, as one does that has lost its network."""
+
+    def stop():
+        subprocess.Popen(["sh", "-c", f"sleep 30; kill -KILL {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    rank = os.environ["RANK"]  # of the launch
+    socket.gethostname = lambda: f"host-{rank}"
+    worlds.SILENT_S = 4.0
+    _at_an_answer(stop)
+    _as_command("silent", *CASES["plain"], *ranks(1), *ON[device])
+
+
+def _at_an_answer(act):
     from distill.teachers.ranks.link import TeacherLink
 
     answer, count = TeacherLink.answer, [0]
@@ -102,11 +124,10 @@ def killed(device):
     def counted(self, pair, values):
         count[0] += 1
         if count[0] == 38:
-            os.kill(os.getpid(), signal.SIGKILL)
+            act()
         answer(self, pair, values)
 
     TeacherLink.answer = counted
-    _as_command("killed", *CASES["plain"], *ranks(1), *ON[device])
 
 
 def student_killed(device):
@@ -251,6 +272,15 @@ def test_a_dead_teacher_ends_the_run_with_a_checkpoint(place, alone, by_two, mon
 
 def resumed(device):
     make_run("killed-again", *CASES["plain"], *ranks(1), *ON[device], resume=True)
+
+
+@pytest.mark.full
+def test_a_teacher_on_another_host_that_falls_silent_ends_the_run(place):
+    codes, lines = failed(place, "silent")
+    assert codes == [1, -signal.SIGKILL] and len(lines) == 1, (codes, lines)
+    assert "rank 1 (process " in lines[0] and " on host-1) has given no sign of life for " in lines[0], lines
+    step = int(lines[0].rpartition("from step ")[2].split()[0])
+    assert (place / "runs" / "silent" / f"checkpoint-{step}" / "manifest.json").is_file()
 
 
 def test_a_dead_student_ends_the_teacher(place):
