@@ -181,7 +181,7 @@ def _run(
     if own_terms is not None:
         use_plugin(pair.teacher, own_terms)
     locked = None
-    if is_first() or pair.teacher.is_collective:  # every process knows the hash of its own shards only
+    if is_first() or pair.teacher.is_collective:  # shards are gathered for their hash
         locked = lock_of(
             recipe, teacher=pair.teacher, student=pair.student, tokenizer=pair.tokenizer, rows=splits.train,
             processes=world_size(), source=splits.report.digest,
