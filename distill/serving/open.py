@@ -23,7 +23,7 @@ from distill.core.ranks import is_first, world_size
 from distill.core.worlds import Worlds
 from distill.models.attention_choice import AttentionChoices
 from distill.models.cards import family_in
-from distill.models.sharding import ALONE, Sharing
+from distill.models.sharding import Sharing
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
@@ -83,7 +83,8 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     if recipe.train.deterministic:  # before the first product, as in a run: cuBLAS has other ways then
         transformers.enable_full_determinism(recipe.train.seed)
     source, sharded = source_of(recipe), world_size() > 1
-    context = open_context(recipe, Sharing("ddp", True, True) if sharded else ALONE)
+    context = open_context(recipe)
+    context = context._replace(sharing=Sharing("ddp", True, True)) if sharded else context
     vocabulary = source.vocabulary()
     device = context.device
     for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
