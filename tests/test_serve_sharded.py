@@ -31,13 +31,14 @@ SHARDED = ["parallel.teacher=sharded", "train.device=cpu"]
 class Server:
     """Two processes that serve."""
 
-    def __init__(self, folder, pool, streams):
+    def __init__(self, folder, pool, streams, device):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.folder, self.url = folder, f"http://127.0.0.1:{port}"
         self._error = streams[1]
-        self._codes = pool.submit(codes_of, (__file__, folder, port), 2, folder, streams, 120, all_end=True)
+        given = (__file__, folder, port, device), 2, folder, streams, 120
+        self._codes = pool.submit(codes_of, *given, all_end=True, device=device)
         until = time.monotonic() + 100
         while self.health() is None and not self._codes.done() and time.monotonic() < until:
             time.sleep(0.05)
@@ -59,9 +60,9 @@ class Server:
         return codes, [line for line in written.splitlines() if line.startswith("distill")]
 
 
-def place_for(folder, **of_teacher):
+def place_for(folder, *overrides, **of_teacher):
     write_models(folder, **of_teacher)
-    (folder / "tiny.yaml").write_text(dump(recipe_in(folder)))
+    (folder / "tiny.yaml").write_text(dump(recipe_in(folder, *overrides)))
     return folder
 
 
@@ -76,7 +77,7 @@ def serve(pool):
     """Starts a server; it is gone after the test."""
     made = []
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        yield lambda folder: made.append(Server(folder, pool, (out, error))) or made[0]
+        yield lambda folder, device="cpu": made.append(Server(folder, pool, (out, error), device)) or made[0]
         for server, rank in ((server, rank) for server in made for rank in (0, 1)):
             with contextlib.suppress(ProcessLookupError):
                 server.kill(rank)
@@ -110,6 +111,26 @@ def test_it_says_what_one_process_says(tmp_path, pool, serve, kind):
     assert server.health().json()["requests"] == 15
     server.kill(0, signal.SIGTERM)
     assert server.ended() == ([128 + signal.SIGTERM, 0], [])
+
+
+@pytest.mark.gpu
+def test_on_two_gpus_it_says_what_one_says(tmp_path, pool, serve):
+    """Over NCCL, in bf16 and by our kernels; how attention is computed is timed by each process for itself."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    place_for(tmp_path, "teacher.dtype=bfloat16", layers=3, hidden=128)
+    engine, server = engine_in(tmp_path, "teacher.dtype=bfloat16", "train.device=cuda"), serve(tmp_path, "cuda")
+    assert (
+        HTTP.get(server.url + "/v1/identity").json()["fingerprint"]["weights"]
+        == (engine.identity.fingerprint["weights"])
+    )
+    several = [question(seed, rows=2, length=64 + seed) for seed in range(6)]
+    asked = [pool.submit(post, server.url, query, deterministic=1) for query in several]
+    for query, answer in zip(several, asked, strict=True):
+        alone = engine.answer([Job(query, Options(deterministic=True))])[0].wait()["hidden"]
+        torch.testing.assert_close(tensors_of(answer.result().content)["hidden"], alone, rtol=3e-2, atol=3e-2)
+    server.kill(1)
+    assert server.ended()[0] == [1, -signal.SIGKILL]
 
 
 def test_where_one_is_gone_clients_are_told_and_the_server_ends(tmp_path, serve):
@@ -171,6 +192,10 @@ if __name__ == "__main__":
     from distill.cli import run_command
 
     torch.set_num_threads(1)
-    folder, port = Path(sys.argv[1]), sys.argv[2]
+    folder, port, device = Path(sys.argv[1]), *sys.argv[2:]
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-    leave(run_command(["serve", str(folder / "tiny.yaml"), *SHARDED, "--port", port]))
+    leave(
+        run_command(
+            ["serve", str(folder / "tiny.yaml"), "parallel.teacher=sharded", f"train.device={device}", "--port", port]
+        )
+    )
