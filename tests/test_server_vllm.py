@@ -2,6 +2,7 @@
 
 import fcntl
 import itertools
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from served import engine_in, from_server, opened, recipe_in, write_models
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,10 +19,12 @@ from starlette.routing import Route
 
 from distill.core.faults import RunError
 from distill.data.collator import Collator
+from distill.recipe import Teacher as TeacherSection
 from distill.run import run
 from distill.serving.open import running
 from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.top_k import top_k_targets
+from distill.teachers.server.vllm_hidden import load_ends
 from distill.training.lock import read_lock
 
 
@@ -168,6 +171,16 @@ def test_what_is_wrong_with_a_connectors_files_is_said(place, engine, tmp_path, 
             run(recipe, name=tmp_path.name)
         with pytest.raises(ValueError, match=r"teacher\.folder: expected the folder"):
             opened(recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path / "none"))))
+
+
+def test_a_model_whose_files_lack_its_norm_is_refused(place, tmp_path):
+    folder = shutil.copytree(place / "teacher", tmp_path / "teacher")
+    held = load_file(folder / "model.safetensors")
+    save_file(
+        {n: t for n, t in held.items() if n != "model.norm.weight"}, folder / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ValueError, match=r"teacher\.model: .*lack model\.norm\.weight"):
+        load_ends(TeacherSection(model=str(folder)), torch.float32)
 
 
 def test_how_many_logprobs_each_vllm_gives_is_asked_before_anything_else(place, engine):

@@ -41,7 +41,7 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
             swap_linears_for_fp8(layer.to(device))
         _draw(model, model, device)
     model.tie_weights()
-    return model.to(device)  # type: ignore[arg-type]
+    return model.to(device)
 
 
 @torch.no_grad()

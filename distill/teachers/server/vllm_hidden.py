@@ -77,12 +77,13 @@ def load_ends(section: TeacherSection, dtype: torch.dtype) -> Ends:
     transformers.logging.set_verbosity_error()  # of the layers, which are not wanted
     try:
         with loading(section.model, source, "teacher.model"):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 source.location, config=cut_config(config, range(0)), revision=section.revision, dtype=dtype,
                 trust_remote_code=section.trust_remote_code, use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
-            if info["missing_keys"]:
-                raise ValueError(f"its files lack {', '.join(sorted(info['missing_keys']))}")
+            model, missing = loaded[0], loaded[1]["missing_keys"]
+            if missing:
+                raise ValueError(f"its files lack {', '.join(sorted(missing))}")
     finally:
         transformers.logging.set_verbosity(before)
     model.eval().requires_grad_(False)
@@ -168,7 +169,7 @@ class VllmHiddenExchange(VllmExchange):
             raise TeacherGone(f"teacher.folder: hidden_states: expected [tokens, layers, {width}], got {got}")
         if len(states) < len(ids) or tokens[: len(ids)].tolist() != ids.tolist():
             raise TeacherGone("teacher.folder: a file of other tokens than were asked about")
-        return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))  # type: ignore[no-any-return]
+        return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
 
     def _loaded(self, path: Path) -> dict[str, torch.Tensor]:
         """The tensors of a file once it is written; it is deleted."""
