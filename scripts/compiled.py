@@ -67,6 +67,7 @@ else:
 from distill_kernels.losses import projection
 from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.operands import Head
+from distill_kernels.matmul import gated
 x, w = t(130, 64, grad=False), t(1000, 64, grad=False)
 add_product_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
 for way in projection.ways_of(facts):  # what is timed there is compiled too
@@ -76,6 +77,8 @@ for way in projection.ways_of(facts):  # what is timed there is compiled too
         projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), way)
 for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
     ours.triton_linear(t(rows, 64, grad=False), t(columns, 64, grad=False))
+for activation in ("silu", "gelu", "gelu_tanh"):
+    gated._launch(x, w[:992], None, activation)
 ours.split_k_linear(t(40, 2048), t(1000, 2048), t(1000)), ours.split_k_linear(t(1, 2048), t(1000, 2048))
 ours.quantize_rows(x)
 """,

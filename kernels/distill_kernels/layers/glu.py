@@ -141,6 +141,12 @@ def _backward(ctx, dy):
 _forward_op = KernelOp("glu_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward)
 
 
+def check_activation(activation: str) -> None:
+    """Refuse an activation that there is none of; ValueError."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+
+
 def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activation = "silu") -> torch.Tensor:
     """`activation(gate) * up`.
 
@@ -156,8 +162,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor | None = None, activation: Activati
         ValueError: On shapes that differ, an odd packed dimension, an unknown activation or an unsupported dtype.
     """
     check_floats(gate=gate, up=up)
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
+    check_activation(activation)
     if gate.dim() == 0 or (up is None and gate.shape[-1] % 2):
         raise ValueError(f"gate: packed gate and up need an even last dimension, got shape {tuple(gate.shape)}")
     if up is not None and up.shape != gate.shape:

@@ -18,6 +18,7 @@ import torch
 
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, runs_on_triton, tl, triton
+from distill_kernels.layers.activations import activate
 from distill_kernels.matmul.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
 from distill_kernels.operands import blocks_of, check_tensor, has_aligned_rows, load_block, rows_of, store_block
 
@@ -25,15 +26,23 @@ DEPTH = 64
 
 
 class Tile(NamedTuple):
-    """Rows and columns of y that a program makes at a time, and how it is compiled."""
+    """Rows and columns that a program makes at a time, how it is compiled, and how many blocks of rows make a group
+    that is walked through before the next; 0 for all of them."""
 
     rows: int
     columns: int
     warps: int
     stages: int
+    group: int = 0
 
 
 TILES = (Tile(128, 256, 8, 3), Tile(128, 128, 4, 4), Tile(64, 128, 4, 4), Tile(64, 64, 4, 4))
+
+
+def steps_in_flight(tile: Tile, facts: DeviceFacts, stored: int) -> int:
+    """As many as fit into shared memory beside `stored` columns of a tile's result, up to the tile's own."""
+    left = facts.shared_bytes - 2 * tile.rows * stored - 1024
+    return min(tile.stages, left // (2 * DEPTH * (tile.rows + tile.columns)))
 
 
 def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
@@ -41,8 +50,7 @@ def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
     for each size below), of those that fit into shared memory with two steps in flight or more."""
 
     def steps(tile: Tile) -> int:
-        left = facts.shared_bytes - 2 * tile.rows * tile.columns - 1024
-        return min(tile.stages, left // (2 * DEPTH * (tile.rows + tile.columns)))
+        return steps_in_flight(tile, facts, tile.columns)
 
     def cost(place: int) -> float:
         tile = TILES[place]
@@ -55,13 +63,20 @@ def choose_tile(rows: int, outputs: int, facts: DeviceFacts) -> Tile:
 
 @triton.jit
 def _tiled_kernel(
-    x_blocks, weight_blocks, y_blocks, bias_ptr, M, N, K, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    x_blocks, weight_blocks, y_blocks, bias_ptr, M, N, K, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """GATED: the activation, where gate and up are in turn the columns of the product; see gated.py."""
     row_blocks = tl.cdiv(M, BLOCK_M)
     steps = tl.cdiv(K, BLOCK_K)
     for t in tl.range(tl.program_id(0), row_blocks * tl.cdiv(N, BLOCK_N), tl.num_programs(0), flatten=True):
-        row, column = t % row_blocks * BLOCK_M, t // row_blocks * BLOCK_N
+        if GROUP:
+            group = GROUP * tl.cdiv(N, BLOCK_N)  # tiles of it
+            first = t // group * GROUP
+            size = tl.minimum(row_blocks - first, GROUP)
+            row, column = (first + t % group % size) * BLOCK_M, t % group // size * BLOCK_N
+        else:
+            row, column = t % row_blocks * BLOCK_M, t // row_blocks * BLOCK_N
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for step in range(steps):
             x = load_block(x_blocks, row, step * BLOCK_K, BLOCK_M, BLOCK_K, TMA)
@@ -70,25 +85,36 @@ def _tiled_kernel(
         if HAS_BIAS:
             n = column + tl.arange(0, BLOCK_N)
             total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        store_block(y_blocks, total, row, column, TMA)
+        if GATED != "":
+            gate, up = tl.split(tl.reshape(total, (BLOCK_M, BLOCK_N // 2, 2)))
+            store_block(y_blocks, activate(gate, GATED) * up, row, column // 2, TMA)
+        else:
+            store_block(y_blocks, total, row, column, TMA)
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None) -> torch.Tensor:
     if not runs_on_triton(x):
         return reference_split_k_linear(x, weight, bias)
+    return launch_tiles(x, weight, bias, tile or choose_tile(x.shape[0], weight.shape[0], device_facts(x.device)))
+
+
+def launch_tiles(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, activation: str = ""
+) -> torch.Tensor:
+    """x [M, K] times weight [N, K] in such tiles: [M, N], or [M, N / 2] where an activation joins columns in pairs."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    y = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    pair = 2 if activation else 1
+    y = torch.empty(rows, outputs // pair, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
     facts = device_facts(x.device)
-    tile = tile or choose_tile(rows, outputs, facts)
     x, weight = (m if has_aligned_rows(m) else m.clone(memory_format=torch.contiguous_format) for m in (x, weight))
     programs = min(facts.multiprocessors, cdiv(rows, tile.rows) * cdiv(outputs, tile.columns))
     _tiled_kernel[(programs,)](
         blocks_of(x, tile.rows, DEPTH, facts.tma), blocks_of(weight, tile.columns, DEPTH, facts.tma),
-        blocks_of(y, tile.rows, tile.columns, facts.tma), rows_of(bias), rows, outputs, inputs,
-        HAS_BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH, TMA=facts.tma,
-        num_warps=tile.warps, num_stages=tile.stages,
+        blocks_of(y, tile.rows, tile.columns // pair, facts.tma), rows_of(bias), rows, outputs, inputs,
+        HAS_BIAS=bias is not None, GATED=activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=DEPTH,
+        GROUP=tile.group, TMA=facts.tma, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
