@@ -255,7 +255,9 @@ def bench(
     overrides: Overrides = None,
     variants: Annotated[
         str,
-        typer.Option(metavar="LIST", help="Of plain, compile, liger, distill, distill-{graphs,all-rows,compile,fp8}."),
+        typer.Option(
+            metavar="LIST", help="Of plain, compile, liger, distill, distill-{graphs,all-rows,gated,compile,fp8}."
+        ),
     ] = "plain,compile,liger,distill,distill-graphs",
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps of each.")] = 8,
     as_json: AsJson = False,

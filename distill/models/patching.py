@@ -41,6 +41,7 @@ from distill.models.padding import hidden_of_padded
 from distill.models.pruning import find_layers
 from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches, takes_residual
 from distill.models.shared_input import GROUP, groups_of
+from distill.models.teacher_layout import GATED, gated_product, separate
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,9 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
             activation = judged("glu", module, functools.partial(_gated_activation, names=names))
             if activation is not None:
                 replace_forward(module, _gated_forward(names, activation), undo)
+                if names[1] is not None:
+                    module.__dict__[GATED] = (names[0], names[1], activation)
+                undo.append(functools.partial(separate, module))
                 report.swapped["glu"] += 1
         elif products := two_products(module):
             approximate = judged("bias_gelu", module, functools.partial(_gelu_of, names=products))
@@ -337,8 +341,11 @@ def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Calla
     gated = ACTIVATIONS[activation]
 
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        down = getattr(self, down_name)
+        if (both := gated_product(self, x)) is not None:
+            return down_of_gated(down, lambda hidden: hidden, both, residual=residual)
         parts = [getattr(self, name)(x) for name in (gate_name, up_name) if name is not None]
-        return down_of_gated(getattr(self, down_name), gated, *parts, residual=residual)
+        return down_of_gated(down, gated, *parts, residual=residual)
 
     return forward
 

@@ -94,9 +94,11 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
     assert isinstance(teacher, LoadedTeacher)
     if context.device.type == "cuda" and not sharded:  # else it was patched while it was cut
         from distill.models.patching import patch
+        from distill.models.teacher_layout import interleave
 
         choices = AttentionChoices(recipe)
         report = patch(teacher.model, "teacher", attention=choices.of(teacher.model, "teacher"))
+        report.swapped.update(interleave(teacher.model))
         console.say(f"{'kernels':<12}teacher: {report}")
     teacher.quantise()
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]

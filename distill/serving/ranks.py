@@ -85,8 +85,11 @@ def load_teacher_ranks(recipe: Recipe, context: OpenContext) -> LoadedTeacher:
     teacher = LoadedTeacher(source.load(context), fp8=recipe.teacher.dtype == "fp8")
     if runs_our_kernels(device) and device.type == "cuda" and not sharded:
         from distill.models.patching import patch
+        from distill.models.teacher_layout import interleave
 
         patch(teacher.model, "teacher", attention=context.attention.of(teacher.model, "teacher"))
+        if not recipe.train.compile:
+            interleave(teacher.model)
     teacher.quantise()
     if recipe.train.compile:
         compile_layers(teacher.model)

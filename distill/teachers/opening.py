@@ -165,6 +165,7 @@ def keeps_apart_by_ours(model: Any) -> bool:
 def patch_models(pair: Pair, choices: AttentionChoices) -> None:
     """Put our kernels into all models (a sharded teacher has them already), where they run on the GPU there is."""
     from distill.models.patching import patch
+    from distill.models.teacher_layout import interleave
 
     if not runs_our_kernels(device := next(pair.student.parameters()).device):
         if is_first():
@@ -175,6 +176,8 @@ def patch_models(pair: Pair, choices: AttentionChoices) -> None:
             continue
         role: Any = field if field == "student" else "teacher"
         report = patch(model, role, attention=choices.of(model, role, 0 if role == "student" else number))
+        if role == "teacher" and not choices.recipe.train.compile:
+            report.swapped.update(interleave(model))
         if is_first():
             console.say(f"{'kernels':<12}{role}: {report}")
 

@@ -20,7 +20,7 @@ TEACHER, STUDENT = "llama-3.1-8b", "llama-3.2-1b"
 BATCH, LENGTH = 2, 4096
 NAMES = {
     "distill": "ours", "distill-fp8": "ours, fp8 teacher", "distill-compile": "ours, compiled layers",
-    "distill-all-rows": "ours, all rows of the last layers",
+    "distill-all-rows": "ours, all rows of the last layers", "distill-gated": "ours, gate and up as one product",
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def rows_of(results: list[StepTime], case: str, shape: str) -> list[Row]:
 def run(quick: bool, only: str) -> list[Row]:
     """`quick` leaves out torch.compile; `only` names variants, separated by commas."""
     variants = tuple(only.split(",")) if only else (
-        "plain", "compile", "liger", "distill", "distill-compile", "distill-fp8"
+        "plain", "compile", "liger", "distill", "distill-gated", "distill-compile", "distill-fp8"
     )  # fmt: skip
     if quick and not only:
         variants = tuple(name for name in variants if "compile" not in name)
