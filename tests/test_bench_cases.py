@@ -8,13 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distill_kernels import FusedTopKKLLoss
+from distill_kernels.launch import interpreted
 from helpers import realistic_heads, relative_error
 from tiny import save_tiny, tiny_model
 
 from distill.commands import bench
 from distill.models.patching import patch
 from distill.teachers.objective import DistillationObjective
-from scripts.bench import adoption, chat_step, logit_losses, on_policy, packed_rivals, small, topk_losses
+from scripts.bench import (
+    adoption,
+    chat_step,
+    down_backward,
+    gated,
+    logit_losses,
+    on_policy,
+    packed_rivals,
+    small,
+    topk_losses,
+)
 
 
 @pytest.mark.parametrize("name", logit_losses.TERMS)
@@ -41,6 +52,22 @@ def test_top_k_candidates_agree():
     (right,) = torch.autograd.grad(FusedTopKKLLoss()(x, w, ids, given), x)
     (made,) = torch.autograd.grad(topk_losses.eager(ids, given)(inputs), x)
     assert relative_error(made, right) < 1e-5
+
+
+def test_gated_products_and_their_gradients_agree(monkeypatch):
+    monkeypatch.setattr(gated, "sustained", lambda run: (2.0, 1.0))
+    ways = [down_backward.Way(64, 64, 4, 2, 2, parts, tma) for parts, tma in ((2, True), (4, False))]
+    with interpreted():
+        for made in (
+            gated.candidates(70, 64, 40, [gated.Tile(64, 64, 4, 2, 2)], device="cpu"),
+            down_backward.candidates(300, 72, 136, tuple(ways), device="cpu"),
+        ):
+            right, *_ = made.values()
+            made |= {"wrong": lambda right=right: [2 * y for y in right()], "fails": lambda: 1 / 0}
+            rows = gated.measured("case", "shape", made, 4e9)
+            assert [row.ms for row in rows[:3]] == [2.0] * 3 and rows[-1].candidate.endswith("(again)")
+            assert all(row.error["worst output"] < 5e-3 for row in rows[:3]) and rows[0].tflop_per_s == 2.0
+            assert all(row.ms != row.ms for row in rows[3:5]) and "ZeroDivisionError" in rows[4].note
 
 
 def test_one_line_candidates_learn_the_same(tmp_path):
