@@ -101,6 +101,8 @@ def test_a_cache_in_fp8_is_not_finished_in_bfloat16(here):
     (cache.path / layout.MANIFEST).unlink()
     with pytest.raises(ValueError, match=r"--out: begun .* teacher\.dtype was 'fp8', now 'bfloat16'"):
         cached("cpu", "begun", "teacher.dtype=bfloat16")
+    with pytest.raises(ValueError, match=r"--out: begun .* teacher\.dtype was 'fp8', now 'fp8 but 0\.mlp'"):
+        cached("cpu", "begun", "teacher.dtype=fp8", "teacher.fp8_skip=[0.mlp]")
 
 
 def test_a_run_learns_from_what_an_fp8_teacher_said(here):

@@ -1,17 +1,23 @@
 """An fp8 teacher: its linear layers quantised, its head kept, and the divergence that costs measured exactly."""
 
+import copy
+import json
+import re
+
 import pytest
 import torch
 from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
 from test_trainer import rows
-from tiny import save_tiny, tiny_model
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
+from distill.cli import run_command
 from distill.data.collator import Collator
-from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time
+from distill.models.fingerprint import fingerprint
+from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
 from distill.models.load import load_teacher
 from distill.recipe import RecipeError, Teacher, parse
-from distill.teachers.fp8_cost import quantise_and_measure
+from distill.teachers.fp8_cost import Before, fp8_offers, quantise_and_measure
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.objective import DistillationObjective
 
@@ -62,11 +68,14 @@ def test_fp8_is_for_teachers():
         parse(text % ", dtype: fp8")
 
 
-def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path):
-    section = Teacher(model=str(save_tiny(tmp_path, tiny_model(layers=3, hidden=64))))
+@pytest.mark.parametrize(
+    "skip, count", [([], 21), ([0, "2.mlp", "1.self_attn.q_proj"], 10), (["1.mlp", "1.self_attn"], 14)]
+)
+def test_a_teacher_quantised_layer_by_layer_is_the_same(tmp_path, skip, count):
+    section = Teacher(model=str(save_tiny(tmp_path, tiny_model(layers=3, hidden=64))), dtype="fp8", fp8_skip=skip)
     whole = load_teacher(section, dtype=torch.float32)
     assert not is_quantised(whole)
-    swap_linears_for_fp8(whole)
+    assert quantise(whole, section.fp8_skip) == count
     ours = load_a_layer_at_a_time(section, device=torch.device("cpu"), dtype=torch.float32)
     assert is_quantised(ours) and type(ours.lm_head) is torch.nn.Linear
     ids = torch.arange(3, 12)[None]
@@ -123,3 +132,103 @@ def test_only_what_does_not_fit_whole_is_loaded_so(monkeypatch, gib, alone):
         context = OpenContext(device, resolve_precision(recipe, device), ALONE, AttentionChoices(recipe))
         model.ModelSource(recipe).load(context)
     assert ways == ["load_a_layer_at_a_time" if alone else "load_teacher", "load_teacher"]
+
+
+def in_fp8(model):
+    return {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+
+
+def test_what_is_left_out_stays_as_it_is():
+    teacher = tiny_model(layers=12, hidden=64)
+    every = in_fp8(copy.deepcopy(swap(teacher)))
+    quantise(teacher, ["1", "10.mlp"])
+    left = every - in_fp8(teacher)
+    assert {name.split(".")[2] for name in left} == {"1", "10"} and len(left) == 7 + 3
+    assert all(".1." in name or ".mlp." in name for name in left)
+
+
+def swap(model):
+    model = copy.deepcopy(model)
+    swap_linears_for_fp8(model)
+    return model
+
+
+@pytest.mark.parametrize("part", ["2", "0.mpl", "0.mlp.7", "1.input_layernorm"])
+def test_a_part_that_the_model_has_not_is_refused(part):
+    with pytest.raises(
+        ValueError, match=r"teacher.fp8_skip: expected layers 0 to 1, .* 0.self_attn, 0.mlp; got " + part
+    ):
+        quantise(tiny_model(hidden=64), [part])
+
+
+def test_the_setting_is_written_in_one_way():
+    section = Teacher(model="a", dtype="fp8", fp8_skip=[29, "3.mlp", "29"])
+    assert section.fp8_skip == ["3.mlp", "29"] and section.held == "fp8 but 3.mlp 29"
+    assert Teacher(model="a", dtype="fp8").held == "fp8"
+    for wrong in ({"dtype": "bfloat16", "fp8_skip": [1]}, {"dtype": "fp8", "fp8_skip": ["mlp"]}):
+        with pytest.raises(ValueError, match="fp8_skip"):
+            Teacher(model="a", **wrong)
+
+
+def test_offers_are_what_a_run_with_that_setting_has():
+    """Each of them, to the bit; the part that alone moves the teacher most a weight is left out first."""
+    teacher = tiny_model(layers=3, hidden=64, seed=1)
+    batch = Collator(pad_token_id=2)([rows(4)[index] for index in range(4)])
+
+    def moved(skip):
+        fresh = LoadedTeacher(copy.deepcopy(teacher))
+        before = Before(fresh.model, fresh.hidden, batch)
+        quantise(fresh.model, skip)
+        left = [m for name, m in fresh.model.named_modules() if type(m) is torch.nn.Linear and name != "lm_head"]
+        return before.moved(), sum(linear.weight.numel() for linear in left)
+
+    loaded = LoadedTeacher(copy.deepcopy(teacher))
+    offers = loaded.fp8_offers(batch, lambda run: float(run() is not None))
+    assert [len(offer.skip) for offer in offers] == [0, 1, 2, 4, 6] and {offer.ms for offer in offers} == {1.0}
+    for offer in offers[:-1]:
+        assert moved(offer.skip) == (offer.kl, offer.weights)
+    everything = offers[-1]
+    assert everything.kl == pytest.approx(0, abs=1e-6) and everything.weights == 3 * (12288 + 24576)
+    alone = {part: moved([other for other in everything.skip if other != part]) for part in everything.skip}
+    price = {part: kl / (everything.weights - left) for part, (kl, left) in alone.items()}
+    assert offers[1].skip == (max(price, key=price.get),) and offers[1].kl < 0.6 * offers[0].kl
+    assert loaded.fp8_offers(batch) == []  # it is quantised now
+
+
+def test_the_search_asks_about_once_a_part():
+    teacher = tiny_model(layers=6, hidden=64)
+    loaded, calls = LoadedTeacher(teacher), []
+    teacher.model.register_forward_hook(lambda *_: calls.append(1))
+    fp8_offers(teacher, loaded.hidden, Collator(pad_token_id=2)([rows(2)[0]]))
+    assert len(calls) <= 2 * 6 + 8
+
+
+def test_fingerprints_see_the_weights_in_fp8():
+    one, other = tiny_model(hidden=64), tiny_model(hidden=64)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight[3, 3] += 1
+    marks = {fingerprint(swap(one)), fingerprint(swap(other)), fingerprint(one)}
+    quantise(one, ["1"])
+    assert len(marks | {fingerprint(one)}) == 4
+
+
+def test_probe_tells_what_fp8_costs_without_a_gpu(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "teacher", tiny_model(tiny_tokenizer(), hidden=64), tiny_tokenizer())
+    (tmp_path / "text.txt").write_text("\n".join(f"line {i} of some text to learn" for i in range(100)))
+    (tmp_path / "mine.yaml").write_text(
+        "{teacher: {model: teacher}, student: {from_teacher: {layers: 1}}, data: {source: text.txt, max_length: 32, "
+        "cache: false}, train: {steps: 2, batch_size: 2}}"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    asked = ["check", "mine.yaml", "--probe", "--gpu", "H100", "teacher.dtype=fp8"]
+    assert run_command(asked) == 0
+    shown = capsys.readouterr().out
+    assert "ms a micro-batch, by arithmetic" in shown and "one step here" not in shown
+    assert re.search(r"KL 0\.\d{4} to 0\.\d{4} for \d+\.\d+ ms: teacher\.fp8_skip=\[\d\.(mlp|self_attn)\]\n", shown)
+    setting = shown.split("ms: ")[1].split("\n")[0]
+    assert run_command([*asked, setting, "--json"]) == 0
+    first, *_ = json.loads(capsys.readouterr().out)["fp8"]
+    assert first["weights"] == 0 and first["longer_ms"] == 0
+    assert run_command([*asked[:-1], "teacher.dtype=fp8", "teacher.fp8_skip=[99]"]) == 2
+    assert "teacher.fp8_skip: expected layers 0 to" in capsys.readouterr().err

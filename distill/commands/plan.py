@@ -16,6 +16,9 @@ from distill.recipe.compatibility import require_command
 if TYPE_CHECKING:
     from distill.planning.inspect_batches import Token
     from distill.planning.preflight import Preflight
+    from distill.teachers.fp8_cost import Offer
+
+SHOWN = 8  # parts in a setting that is printed
 
 
 def check(
@@ -27,7 +30,9 @@ def check(
     ] = None,
     gpus: Annotated[int, typer.Option(metavar="N", min=1, help="How many of them.")] = 1,
     data: Annotated[bool, typer.Option("--data/--no-data", help="Read data that are on this machine.")] = True,
-    probe: Annotated[bool, typer.Option("--probe", help="Run two real steps here; predicted beside measured.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Run two real steps here; look at what fp8 costs a teacher, by layers.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Will it fit, how long will it take, can it work? Downloads no weights; exit code 1 if it cannot run.
@@ -46,15 +51,20 @@ def check(
     device = find_device(gpu)
     with console.working("looking at models and data"):
         report = look(resolved, device, gpus=gpus, look_at_data=data)
-    measured = None
+    measured, offers = None, []
     if probe:
+        from distill.commands.probe import can_step, probe_fp8
         from distill.commands.probe import probe as measure
 
-        measured = measure(resolved)
+        offers = probe_fp8(resolved)
+        measured = measure(resolved) if can_step(resolved) or not offers else None
+    longer = _longer(report, offers, resolved.train.batch_size * resolved.data.max_length)
     if as_json:
-        say_json(_as_dict(report, measured))
+        choices = [console.plain_fields(offer) | {"longer_ms": ms} for offer, ms in zip(offers, longer, strict=True)]
+        say_json(_as_dict(report, measured) | ({"fp8": choices} if offers else {}))
     else:
         _print(report, measured)
+        _print_offers(offers, longer)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -134,6 +144,32 @@ def _print(report: Preflight, measured: Any) -> None:
         console.say(f"PROBLEM     {problem}")
     if report.ok:
         console.say("verdict     it fits and can run")
+
+
+def _longer(report: Preflight, offers: list[Offer], tokens: int) -> list[float | None]:
+    """Milliseconds that each offer's forward takes longer than with all in fp8: measured, else by arithmetic."""
+    from distill.planning.step_time import longer_in_bf16
+
+    if offers and offers[0].ms is not None:
+        return [offer.ms - offers[0].ms for offer in offers if offer.ms is not None]
+    seconds = [longer_in_bf16(report.device, offer.weights, tokens) for offer in offers]
+    return [None if each is None else 1e3 * each for each in seconds]
+
+
+def _print_offers(offers: list[Offer], longer: list[float | None]) -> None:
+    if not offers:
+        return
+    console.say("")
+    rows = []
+    for offer, ms in zip(offers, longer, strict=True):
+        share, later = offer.weights / offers[-1].weights, "unknown" if ms is None else f"{ms:+.2f}"
+        rows.append([str(len(offer.skip)), f"{share:.1%}", f"{offer.kl:.4f}", later])
+    how = "ms a micro-batch" + (", by arithmetic" if offers[0].ms is None else "")
+    console.show_table(["fp8 teacher: parts left in bf16", "of its weights", "KL", how], rows, numbers=True)
+    best = [(offer, ms) for offer, ms in zip(offers, longer, strict=True) if 0 < len(offer.skip) <= SHOWN]
+    for offer, ms in best:
+        price = "" if ms is None else f" for {ms:.2f} ms"
+        console.say(f"KL {offers[0].kl:.4f} to {offer.kl:.4f}{price}: teacher.fp8_skip=[{','.join(offer.skip)}]")
 
 
 def _assumed(report: Preflight) -> str:

@@ -1,10 +1,14 @@
-"""`distill check --probe`: two real steps of a recipe on this machine's GPU, to hold the prediction against."""
+"""`distill check --probe`: two real steps of a recipe on this machine's GPU, to hold the prediction against; and what
+an fp8 teacher costs by layers, on the recipe's first held-out rows.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,9 +16,13 @@ import torch
 from transformers import PrinterCallback
 
 from distill.core.console import working
+from distill.data.collator import Collator, padding_token
+from distill.models.cards import family_in, runs_our_kernels
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
 from distill.teachers.base import open_context
+from distill.teachers.fp8_cost import Offer
+from distill.teachers.model import LoadedTeacher
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, training_arguments
 
@@ -39,7 +47,7 @@ def probe(recipe: Recipe) -> Measured:
     from distill.training.trainer import DistillationTrainer
 
     device = resolve_device(recipe.train)
-    if device.type != "cuda":
+    if not can_step(recipe):
         raise ValueError("--probe: expected a CUDA device in this machine, got none; the prediction needs none")
     rows = 3 * (recipe.train.tokens_per_step or 0) // recipe.data.max_length + 4 * recipe.train.batch_size
     # random tokens take the same memory; `epochs` and figures along the way are of no interest here
@@ -76,3 +84,51 @@ def probe(recipe: Recipe) -> Measured:
         trainer.train()
     second = next(logs for logs in trainer.state.log_history if logs["step"] == 2 and "seconds" in logs)
     return Measured(float(torch.cuda.max_memory_allocated(device)), second["seconds"])
+
+
+def can_step(recipe: Recipe) -> bool:
+    """Whether `probe` has a GPU here."""
+    return resolve_device(recipe.train).type == "cuda"
+
+
+def probe_fp8(recipe: Recipe) -> list[Offer]:
+    """What an fp8 teacher costs with some of its layers left in 16 bits; empty for any other teacher.
+
+    On a GPU with our kernels in it, as a run has it, and timed.
+
+    Raises:
+        ValueError: as `distill run` would say.
+    """
+    if recipe.teacher.dtype != "fp8":
+        return []
+    context, source = open_context(recipe), source_of(recipe)
+    device = context.device
+    for problem in source.problems(cuda=device.type == "cuda", sharded=False, family=family_in(device)):
+        raise ValueError(problem)
+    with working("measuring what fp8 costs in each layer"):
+        vocabulary = source.vocabulary()
+        rows = vocabulary.read(recipe.data, recipe.train.seed).validation
+        teacher = source.open(context, vocabulary)
+        if not isinstance(teacher, LoadedTeacher):
+            return []
+        if runs_our_kernels(device) and device.type == "cuda":
+            from distill.models.patching import patch
+
+            patch(teacher.model, "teacher", attention=context.attention.of(teacher.model, "teacher"))
+        collate = Collator(padding_token(vocabulary.tokenizer, teacher.model.config), omit_plain_positions=True)
+        batch = collate([rows[index] for index in range(min(recipe.train.batch_size, len(rows)))])
+        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        return teacher.fp8_offers(batch, _milliseconds if device.type == "cuda" else None)
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """Of a call on the GPU, the median of five once it is warm."""
+    times = []
+    for _ in range(7):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[2:])

@@ -44,6 +44,13 @@ class StepTime(NamedTuple):
     seconds: float | None
 
 
+def longer_in_bf16(device: Device, weights: float, tokens: float) -> float | None:
+    """Seconds that a forward pass takes longer with so many weights in bf16 and not in fp8; None without rates."""
+    if device.card is None or not device.flops or device.card.fp8 is None:
+        return None
+    return 2 * weights * tokens * (1 / (device.flops * SUSTAINED) - 1 / (device.card.fp8 * 1e12 * SUSTAINED_FP8))
+
+
 def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepTime | None:
     """Arithmetic and time of a step; None for a model whose arithmetic is not known."""
     student, footprint = situation.student.work, situation.footprint()

@@ -5,13 +5,23 @@ from __future__ import annotations
 from string import Formatter
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from distill.core.faults import Section, refuse
 from distill.recipe.fields import Count, NotNegative, Text, no_code, text_or_list
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 EIGHT_BITS = ("fp8", "int8")
+
+
+def in_order(parts: list[str]) -> list[str]:
+    """Parts of layers by layer and name, each once, so that the same choice is always written alike."""
+    return sorted(set(parts), key=lambda part: (int(part.partition(".")[0]), part))
+
+
+# of a model's layers: `29`, or a module inside one, `29.mlp`
+Part = Annotated[str, BeforeValidator(str), StringConstraints(pattern=r"^\d{1,5}(\.\w+)*$")]
+Parts = Annotated[list[Part], AfterValidator(in_order)]
 SERVED = ("url", "protocol", "folder", "top_k", "prefetch", "send", "deterministic", "wait", "token_file")
 
 
@@ -106,6 +116,8 @@ class Teacher(ModelSection):
         deterministic: have each micro-batch computed alone, so that its bits depend on nobody else's.
         wait: seconds without an answer after which the run ends, with a checkpoint.
         token_file: holds the bearer token; without it the variable DISTILL_SERVE_TOKEN.
+        fp8_skip: what `dtype: fp8` leaves in bfloat16: layers counted from 0, whole (`29`) or a part by the name of its
+            module (`29.mlp`). `distill check --probe` says which are worth it.
         adapter: a PEFT LoRA (hub id or folder) merged into the teacher when it is loaded.
         offload: `cpu` keeps the decoder layers in host memory, to travel to the GPU one after another in every forward
             pass: for a teacher larger than the GPU, at the speed of the bus.
@@ -129,6 +141,7 @@ class Teacher(ModelSection):
     deterministic: bool = True
     wait: Annotated[float, Field(gt=0, le=86_400)] = 300.0
     token_file: Text | None = None
+    fp8_skip: Parts = Field(default_factory=list)
     adapter: Text | None = None
     offload: Literal["cpu"] | None = None
     keep: Text | None = None
@@ -143,6 +156,11 @@ class Teacher(ModelSection):
     def is_loaded(self) -> bool:
         """Whether its weights are in this process."""
         return self.type in ("model", "student")
+
+    @property
+    def held(self) -> str:
+        """What its linear layers are kept in, as caches and servers name it."""
+        return f"{self.dtype} but {' '.join(self.fp8_skip)}" if self.fp8_skip else self.dtype
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -220,6 +238,8 @@ class Teacher(ModelSection):
     def _can_be_had_in_so_few_bits(self) -> Self:
         if self.offload is not None and self.dtype in EIGHT_BITS:
             raise ValueError(f"offload: cpu works with weights in 16 or 32 bits; got dtype: {self.dtype}")
+        if self.fp8_skip and self.dtype != "fp8":
+            raise ValueError(f"fp8_skip: says what dtype: fp8 leaves in bfloat16; got it with dtype: {self.dtype}")
         if self.dtype == "int8" and self.init == "random":
             raise ValueError("dtype: int8 quantises a model as it is read, and init: random reads none; use fp8")
         if self.dtype == "int8" and self.adapter is not None:

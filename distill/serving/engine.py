@@ -169,7 +169,7 @@ class Engine:
         longest = getattr(config, "max_position_embeddings", None)
         return Identity(
             PROTOCOL, model_name(section), teacher_identity(section), self.teacher.fingerprint(),
-            str(self.weights.weight.dtype).removeprefix("torch."), section.dtype, rows, width, head_hash(self.head),
+            str(self.weights.weight.dtype).removeprefix("torch."), section.held, rows, width, head_hash(self.head),
             self.transform.scale, self.transform.softcap, None if tokenizer is None else tokenizer_hash(tokenizer),
             template, hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest(),
             {"tokens": most_tokens, "document": longest, "top_k": MOST_TOP_K,

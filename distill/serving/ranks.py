@@ -82,7 +82,7 @@ def load_teacher_ranks(recipe: Recipe, context: OpenContext) -> LoadedTeacher:
     sharded = context.sharing.teacher_sharded
     for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
         raise ValueError(problem)
-    teacher = LoadedTeacher(source.load(context), fp8=recipe.teacher.dtype == "fp8")
+    teacher = LoadedTeacher(source.load(context), fp8=recipe.teacher.dtype == "fp8", skip=recipe.teacher.fp8_skip)
     if runs_our_kernels(device) and device.type == "cuda" and not sharded:
         from distill.models.patching import patch
         from distill.models.teacher_layout import interleave

@@ -2,11 +2,13 @@
 
 `teacher.dtype: fp8` loads the teacher in bf16 and quantises its linear layers, but not its head, once the run's own
 batches exist to measure the damage on. The figure is printed beside the student's own divergence: a teacher that moves
-by a hundredth of what the student has to learn is worth its speed, one that moves by half of it is not.
+by a hundredth of what the student has to learn is worth its speed, one that moves by half of it is not. `fp8_offers`
+says which layers are worth leaving out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,8 +17,9 @@ from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.core.labels import shift_labels
-from distill.models.fp8_teacher import quantise
-from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, last_hidden, read_head
+from distill.models.fp8_teacher import Part, in_fp8, parts_of, quantise, quantise_part
+from distill.models.head import HeadWeights, LogitTransform, bare, decoder_of, find_head, last_hidden, read_head
+from distill.recipe.models import in_order
 from distill.teachers.base import Batch, Pairing
 from distill.teachers.hidden import HiddenFormat
 from distill.teachers.losses import LogitTransforms
@@ -29,23 +32,59 @@ class Fp8Cost(NamedTuple):
         layers: linear layers now in fp8.
         teacher_kl: KL(teacher before || teacher after), nats a trained token of the batch.
         student_kl: KL(teacher before || student), the same.
+        skip: what `teacher.fp8_skip` left out.
     """
 
     layers: int
     teacher_kl: float
     student_kl: float
+    skip: Sequence[str] = ()
 
     def __str__(self) -> str:
+        left = f" and {', '.join(self.skip)}" if self.skip else ""
         return (
-            f"{self.layers} linear layers in fp8, the head as it was; on one batch KL(teacher, fp8 teacher) "
+            f"{self.layers} linear layers in fp8, the head{left} as before; on one batch KL(teacher, fp8 teacher) "
             f"{self.teacher_kl:.4f} beside KL(teacher, student) {self.student_kl:.4f}"
         )
 
 
+class Before:
+    """What a teacher says of a batch before it is quantised, to hold others against.
+
+    Args:
+        teacher: after patching and before sharding.
+        format: its targets.
+        batch: collated, on the device.
+        vocab_size: columns that are compared; None for all.
+    """
+
+    def __init__(self, teacher: nn.Module, format: HiddenFormat, batch: Batch, vocab_size: int | None = None) -> None:
+        self.teacher, self.transform, self.batch, self.vocab_size = teacher, format.transform, batch, vocab_size
+        self.labels = shift_labels(batch["labels"])
+        self.head = read_head(find_head(teacher))
+        self.hidden = last_hidden(teacher, batch).to(self.head.weight.dtype)
+
+    def divergence(self, hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform) -> float:
+        """KL(teacher before || what these hidden states say), nats a trained token."""
+        loss = FusedKLLoss(**LogitTransforms(transform, self.transform))
+        return float(
+            loss(
+                hidden.to(head.weight.dtype), head.weight, self.hidden, self.head.weight, self.labels,
+                student_bias=head.bias, teacher_bias=self.head.bias, student_lora=head.lora,
+                valid_rows=self.batch.get("valid_rows"), vocab_size=self.vocab_size,
+            )
+        )  # fmt: skip
+
+    def moved(self) -> float:
+        """By how much the teacher has moved since."""
+        return self.divergence(last_hidden(self.teacher, self.batch), self.head, self.transform)
+
+
 @torch.no_grad()
 def quantise_and_measure(
-    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module, pairing: Pairing
-) -> Fp8Cost:
+    teacher: nn.Module, format: HiddenFormat, batch: Batch, student: nn.Module, pairing: Pairing,
+    skip: Sequence[str] = (),
+) -> Fp8Cost:  # fmt: skip
     """Quantise the teacher in place and measure by how much that moves it.
 
     Args:
@@ -54,30 +93,66 @@ def quantise_and_measure(
         batch: collated, on the models' device.
         student: as it stands.
         pairing: of both.
+        skip: what stays as it is, as `teacher.fp8_skip` names it.
 
     Raises:
-        ValueError: The teacher has no linear layer whose sizes divide by 16.
+        ValueError: The teacher has no linear layer whose sizes divide by 16, or not what `skip` names.
     """
+    before = Before(teacher, format, batch, pairing.vocab_size)
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")}
-    labels = shift_labels(batch["labels"])
-    before = last_hidden(teacher, batch)
     with eval_mode(student):
-        student_hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
-    layers = quantise(teacher)
-    after = last_hidden(teacher, batch)
-    teacher_head, student_head = read_head(find_head(teacher)), read_head(find_head(student))
+        hidden = decoder_of(student)(**inputs, use_cache=False).last_hidden_state
+    layers = quantise(teacher, skip)
+    of_student = before.divergence(hidden, read_head(find_head(student)), pairing.student)
+    return Fp8Cost(layers, before.moved(), of_student, skip)
 
-    def divergence(hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform) -> float:
-        loss = FusedKLLoss(**LogitTransforms(transform, format.transform))
-        return float(
-            loss(
-                hidden.to(head.weight.dtype), head.weight, before.to(teacher_head.weight.dtype), teacher_head.weight,
-                labels, student_bias=head.bias, teacher_bias=teacher_head.bias, student_lora=head.lora,
-                valid_rows=batch.get("valid_rows"), vocab_size=pairing.vocab_size,
-            )
-        )  # fmt: skip
 
-    return Fp8Cost(
-        layers, divergence(after, teacher_head, format.transform),
-        divergence(student_hidden, student_head, pairing.student),
-    )  # fmt: skip
+class Offer(NamedTuple):
+    """A choice of what an fp8 teacher leaves in 16 bits.
+
+    Attributes:
+        skip: that, as `teacher.fp8_skip` names it.
+        kl: KL(teacher in 16 bits || in fp8 but for that), nats a trained token of the batch.
+        weights: elements of the layers left.
+        ms: of a forward pass over the batch; None where it was not timed.
+    """
+
+    skip: tuple[str, ...]
+    kl: float
+    weights: int
+    ms: float | None
+
+
+@torch.no_grad()
+def fp8_offers(
+    teacher: nn.Module, format: HiddenFormat, batch: Batch, timed: Callable[[Callable[[], object]], float] | None = None
+) -> list[Offer]:
+    """What fp8 costs a teacher with 0, 1, 2, 4, ... parts of its layers left out, the dearest first, up to all.
+
+    Each part alone is put into fp8 once; errors of parts are all but independent, so that their divergences add up.
+    Then parts are quantised for good, by their divergence a weight (a weight is as much arithmetic in one as in
+    another), and what is offered is measured as it stands: a forward pass a part, and a dozen more.
+
+    Args:
+        teacher: in 16 or 32 bits, after patching; all its parts are in fp8 afterwards.
+        format: its targets.
+        batch: collated, on the device.
+        timed: milliseconds of a call; None to measure no time.
+
+    Raises:
+        ValueError: a model without a list of layers.
+    """
+    whole, before, price = bare(teacher), Before(teacher, format, batch), dict[Part, float]()
+    for part in parts_of(whole):
+        with in_fp8(whole, part):
+            price[part] = before.moved() / part.weights
+    parts, offers = sorted(price, key=price.__getitem__, reverse=True), []
+    offered = {0, len(parts), *(2**n for n in range(len(parts).bit_length()))}
+    for count in range(len(parts), -1, -1):
+        if count < len(parts):
+            quantise_part(whole, parts[count])
+        if count in offered:
+            names, weights = in_order([part.name for part in parts[:count]]), sum(p.weights for p in parts[:count])
+            ms = None if timed is None else timed(lambda: last_hidden(teacher, batch))
+            offers.append(Offer(tuple(names), before.moved(), weights, ms))
+    return offers[::-1]

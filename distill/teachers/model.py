@@ -12,7 +12,7 @@ An fp8 teacher is loaded in 16 bits and quantised when both models are there; a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from distill.core.ranks import is_first
 from distill.generation.answers import generate
 from distill.models.cards import has_fp8, runs_our_kernels
 from distill.models.fingerprint import model_identity
-from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
+from distill.models.fp8_teacher import is_quantised, left_out, load_a_layer_at_a_time, quantise
 from distill.models.head import last_hidden, probe_logits
 from distill.models.load import load_student, load_teacher
 from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
@@ -35,7 +35,7 @@ from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import EIGHT_BITS
 from distill.teachers.base import Batch, CutStudent, OpenContext, Pairing, TargetFormat, Targets, Teacher, TeacherSource
 from distill.teachers.footprint import Footprint, FootprintContext, SmallerTeacher
-from distill.teachers.fp8_cost import quantise_and_measure
+from distill.teachers.fp8_cost import Offer, fp8_offers, quantise_and_measure
 from distill.teachers.hidden import HiddenFormat, ModelHead
 from distill.teachers.identity import model_name
 from distill.teachers.sharded import load_sharded_teacher
@@ -52,16 +52,20 @@ class LoadedTeacher(Teacher):
         model: of transformers, on its device; put in eval mode.
         field: of the recipe that names it.
         tokenizer: to put questions by; None where it is not asked any.
-        fp8: whether its linear layers are still to be quantised.
+        fp8: whether its linear layers are still to be quantised, but for those that `skip` names as
+            `teacher.fp8_skip` does.
 
     Attributes:
         hidden: the format of its hidden states, which is its own but where a kind built on it has another.
     """
 
-    def __init__(self, model: nn.Module, *, field: str = "teacher", tokenizer: Any = None, fp8: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, field: str = "teacher", tokenizer: Any = None, fp8: bool = False,
+        skip: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.model: Any = model.eval().requires_grad_(False)
         self.models: Mapping[str, nn.Module] = {field: model}
-        self.tokenizer, self.fp8 = tokenizer, fp8
+        self.tokenizer, self.fp8, self.skip = tokenizer, fp8, skip
         self.hidden = HiddenFormat(ModelHead(model), probe_logits(model, field))
         self.format: TargetFormat = self.hidden
 
@@ -75,7 +79,7 @@ class LoadedTeacher(Teacher):
 
     def quantise(self) -> None:
         if self.fp8 and not is_quantised(self.model):
-            quantise(self.model)
+            quantise(self.model, self.skip)
 
     def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
         if not self.fp8:
@@ -83,8 +87,12 @@ class LoadedTeacher(Teacher):
         if is_quantised(self.model):
             cost = "quantised while it was loaded, since it does not fit whole: the cost is not measured"
         else:
-            cost = str(quantise_and_measure(self.model, self.hidden, batch, student, pairing))
+            cost = str(quantise_and_measure(self.model, self.hidden, batch, student, pairing, self.skip))
         return [f"{'fp8':<12}{cost}"]
+
+    def fp8_offers(self, batch: Batch, timed: Callable[[Callable[[], object]], float] | None = None) -> list[Offer]:
+        """See `fp8_cost`; none of a teacher that is quantised already, since it does not fit whole."""
+        return [] if is_quantised(self.model) else fp8_offers(self.model, self.hidden, batch, timed)
 
     def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
         if self.tokenizer is None or not (is_first() or self.is_collective):
@@ -149,6 +157,10 @@ class ModelSource(TeacherSource):
                 "student.from_teacher: layers cannot be cut out of a teacher that is sharded over the devices; cut the "
                 "student where the teacher fits and name it by student.model, or set parallel.teacher to copied"
             )
+        try:
+            left_out(self.meta().model, section.fp8_skip)
+        except ValueError as error:
+            problems.append(str(error))
         if section.init == "random":
             return problems
         config = self.meta().config
@@ -177,7 +189,7 @@ class ModelSource(TeacherSource):
         precision, shape = context.precision, self.meta().shape
         size = precision.teacher.itemsize
         return Footprint(
-            weights=weight_bytes(self.section, shape, precision),
+            weights=weight_bytes(self.section, shape, precision) + self._left_out() * (size - 1),
             gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
             host=float(shape.layered * size) if self.section.offload is not None else 0.0,
             moved=float(shape.layered * size) if self.section.offload is not None else 0.0,
@@ -185,6 +197,10 @@ class ModelSource(TeacherSource):
             token_bytes=size * shape.hidden,
             work=self.meta().work,
         )
+
+    def _left_out(self) -> int:
+        """Weights of linear layers that stay in 16 bits beside those in fp8."""
+        return left_out(self.meta().model, self.section.fp8_skip).weights
 
     def _loading(self, context: FootprintContext) -> float:
         """Bytes of the whole teacher in 16 bits beside the student; 0 where that does not fit and goes by layers."""
@@ -216,8 +232,9 @@ class ModelSource(TeacherSource):
         return model_name(self.section)
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> LoadedTeacher:
-        fp8 = self.section.dtype == "fp8"
-        return LoadedTeacher(self.load(context), field=self.field, tokenizer=vocabulary.teacher_tokenizer, fp8=fp8)
+        section, tokenizer = self.section, vocabulary.teacher_tokenizer
+        fp8 = section.dtype == "fp8"
+        return LoadedTeacher(self.load(context), field=self.field, tokenizer=tokenizer, fp8=fp8, skip=section.fp8_skip)
 
     def load(self, context: OpenContext) -> Any:
         """The model as its section and the sharing say; a sharded one is patched, since it is cut while loading."""

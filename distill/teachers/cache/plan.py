@@ -102,7 +102,7 @@ class Origin(NamedTuple):
 
 def plan_of(origin: Origin, settings: Settings, teacher: EncodableTeacher, columns: int) -> dict[str, Any]:
     """What a cache will be, all but the documents; `columns` of the vocabulary are those that K tokens are taken of."""
-    recipe, head, held = origin.recipe, teacher.head, origin.recipe.teacher.dtype
+    recipe, head, section = origin.recipe, teacher.head, origin.recipe.teacher
     kind = {"kind": "hidden"} if settings.hidden else {"kind": "top_k", "k": settings.k, "tail": settings.tail}
     return {
         "version": VERSION,
@@ -115,8 +115,8 @@ def plan_of(origin: Origin, settings: Settings, teacher: EncodableTeacher, colum
         "softcap": teacher.transform.softcap,
         "seed": recipe.train.seed,
         "ids_below": origin.ids_below,
-        "teacher": teacher_identity(recipe.teacher)
-        | {"dtype": held if held in EIGHT_BITS else str(head.weight.dtype).removeprefix("torch.")},
+        "teacher": teacher_identity(section)
+        | {"dtype": section.held if section.dtype in EIGHT_BITS else str(head.weight.dtype).removeprefix("torch.")},
         "text": text_hashes(recipe, origin.tokenizer),
         "data": data_settings(recipe, origin.digest),
         "student_layers": origin.layer_indices,

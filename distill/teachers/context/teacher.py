@@ -54,7 +54,8 @@ class ContextTeacher(LoadedTeacher):
         self, teacher: LoadedTeacher | nn.Module, context: Context | None = None, ema: float | None = None
     ) -> None:
         given = teacher if isinstance(teacher, LoadedTeacher) else LoadedTeacher(teacher)
-        super().__init__(given.model, field=next(iter(given.models)), tokenizer=given.tokenizer, fp8=given.fp8)
+        field = next(iter(given.models))
+        super().__init__(given.model, field=field, tokenizer=given.tokenizer, fp8=given.fp8, skip=given.skip)
         self.context, self.ema = context, ema
         self.average = None if ema is None else RunningAverage(self.model, ema)
         self.format = ContextFormat(self.hidden.head, self.hidden.transform)

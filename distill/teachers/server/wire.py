@@ -283,7 +283,7 @@ class Identity(NamedTuple):
         model: what it is called.
         source: `teacher_identity` of its section: name, revision, adapter, hash of the files.
         fingerprint: of its weights as they are held (fp8 and int8 differ from bf16).
-        dtype: of hidden states and head; likewise `held`, of the linear layers.
+        dtype: of hidden states and head; likewise `held`, of the linear layers, with those that fp8 leaves out.
         rows, hidden: of its head.
         head: SHA-256 of weight and bias.
         scale, softcap: how logits follow from the head's product.
