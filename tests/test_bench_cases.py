@@ -17,6 +17,7 @@ from distill.models.patching import patch
 from distill.teachers.objective import DistillationObjective
 from scripts.bench import (
     adoption,
+    breakdown,
     chat_step,
     down_backward,
     gated,
@@ -24,6 +25,7 @@ from scripts.bench import (
     on_policy,
     packed_rivals,
     small,
+    step,
     topk_losses,
 )
 
@@ -113,6 +115,40 @@ def test_a_candidate_that_fails_is_a_row_that_says_why(monkeypatch):
     )
     failed = of("import os; assert os.environ['TORCHINDUCTOR_CACHE_DIR']; raise RuntimeError('as captured')")
     assert failed.ms != failed.ms and failed.tokens_per_s is None and failed.note == "RuntimeError: as captured"
+
+
+def test_steps_are_picked_by_pair_and_variant():
+    assert [len(variants) for _, _, variants in step.chosen(False, "")] == [6, 4]
+    assert step.chosen(True, "") == [("llama-3.1-8b", "llama-3.2-1b", ("plain", "liger", "distill", "distill-fp8"))]
+    assert step.chosen(False, "distill,compile") == [("llama-3.1-8b", "llama-3.2-1b", ("distill", "compile"))]
+    assert step.chosen(False, "qwen2.5") == [step.PAIRS["qwen2.5"]] and "compile" in step.PAIRS["qwen2.5"][2]
+    assert step.chosen(False, "qwen2.5 compile,distill") == [("qwen2.5-7b", "qwen2.5-1.5b", ("compile", "distill"))]
+
+
+def test_steps_of_heads_of_two_sizes_have_one_loss(device):
+    """As Qwen2.5-7B's and 1.5B's are padded."""
+    teacher, student = tiny_model(seed=0, vocab_size=300).to(device), tiny_model(seed=1, vocab_size=275).to(device)
+    ids = torch.arange(40, device=device).reshape(2, 20) * 7 % 275
+    rows = torch.cat([torch.arange(19), 20 + torch.arange(19)]).to(device)
+    batch, clock = {"input_ids": ids, "labels": ids, "valid_rows": rows}, SimpleNamespace(enter=lambda phase: None)
+    learners = [copy.deepcopy(student) for _ in range(2)]
+    of = [torch.optim.SGD(learner.parameters(), lr=0.1) for learner in learners]
+    plain = bench.plain_step(teacher, learners[0], batch, of[0])(clock).item()
+    ours = bench.our_step(DistillationObjective(teacher, learners[1]), learners[1], batch, of[1])(clock).item()
+    assert plain > 0.01 and ours == pytest.approx(plain, rel=1e-4)
+
+
+def test_kernels_of_the_breakdown_find_their_class():
+    spent = breakdown.spent(
+        [("nvjet_tst_128x256_64x4_h_bz_NNT", 3000.0), ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 500.0),
+         ("_attention_kernel", 400.0), ("_project_kernel", 250.0), ("_adamw_kernel", 40.0), ("_swiglu_kernel", 10.0),
+         ("_key_gradient_kernel", 100.0)], 2,
+    )  # fmt: skip
+    assert spent["products"] == 1.5 and spent["attention"] == 0.5 and spent["optimizer"] == 0.02
+    assert spent["loss: logits and their rows"] == 0.125 and spent["norms, gates, rotary, additions"] == 0.005
+    assert set(breakdown.WATTS_OF) | {"products", "attention", "norms, gates, rotary, additions"} == set(
+        breakdown.CLASSES
+    )
 
 
 def test_on_policy_prompts_have_the_tokens_that_they_were_given_and_rows_name_the_best_rival():

@@ -182,7 +182,10 @@ def plain_step(
     """Logits of both models in full, forward KL over fp32 log-probabilities of all positions but the last of a row."""
 
     def divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-        student_logits, teacher_logits = (z[:, :-1].flatten(0, 1).float() for z in (student_logits, teacher_logits))
+        shared = min(student_logits.shape[-1], teacher_logits.shape[-1])  # of heads padded to different sizes
+        student_logits, teacher_logits = (
+            z[:, :-1, :shared].flatten(0, 1).float() for z in (student_logits, teacher_logits)
+        )
         log_p, log_q = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
         return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
 

@@ -1,10 +1,12 @@
 """The training step at flagship shapes under each variant of `distill.commands.bench`, random weights and tokens.
 
 Every variant's very first loss must be that of the first variant, up to rounding; joules are those of a step.
+`--only "plain,distill"` runs these variants of the flagship's pair, `--only "qwen2.5 compile,distill"` of another pair.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +20,11 @@ from scripts.bench.harness import Row
 ARCHITECTURES = "recipes/architectures"
 TEACHER, STUDENT = "llama-3.1-8b", "llama-3.2-1b"
 BATCH, LENGTH = 2, 4096
+FLAGSHIP = ("plain", "compile", "liger", "distill", "distill-compile", "distill-fp8")
+PAIRS = {  # teacher, student, variants; Liger takes no heads of different sizes
+    "flagship": (TEACHER, STUDENT, FLAGSHIP),
+    "qwen2.5": ("qwen2.5-7b", "qwen2.5-1.5b", ("plain", "compile", "distill", "distill-fp8")),
+}
 NAMES = {
     "distill": "ours", "distill-fp8": "ours, fp8 teacher", "distill-compile": "ours, compiled layers",
     "distill-all-rows": "ours, all rows of the last layers", "distill-gated": "ours, gate and up as one product",
@@ -35,9 +42,9 @@ def random_model(name: str, seed: int) -> Any:
         torch.set_default_dtype(torch.float32)
 
 
-def pair() -> tuple[Any, Any]:
+def pair(teacher: str = TEACHER, student: str = STUDENT) -> tuple[Any, Any]:
     """A fresh teacher and student."""
-    return random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1)
+    return random_model(teacher, 0).requires_grad_(False), random_model(student, 1)
 
 
 def whole_model(teacher: Any, student: Any, batch: Batch, optimizer: torch.optim.Optimizer) -> Step:
@@ -73,12 +80,24 @@ def rows_of(results: list[StepTime], case: str, shape: str) -> list[Row]:
     return rows
 
 
+def chosen(quick: bool, only: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Teacher, student and variants of each pair that is to run."""
+    name, _, variants = only.partition(" ") if only.split(" ")[0] in PAIRS else ("flagship" if only else "", "", only)
+    picked = {name: PAIRS[name]} if name else {"flagship": PAIRS["flagship"]} if quick else PAIRS
+    return [
+        (teacher, student, tuple(variants.split(",")) if variants else
+         tuple(each for each in every if not (quick and "compile" in each)))
+        for teacher, student, every in picked.values()
+    ]  # fmt: skip
+
+
 def run(quick: bool, only: str) -> list[Row]:
-    """`quick` leaves out torch.compile; `only` names variants, separated by commas."""
-    variants = tuple(only.split(",")) if only else (
-        "plain", "compile", "liger", "distill", "distill-gated", "distill-compile", "distill-fp8"
-    )  # fmt: skip
-    if quick and not only:
-        variants = tuple(name for name in variants if "compile" not in name)
-    results = bench_step(pair, lambda words: make_batch(BATCH, LENGTH, words), Loss(), variants=variants, rivals=OTHERS)
-    return rows_of(results, "step", f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens, bf16")
+    """`quick` leaves out torch.compile and all pairs but the flagship's; `only` names a pair, variants, or both."""
+    rows = []
+    for teacher, student, variants in chosen(quick, only):
+        results = bench_step(
+            functools.partial(pair, teacher, student), lambda words: make_batch(BATCH, LENGTH, words), Loss(),
+            variants=variants, rivals=OTHERS,
+        )  # fmt: skip
+        rows += rows_of(results, "step", f"{teacher} to {student}, {BATCH} x {LENGTH} tokens, bf16")
+    return rows
