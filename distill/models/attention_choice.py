@@ -6,7 +6,9 @@
 
 Back ends differ in their roundings, so a resumed run that chose again could end with other weights than the same run
 left alone. Under `train.deterministic`, where the same run must have the same bits anywhere, nothing is timed: ours is
-taken.
+taken. Rows of several documents are ours as well. On an H200, in a step of 289 ms on packed chats, torch's
+variable-length attention took 1.5 to 2 times as long; cuDNN's, which needs a package of its own, would win 0.4 ms with
+the teacher's heads of 128 columns and lose with the student's of 64.
 """
 
 from __future__ import annotations

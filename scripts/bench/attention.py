@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from scripts.bench.harness import Row, host_microseconds, peak_above_inputs, time_in_turn
+from scripts.bench.packed_rivals import varlen
 
 SHAPES = [  # batch, query heads, key heads, positions, head size
     (2, 32, 8, 4096, 64),
@@ -132,13 +133,16 @@ def run(quick: bool, only: str) -> list[Row]:
         if size > 128:
             backends.pop("SDPA memory-efficient", None)
         rows += _measure("attention", name, shape, ours | backends, work)
-    if only in "packed":
-        shape, documents = (1, 32, 8, 8192, 128), 8
+    for size in (128, 64) if only in "packed" else ():
+        shape, documents = (1, 32, 8, 8192, size), 8
         cu = _packed(shape[3], documents)
         lengths = cu.diff().double()
-        work = 2.0 * shape[1] * float((lengths**2).sum()) * shape[4]
-        packed = {"ours": lambda q, k, v: flash_attention(q, k, v, cu_seqlens_q=cu)}
-        rows += _measure("attention", f"packed T={shape[3]}, {documents} documents D=128", shape, packed, work, cu)
+        work, longest = 2.0 * shape[1] * float((lengths**2).sum()) * shape[4], int(lengths.max())
+        packed: dict[str, Callable[..., torch.Tensor]] = {
+            "ours": lambda q, k, v, cu=cu: flash_attention(q, k, v, cu_seqlens_q=cu),
+            "torch varlen": lambda q, k, v, cu=cu, longest=longest: varlen(q, k, v, cu, longest).transpose(1, 2),
+        }
+        rows += _measure("attention", f"packed T={shape[3]}, {documents} documents D={size}", shape, packed, work, cu)
     if only in "naive" and not quick:
         for shape in NAIVE_SHAPES:
             work = 2.0 * shape[0] * shape[1] * shape[3] ** 2 * shape[4]

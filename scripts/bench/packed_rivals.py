@@ -30,22 +30,29 @@ VARLEN = "bench_varlen"
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def register_varlen() -> None:
-    """Give transformers torch's variable-length attention (torch >= 2.10) under the name `VARLEN`."""
+def varlen(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """torch's variable-length attention (torch >= 2.10), causal, of [B, H, T, D] tensors; gives [B, T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.10 says is_causal where later ones have a window; 2.12 wants to be told that heads of keys are fewer
     known = inspect.signature(varlen_attn).parameters
     settings: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     settings |= {"enable_gqa": True} if "enable_gqa" in known else {}
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    out: Any = varlen_attn(*flat, bounds, bounds, longest, longest, **settings)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))  # type: ignore[no-any-return]
+
+
+def register_varlen() -> None:
+    """Give transformers `varlen` under the name `VARLEN`."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        # [B, H, T, D] to [B, T, H, D]; scores are scaled by 1/sqrt(D), as these models have it
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-        out: Any = varlen_attn(*flat, *[kwargs[name] for name in BOUNDS], **settings)
-        return out.unflatten(0, (query.shape[0], query.shape[2])), None
+        # scores are scaled by 1/sqrt(D), as these models have it
+        return varlen(query, key, value, kwargs["cu_seq_lens_q"], kwargs["max_length_q"]), None
 
     AttentionInterface.register(VARLEN, attend)
 
