@@ -143,6 +143,8 @@ def test_every_free_setting_is_left_out(name):
     )
     if name.startswith("teacher.") and name != "teacher.offload":
         text = text.replace("teacher: {model: a}", "teacher: {type: server, url: 'http://a'}")
+    if name == "teacher.folder":  # of one protocol
+        text = text.replace("url: 'http://a'", "url: 'http://a', protocol: vllm, model: a, folder: there")
     if name.startswith("student.lora."):
         text = text.replace("student: {model: b}", "student: {model: b, lora: {r: 4}}")
     before = parse(text)
