@@ -85,7 +85,8 @@ def test_what_is_no_setting_gets_the_nearest(asked, hint):
         find_settings(asked)
 
 
-def test_the_command_prints_the_reference(capsys):
+def test_the_command_prints_the_reference(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert run_command(["settings", "train.batch_size"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("train.batch_size\n") and "micro_batch_size in axolotl" in out
