@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,9 +46,9 @@ def class_of(kernel: str) -> str:
 WATTS_OF = {"loss: logits and their rows": "products", "optimizer": "norms, gates, rotary, additions"}
 
 
-def spent(kernels: Iterable[tuple[str, float]], steps: int) -> Counter[str]:
+def spent(kernels: Iterable[tuple[str, float]], steps: int) -> dict[str, float]:
     """Milliseconds a step by class, from the names and microseconds of the kernels of `steps` steps."""
-    by_class = Counter[str]()
+    by_class = dict.fromkeys(CLASSES, 0.0)
     for name, microseconds in kernels:
         by_class[class_of(name)] += microseconds / 1e3 / steps
     return by_class
@@ -135,7 +134,7 @@ def run(quick: bool, only: str) -> list[Row]:
     joules = {name: ms * watts[name] / 1e3 for name, ms in by_class.items()}
     rows = [
         Row("breakdown", shape, name, ms, note=f"{joules[name]:.1f} J at {watts[name]:.0f} W")
-        for name, ms in by_class.most_common()
+        for name, ms in sorted(by_class.items(), key=lambda pair: -pair[1])
     ]
     total = f"{whole['joules']:.1f} J counted, {sum(joules.values()):.1f} J by classes, attention {' / '.join(chosen)}"
     return [*rows, Row("breakdown", shape, "the step", whole["ms"], peak_mib=whole["peak_mib"], note=total)]

@@ -42,7 +42,7 @@ def varlen(
     settings |= {"enable_gqa": True} if "enable_gqa" in known else {}
     flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     out: Any = varlen_attn(*flat, bounds, bounds, longest, longest, **settings)
-    return out.unflatten(0, (query.shape[0], query.shape[2]))  # type: ignore[no-any-return]
+    return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def register_varlen() -> None:
