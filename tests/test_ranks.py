@@ -180,12 +180,17 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_two(place):
-    return place, run_as_two(__file__, "two", place, "cpu", cwd=place)
+    return place, in_one_line(run_as_two(__file__, "two", place, "cpu", cwd=place))
 
 
 @pytest.fixture(scope="module")
 def by_three(place):
-    return place, run_as_two(__file__, "three", place, "cpu", cwd=place, processes=3)
+    return place, in_one_line(run_as_two(__file__, "three", place, "cpu", cwd=place, processes=3))
+
+
+def in_one_line(said):
+    """Lines are broken at the width of the console."""
+    return " ".join(said.split())
 
 
 def outcome(folder):
@@ -320,7 +325,7 @@ def on_gpus(place):
         code = alone.wait()
         error.seek(0)
         assert code == 0, error.read()[-4000:]
-        return both.result(), fails.result()
+        return in_one_line(both.result()), fails.result()
 
 
 @pytest.mark.gpu

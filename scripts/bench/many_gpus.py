@@ -65,7 +65,7 @@ def environment(gpus: str) -> dict[str, str]:
     """Of a process on these GPUs."""
     places = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
-        "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1",
+        "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1", "COLUMNS": "240",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"),
     }  # fmt: skip
 
