@@ -147,6 +147,10 @@ ours.flash_attention(q, k, k, window=3000, softcap=30.0)
 """,
         {"_forward_kernel", "_merge_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_add_kernel"},
     ),
+    "decoding step": (
+        compiled_rows.PARTS["decoding step"][0].format(rows=64, dtype="bfloat16"),
+        {"_embed_kernel", "_product_kernel", "_attention_kernel", "_scores_kernel", "_finish_kernel"},
+    ),
     "losses over logits": (
         """
 for columns in (8192, 128256):
@@ -188,7 +192,7 @@ SPILLS = {
 }  # fmt: skip
 PRODUCTS = {
     "_forward_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_chunk_kernel", "_project_kernel",
-    "_accumulate_kernel", "_tiled_kernel", "split_k_kernel",
+    "_accumulate_kernel", "_tiled_kernel", "split_k_kernel", "_product_kernel", "_attention_kernel", "_scores_kernel",
 }  # fmt: skip
 
 

@@ -1,0 +1,66 @@
+"""How the kernels of a decoding step are cut for a model's shapes, a number of rows and a GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.decoding.attention import Heads, Pace
+from distill_kernels.decoding.product import Product, Tile
+from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts, next_power_of_2
+
+# Families on which a step of these kernels was measured to be faster than a model's own layers on our other kernels.
+# No GPU has run them yet: `python -m scripts.bench decode_step` decides, and a family's name here turns them on.
+FASTER_ON = frozenset({INTERPRETER})
+MOST_CHUNKS = 32
+
+
+class Plan(NamedTuple):
+    """A tile for each product of a layer and for the LM head, and the attention's pace."""
+
+    qkv: Tile
+    out: Tile
+    gate_up: Tile
+    down: Tile
+    attention: Pace
+    head: Tile
+
+
+def that_fits(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: DeviceFacts) -> Tile:
+    """`tile` with fewer stages, or columns of x at a time, where shared memory holds no more."""
+    columns, (outputs, inputs, splits, warps, stages) = max(16, next_power_of_2(rows)), tile
+
+    def needed(inputs: int, stages: int) -> int:  # rows that are normed, and weights that are cast, once more
+        loaded, made = columns + outputs * (1 + gated), columns + (outputs * (1 + gated) if weight_bytes == 4 else 0)
+        return inputs * (loaded * weight_bytes * stages + made * 2)
+
+    while stages > 2 and needed(inputs, stages) > facts.shared_bytes:
+        stages -= 1
+    while inputs > 16 and needed(inputs, stages) > facts.shared_bytes:
+        inputs //= 2
+    return Tile(outputs, inputs, splits, warps, stages)
+
+
+def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
+    """Enough programs for all multiprocessors; wide tiles where rows are many, since each reads all of x."""
+    outputs, inputs, gated = product.outputs, product.weights[0].shape[1], product.up is not None
+    block = 16 if rows <= 32 and outputs <= 32 * facts.multiprocessors else 32 if rows <= 32 else 64
+    tiles, steps, splits = cdiv(outputs, block), cdiv(inputs, 128), 1
+    while tiles * splits <= facts.multiprocessors and splits < 8 and steps // (splits * 2) >= 4:
+        splits *= 2
+    tile = Tile(block, 64 if gated and block == 64 else 128, splits, 4 if rows <= 64 else 8)
+    return that_fits(tile, rows, product.weights[0].element_size(), gated, facts)
+
+
+def choose_plan(
+    rows: int, products: tuple[Product, Product, Product, Product], heads: Heads, slots: int, device: torch.device
+) -> Plan:
+    """For `rows` sequences of up to `slots` tokens, and the products q k v, o, gate and up, down of a layer."""
+    facts = device_facts(device)
+    qkv, out, gate_up, down = (choose_tile(rows, product, facts) for product in products)
+    seen = slots if heads.window is None else min(slots, heads.window)
+    chunks = max(1, min(3 * facts.multiprocessors // (rows * heads.kv_heads), cdiv(seen, 128), MOST_CHUNKS))
+    head = Tile(128 if rows <= 64 else 64, 64, 1, 4 if rows <= 32 else 8, 3)
+    head = that_fits(head, rows, products[0].weights[0].element_size(), False, facts)
+    return Plan(qkv, out, gate_up, down, Pace(64 if heads.size <= 64 else 32, chunks), head)

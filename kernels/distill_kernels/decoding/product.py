@@ -1,0 +1,204 @@
+"""A linear layer of a decoding step with what stands around it: one launch, a few rows, weights read once.
+
+    q, k, v        y = n W^T + b                     n = RMSNorm(x), W three weights, one after the other
+    o, down        x <- x + y W^T (+ b)              and sums of squares of the new x, for the norm that follows
+    gate and up    y = silu(n W^T) * (n U^T)
+
+x [M, K] is the residual stream, M <= 128 rows. A norm costs no kernel: who writes x leaves, a tile of columns, the sums
+of its squares ([tiles, M], fp32), who reads it adds them up. Bytes: the weights, and for each of `outputs` columns'
+tile M K of x out of the L2 cache. Rounding is that of transformers' modules: the normed row and its product with the
+norm's weight, every product, and the sum with the residual are rounded to their dtype, sums are fp32.
+
+With `splits` > 1 the inner dimension is cut, and the last program of a tile adds the parts in their order, as in
+`matmul/split_k.py`: no atomics on results, the same bits every time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from distill_kernels.decoding.rows import Scratch, early_options, multiply, prefetch, rms_factor, start, sum_block
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.layers.activations import activate
+
+MAX_ROWS = 128
+PREFETCHED = 64 << 10  # bytes a program asks for before it waits
+
+
+class Tile(NamedTuple):
+    """How a product is cut and pipelined: columns of y and of x at a time, parts of x, warps, stages of loads."""
+
+    outputs: int
+    inputs: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+class Product(NamedTuple):
+    """A linear layer, or several of one input, with what is done before and after.
+
+    Attributes:
+        weights: One to three, [N, K] each, contiguous; y holds their outputs one after the other.
+        biases: One each, [N] or None; all or none.
+        norm: Weight [K] of an RMSNorm of x, or None.
+        eps: The norm's.
+        up: [N, K], the second weight of a gated MLP, whose first is `weights[0]`.
+        adds: y is added to what `out` holds, and sums of squares are written.
+    """
+
+    weights: tuple[torch.Tensor, ...]
+    biases: tuple[torch.Tensor | None, ...] = (None,)
+    norm: torch.Tensor | None = None
+    eps: float = 0.0
+    up: torch.Tensor | None = None
+    adds: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return sum(weight.shape[0] for weight in self.weights)
+
+
+def reference_product(x: torch.Tensor, product: Product, out: torch.Tensor) -> None:
+    """The definition: fill or add to `out`."""
+    dtype = x.dtype if product.adds else out.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if product.norm is not None:
+        factor = torch.rsqrt(x.to(wide).pow(2).mean(-1, keepdim=True) + product.eps)
+        x = product.norm * (x.to(wide) * factor).to(x.dtype)
+
+    def linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = x.to(dtype).to(wide) @ weight.to(dtype).to(wide).T
+        return (y if bias is None else y + bias.to(dtype).to(wide)).to(dtype)
+
+    y = torch.cat([linear(*each) for each in zip(product.weights, product.biases, strict=True)], 1)
+    if product.up is not None:
+        y = (F.silu(y.to(wide)) * linear(product.up, None).to(wide)).to(dtype)
+    out.copy_(out + y if product.adds else y)
+
+
+@triton.jit(do_not_specialize=["square_parts"])
+def _product_kernel(
+    x_ptr, squares_ptr, norm_ptr, weight_ptrs, up_ptr, bias_ptrs, out_ptr, sums_ptr, parts_ptr, counters_ptr, M, K,
+    sizes, stride_x, stride_out, square_parts, eps, part,
+    SEGMENTS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, BIAS: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PREFETCH: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """parts: fp32 [tiles, SPLITS, 1 or 2, BLOCK_M, BLOCK_N]; counters: int32 [tiles], zero before and after."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    own, base = tile, 0  # the tile within its weight, and that weight's first column of y
+    weight_ptr, bias_ptr, N = weight_ptrs[0], bias_ptrs[0], sizes[0]
+    if SEGMENTS > 1:
+        tiles = tl.cdiv(sizes[0], BLOCK_N)
+        if tile >= tiles:
+            own, base, N = tile - tiles, sizes[0], sizes[1]
+            weight_ptr, bias_ptr = weight_ptrs[1], bias_ptrs[1]
+        if SEGMENTS > 2:
+            tiles += tl.cdiv(sizes[1], BLOCK_N)
+            if tile >= tiles:
+                own, base, N = tile - tiles, sizes[0] + sizes[1], sizes[2]
+                weight_ptr, bias_ptr = weight_ptrs[2], bias_ptrs[2]
+    n = own * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(n, N - 1)  # outputs beyond the edge read the last row of W and are not written
+    first = split * part
+    if EARLY:
+        last = tl.minimum(first + part, K)
+        prefetch(weight_ptr, rows, first, last, K, PREFETCH)
+        if GATED:
+            prefetch(up_ptr, rows, first, last, K, PREFETCH)
+    start(EARLY)
+    m = tl.arange(0, BLOCK_M)
+    factor = tl.zeros((BLOCK_M,), tl.float32)
+    if NORM:
+        factor = rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty if ADDS else out_ptr.dtype.element_ty
+    total, total_up = multiply(
+        x_ptr, norm_ptr, weight_ptr, up_ptr, m, rows, factor, M, K, stride_x, first, part, DTYPE, NORM, GATED, BLOCK_M,
+        BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+
+    done = True
+    if SPLITS > 1:
+        PLANE: tl.constexpr = BLOCK_M * BLOCK_N
+        WIDTH: tl.constexpr = PLANE * (2 if GATED else 1)
+        cells = m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        tile_ptr = parts_ptr + tile.to(tl.int64) * (SPLITS * WIDTH)
+        tl.store(tile_ptr + split * WIDTH + cells, total)
+        if GATED:
+            tl.store(tile_ptr + split * WIDTH + PLANE + cells, total_up)
+        tl.debug_barrier()  # all threads' parts before the one that counts
+        done = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if done:
+            tl.store(counters_ptr + tile, 0)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for other in tl.static_range(SPLITS):
+                total += tl.load(tile_ptr + other * WIDTH + cells, cache_modifier=".cg")
+            if GATED:
+                total_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                for other in tl.static_range(SPLITS):
+                    total_up += tl.load(tile_ptr + other * WIDTH + PLANE + cells, cache_modifier=".cg")
+    if done:
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        at = out_ptr + m.to(tl.int64)[:, None] * stride_out + (base + n)[None, :]
+        if BIAS:
+            total += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(DTYPE).to(tl.float32)[None, :]
+        y = total.to(DTYPE)
+        if GATED:
+            y = (activate(y.to(tl.float32), "silu") * total_up.to(DTYPE).to(tl.float32)).to(DTYPE)
+        if ADDS:
+            before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            y = tl.where(inside, before + y.to(tl.float32), 0.0).to(out_ptr.dtype.element_ty)
+            wide = y.to(tl.float32)
+            tl.store(sums_ptr + tile * M + m, tl.sum(wide * wide, 1), mask=m < M)
+        tl.store(at, y, mask=inside)
+
+
+def tiles_of(product: Product, tile: Tile) -> int:
+    """Programs along the outputs."""
+    return sum(cdiv(weight.shape[0], tile.outputs) for weight in product.weights)
+
+
+def scratch_of(rows: int, product: Product, tile: Tile) -> tuple[int, int]:
+    """Elements and counters of `Scratch` that a product takes."""
+    tiles, block_m = tiles_of(product, tile), max(16, next_power_of_2(rows))
+    if tile.splits == 1:
+        return 0, 0
+    return tiles * tile.splits * block_m * tile.outputs * (1 if product.up is None else 2), tiles
+
+
+def multiply_rows(
+    x: torch.Tensor, squares: torch.Tensor, product: Product, out: torch.Tensor, sums: torch.Tensor, scratch: Scratch,
+    tile: Tile,
+) -> None:  # fmt: skip
+    """Launch a product; what the buffers hold is not checked, since a step's own code calls this.
+
+    Args:
+        x: [M, K], rows contiguous: the residual stream where there is a norm, else what is multiplied.
+        squares: fp32 [parts, M], sums of squares of x's rows; read where there is a norm.
+        out: [M, N], rows contiguous; the residual stream where the product `adds`.
+        sums: fp32 [tiles, M] for the new stream's squares, written where the product `adds`.
+    """
+    (rows, inputs), weights = x.shape, product.weights
+    facts = device_facts(x.device)
+    steps = cdiv(cdiv(inputs, tile.splits), tile.inputs)
+    part = steps * tile.inputs
+    splits = cdiv(inputs, part)
+    most = max(128, next_power_of_2(PREFETCHED // (tile.outputs * weights[0].element_size())) // 2)
+    biases = [x if bias is None else bias for bias in product.biases]
+    last = len(weights) - 1
+    three = range(3)
+    _product_kernel[(tiles_of(product, tile), splits)](
+        x, squares, x if product.norm is None else product.norm, tuple(weights[min(i, last)] for i in three),
+        weights[0] if product.up is None else product.up, tuple(biases[min(i, last)] for i in three), out, sums,
+        scratch.parts, scratch.counters, rows, inputs, tuple(weights[min(i, last)].shape[0] for i in three),
+        x.stride(0), out.stride(0), squares.shape[0], product.eps, part, SEGMENTS=len(weights),
+        NORM=product.norm is not None, GATED=product.up is not None, ADDS=product.adds,
+        BIAS=product.biases[0] is not None, SPLITS=splits,
+        PARTS=sum_block(squares), BLOCK_M=max(16, next_power_of_2(rows)), BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
+        PREFETCH=min(most, next_power_of_2(part)), PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
+        EARLY=facts.starts_early, num_warps=tile.warps, num_stages=tile.stages, **early_options(facts),
+    )  # fmt: skip

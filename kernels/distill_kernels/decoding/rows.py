@@ -1,0 +1,113 @@
+"""What the kernels of a decoding step share: rows that meet a weight, and how one kernel starts while another ends.
+
+A step's kernels last a few microseconds, of which most is waiting: for the one before to end, then for the first bytes
+of a weight. Where the GPU can (`DeviceFacts.starts_early`), a kernel is launched while the one before it still runs,
+asks for its weight's first lines, and only then waits for what the one before has written (CUDA's programmatic
+dependent launch). It lets the next one start after that wait, so that two of them overlap at most, and all that was
+written earlier than by the one before may be read at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.launch import HAS_TRITON, DeviceFacts, next_power_of_2, tl, triton
+
+if HAS_TRITON:
+    from distill_kernels.launch import has_ptx
+
+
+@triton.jit
+def start(EARLY: tl.constexpr):
+    """Wait for what the kernel before has written; the next one may start."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
+    """Ask for columns `first` up to `last`, at most COLUMNS of them, of `rows` of a [., K] weight, into L2."""
+    if has_ptx():
+        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        column = first + tl.arange(0, COLUMNS // LINE) * LINE
+        at = weight_ptr + rows.to(tl.int64)[:, None] * K + column[None, :]
+        inside = tl.broadcast_to((column < last)[None, :], at.shape)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [at.to(tl.int64), inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def rms_factor(squares_ptr, m, M, parts, H, eps, PARTS: tl.constexpr):
+    """1 / sqrt(mean of squares + eps) of rows `m`, from `parts` sums of squares each, [parts, M]."""
+    part = tl.arange(0, PARTS)
+    at = squares_ptr + part[:, None] * M + m[None, :]
+    squares = tl.load(at, mask=(part < parts)[:, None] & (m < M)[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(squares, 0) / H + eps)
+
+
+def sum_block(squares: torch.Tensor) -> int:
+    """PARTS of `rms_factor` for sums [parts, M]: a few kernels serve all numbers of parts."""
+    return max(64, next_power_of_2(squares.shape[0]))
+
+
+@triton.jit
+def multiply(
+    x_ptr, norm_ptr, weight_ptr, up_ptr, m, rows, factor, M, K, stride_x, first, part, DTYPE: tl.constexpr,
+    NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x W^T, fp32 [BLOCK_M, BLOCK_N], over columns `first` to `first + part`, and x U^T where GATED.
+
+    NORM: of RMSNorm(x), rounded as transformers rounds it; `factor` [BLOCK_M] is of `rms_factor`. x and weights are
+    multiplied in DTYPE. `rows` of the weights exist; rows of x from M on, and columns from K on, count as 0.
+    """
+    k = first + tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + k[None, :]
+    offsets = rows.to(tl.int64)[:, None] * K + k[None, :]
+    held = (m < M)[:, None]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    total_up = tl.zeros((BLOCK_M, BLOCK_N if GATED else 1), tl.float32)
+    for done in range(0, part, BLOCK_K):
+        inside = tl.arange(0, BLOCK_K) < K - first - done
+        x = tl.load(x_ptrs + done, mask=held & inside[None, :], other=0.0)
+        weight = tl.load(weight_ptr + offsets + done, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+        if NORM:
+            scale = tl.load(norm_ptr + k + done, mask=inside, other=0.0).to(tl.float32)
+            normed = (x.to(tl.float32) * factor[:, None]).to(x.dtype).to(tl.float32)
+            x = (normed * scale[None, :]).to(x.dtype)
+        x = x.to(DTYPE)
+        total = tl.dot(x, weight.to(DTYPE).T, total, input_precision=PRECISION)
+        if GATED:
+            up = tl.load(up_ptr + offsets + done, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            total_up = tl.dot(x, up.to(DTYPE).T, total_up, input_precision=PRECISION)
+    return total, total_up
+
+
+def early_options(facts: DeviceFacts) -> dict[str, bool]:
+    """How Triton launches a kernel that begins with `start`."""
+    return {"launch_pdl": True} if facts.starts_early else {}
+
+
+class Scratch(NamedTuple):
+    """Memory that the kernels of a step, one after the other, leave parts of their sums in.
+
+    Attributes:
+        parts: fp32.
+        counters: int32, zero between kernels; of one step alone, since two could run at the same time.
+    """
+
+    parts: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def of(cls, elements: int, counters: int, device: torch.device) -> Scratch:
+        """Of so many numbers."""
+        return cls(
+            torch.empty(max(elements, 1), dtype=torch.float32, device=device),
+            torch.zeros(max(counters, 1), dtype=torch.int32, device=device),
+        )

@@ -1,0 +1,250 @@
+"""Both ends of a decoding step: tokens to rows, and rows to the next tokens, in three launches and without logits.
+
+    embed      x = E[token], and its sum of squares for the first norm
+    scores     of each tile of columns of the head: the largest of z / T + g and where, that z, and the tile's part of
+               lse z; the noise g is that of sampling.py, z is rounded to its dtype as a head would leave it
+    finish     over the tiles of a row: its token, log p = z_token - lse z, and the sequence's books
+
+A tile holds a quarter of its columns from each quarter of the vocabulary, since one Philox block gives the noise of
+four columns that are that far apart. Bytes: the head's weight, once.
+
+Symbols: `B` rows, `V` columns that may be drawn, `Q = ceil(V / 4)`, `T` temperature.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from distill_kernels.decoding.product import PREFETCHED, Tile
+from distill_kernels.decoding.rows import early_options, multiply, prefetch, rms_factor, start, sum_block
+from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.sampling import reference_sample
+
+FIELDS = 4  # numbers a row and tile: best score, z there, largest z, sum of e^(z - largest)
+
+
+class Books(NamedTuple):
+    """What is known of each sequence, in buffers that a step reads and writes.
+
+    Attributes:
+        token: int64 [B], the newest; `pad` of a sequence that is done.
+        made, limits: int64 [B], tokens made and allowed.
+        done, ended: bool [B].
+        lengths: int64 [B], tokens in the cache and the newest.
+        answers: int64 [B, most]. log_probs: float32 or float64 [B, most].
+        column: int64 [1], where `answers` is written next.
+        ends: int64 [E], tokens that end an answer.
+        pad: What follows the end.
+    """
+
+    token: torch.Tensor
+    made: torch.Tensor
+    limits: torch.Tensor
+    done: torch.Tensor
+    ended: torch.Tensor
+    lengths: torch.Tensor
+    answers: torch.Tensor
+    log_probs: torch.Tensor
+    column: torch.Tensor
+    ends: torch.Tensor
+    pad: int
+
+
+class Draw(NamedTuple):
+    """int64 [B] seeds and numbers of the draw, as `sample_tokens` takes them; T, 0 for the likeliest; V."""
+
+    seeds: torch.Tensor
+    draws: torch.Tensor
+    temperature: float
+    columns: int
+
+
+def reference_finish(logits: torch.Tensor, draw: Draw, books: Books) -> None:
+    """The definition of what `scores` and `finish` do, from logits [B, V]."""
+    token = reference_sample(logits, draw.seeds, draw.draws, draw.temperature)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = wide.log_softmax(-1).gather(1, token[:, None])
+    books.log_probs.index_copy_(1, books.column, log_p.to(books.log_probs.dtype))
+    live = ~books.done
+    books.token.copy_(torch.where(live, token, books.pad))
+    books.answers.index_copy_(1, books.column, books.token[:, None])
+    books.column.add_(1)
+    books.made.add_(live)
+    books.ended.logical_or_(live & (token[:, None] == books.ends).any(1))
+    books.done.logical_or_(books.ended | (books.made >= books.limits))
+    books.lengths.add_(~books.done)
+
+
+@triton.jit
+def _embed_kernel(
+    token_ptr, weight_ptr, x_ptr, sums_ptr, column_ptr, H, M, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if row == 0:
+        tl.store(column_ptr, tl.load(column_ptr) + 1)  # read, less one, by the step's last kernel
+    token, total = tl.load(token_ptr + row), 0.0
+    for first in range(0, H, BLOCK):
+        h = first + tl.arange(0, BLOCK)
+        x = tl.load(weight_ptr + token * H + h, mask=h < H, other=0.0)
+        tl.store(x_ptr + row * H + h, x, mask=h < H)
+        wide = x.to(tl.float32)
+        total += tl.sum(wide * wide, 0)
+    tl.store(sums_ptr + row, total)
+
+
+@triton.jit(do_not_specialize=["square_parts"])
+def _scores_kernel(
+    x_ptr, squares_ptr, norm_ptr, weight_ptr, seeds_ptr, draws_ptr, found_ptr, index_ptr, M, K, stride_x, square_parts,
+    eps, part, V, quarter, rate, NORM: tl.constexpr, GREEDY: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """found: fp32 [FIELDS, M, tiles]; index: int32 [M, tiles]."""
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    QUARTER: tl.constexpr = BLOCK_N // 4
+    n = tl.arange(0, BLOCK_N)
+    counter = tile * QUARTER + n // 4
+    column = n % 4 * quarter + counter
+    inside = (counter < quarter) & (column < V)
+    rows = tl.minimum(column, V - 1)
+    if EARLY:
+        prefetch(weight_ptr, rows, 0, K, K, PREFETCH)
+    start(EARLY)
+    m = tl.arange(0, BLOCK_M)
+    factor = tl.zeros((BLOCK_M,), tl.float32)
+    if NORM:
+        factor = rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)
+    z, _ = multiply(
+        x_ptr, norm_ptr, weight_ptr, weight_ptr, m, rows, factor, M, K, stride_x, 0, part, DTYPE, NORM, False,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+    )  # fmt: skip
+    z = tl.where(inside[None, :], z.to(DTYPE).to(tl.float32), -float("inf"))
+    high = tl.max(z, 1)
+    total = tl.sum(tl.exp(z - tl.maximum(high, -1e30)[:, None]), 1)
+    score = z
+    if not GREEDY:
+        seed = tl.load(seeds_ptr + m, mask=m < M, other=0)
+        draw = tl.load(draws_ptr + m, mask=m < M, other=0)
+        block = (tile * QUARTER + tl.arange(0, QUARTER)).to(tl.int64)[None, :] + (draw << 32)[:, None]
+        w0, w1, w2, w3 = tl.randint4x(seed[:, None], block)
+        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BLOCK_M, BLOCK_N))
+        # in line, as in sampling.py: in a function of its own the sum below would round twice
+        u = (words.to(tl.uint32, bitcast=True).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+        small = u * (1 + u * (0.5 + u / 3))
+        noise = -tl.log(tl.where(u < 0.0009765625, small, -tl.log(1 - tl.minimum(u, 0.99999994))))
+        score = z * rate + noise
+    best = tl.max(score, 1)
+    index = tl.min(tl.where(score == best[:, None], column[None, :], 2147483647), 1)
+    there = tl.max(tl.where(column[None, :] == index[:, None], z, -float("inf")), 1)
+    at = m * tiles + tile
+    plane = M * tiles
+    in_rows = m < M
+    tl.store(found_ptr + at, best, mask=in_rows)
+    tl.store(found_ptr + plane + at, there, mask=in_rows)
+    tl.store(found_ptr + 2 * plane + at, high, mask=in_rows)
+    tl.store(found_ptr + 3 * plane + at, total, mask=in_rows)
+    tl.store(index_ptr + at, index, mask=in_rows)
+
+
+@triton.jit
+def _finish_kernel(
+    found_ptr, index_ptr, token_ptr, made_ptr, limits_ptr, done_ptr, ended_ptr, lengths_ptr, answers_ptr,
+    log_probs_ptr, column_ptr, ends_ptr, M, tiles, most, ends, pad,
+    TILES: tl.constexpr, ENDS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    start(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, TILES)
+    at, plane, held = row * tiles + t, M * tiles, t < tiles
+    score = tl.load(found_ptr + at, mask=held, other=-float("inf"))
+    index = tl.load(index_ptr + at, mask=held, other=2147483647)
+    best = tl.max(score, 0)
+    token = tl.min(tl.where(score == best, index, 2147483647), 0)
+    z = tl.max(tl.where(index == token, tl.load(found_ptr + plane + at, mask=held, other=0.0), -float("inf")), 0)
+    high = tl.load(found_ptr + 2 * plane + at, mask=held, other=-float("inf"))
+    total = tl.load(found_ptr + 3 * plane + at, mask=held, other=0.0)
+    top = tl.max(high, 0)
+    lse = top + tl.log(tl.sum(total * tl.exp(high - top), 0))
+    token = token.to(tl.int64)
+
+    live = tl.load(done_ptr + row) == 0
+    made = tl.load(made_ptr + row) + live.to(tl.int64)
+    e = tl.arange(0, ENDS)
+    is_end = tl.max(tl.where((tl.load(ends_ptr + e, mask=e < ends, other=-1) == token) & (e < ends), 1, 0), 0) == 1
+    ended = (tl.load(ended_ptr + row) != 0) | (live & is_end)
+    done = (tl.load(done_ptr + row) != 0) | ended | (made >= tl.load(limits_ptr + row))
+    token = tl.where(live, token, pad)
+    place = row * most + tl.load(column_ptr) - 1
+    tl.store(token_ptr + row, token)
+    tl.store(answers_ptr + place, token)
+    tl.store(log_probs_ptr + place, (z - lse).to(log_probs_ptr.dtype.element_ty))
+    tl.store(made_ptr + row, made)
+    tl.store(ended_ptr + row, ended.to(tl.uint8))
+    tl.store(done_ptr + row, done.to(tl.uint8))
+    tl.store(lengths_ptr + row, tl.load(lengths_ptr + row) + tl.where(done, 0, 1))
+
+
+def embed_tokens(weight: torch.Tensor, x: torch.Tensor, sums: torch.Tensor, books: Books) -> None:
+    """Fill x [B, H] with rows of the embedding and sums fp32 [1, B] with their squares; the first of a step.
+
+    `books.column` is counted up here, and `finish` writes at the one before.
+    """
+    rows, width = x.shape
+    block = min(next_power_of_2(width), 4096)
+    _embed_kernel[(rows,)](books.token, weight, x, sums, books.column, width, rows, BLOCK=block, num_warps=4)
+
+
+class Found(NamedTuple):
+    """What `score_tokens` leaves for `finish_tokens`: fp32 [FIELDS, B, tiles] and int32 [B, tiles]."""
+
+    numbers: torch.Tensor
+    columns: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: int, columns: int, tile: Tile, device: torch.device) -> Found:
+        tiles = cdiv(cdiv(columns, 4), tile.outputs // 4)
+        numbers = torch.empty(FIELDS, rows, tiles, dtype=torch.float32, device=device)
+        return cls(numbers, torch.empty(rows, tiles, dtype=torch.int32, device=device))
+
+
+def score_tokens(
+    x: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor, float], weight: torch.Tensor, draw: Draw, found: Found,
+    tile: Tile, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Launch the head's product and fill `found`.
+
+    Args:
+        x: [B, K], the residual stream.
+        norm: Sums of its squares fp32 [parts, B], the last norm's weight [K] and epsilon.
+        weight: [V or more, K], contiguous. dtype: What the product is computed in, and z rounded to.
+    """
+    (rows, inputs), (squares, scale, eps) = x.shape, norm
+    facts = device_facts(x.device)
+    part = cdiv(inputs, tile.inputs) * tile.inputs
+    most = max(128, next_power_of_2(PREFETCHED // (tile.outputs * weight.element_size())) // 2)
+    _scores_kernel[(found.columns.shape[1],)](
+        x, squares, scale, weight, draw.seeds, draw.draws, found.numbers, found.columns, rows, inputs, x.stride(0),
+        squares.shape[0], eps, part, draw.columns, cdiv(draw.columns, 4),
+        0.0 if draw.temperature == 0 else 1 / draw.temperature, NORM=True, GREEDY=draw.temperature == 0,
+        PARTS=sum_block(squares), BLOCK_M=max(16, next_power_of_2(rows)),
+        BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, PREFETCH=min(most, next_power_of_2(part)), DTYPE=_NAMES[dtype],
+        PRECISION="ieee" if dtype == torch.float32 else "tf32", EARLY=facts.starts_early, num_warps=tile.warps,
+        num_stages=tile.stages, **early_options(facts),
+    )  # fmt: skip
+
+
+_NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def finish_tokens(found: Found, books: Books) -> None:
+    """Launch what draws each row's token from `found` and keeps the books."""
+    rows, tiles = found.columns.shape
+    facts = device_facts(found.columns.device)
+    _finish_kernel[(rows,)](
+        found.numbers, found.columns, books.token, books.made, books.limits, books.done.view(torch.uint8),
+        books.ended.view(torch.uint8), books.lengths, books.answers, books.log_probs, books.column, books.ends, rows,
+        tiles, books.answers.shape[1], books.ends.shape[0], books.pad, TILES=next_power_of_2(tiles),
+        ENDS=next_power_of_2(books.ends.shape[0]), EARLY=facts.starts_early, num_warps=4, **early_options(facts),
+    )  # fmt: skip
