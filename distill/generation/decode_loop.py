@@ -29,6 +29,7 @@ from distill_kernels.sampling import sample_tokens
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
+from distill.generation.fused_step import FusedSteps
 from distill.generation.seats import Seats, fetched, sent
 from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
@@ -70,6 +71,7 @@ class EngineSettings(NamedTuple):
         max_length, max_new_tokens: prompt and answer together, and new tokens, that buffers are made for at least:
             on a GPU fixed sizes are captured once.
         log_probs: give the tokens' log-probabilities too.
+        fused: a step by few kernels, for models of their form; None where they were measured to be faster: nowhere yet.
     """
 
     pad: int
@@ -79,6 +81,7 @@ class EngineSettings(NamedTuple):
     max_length: int = 1
     max_new_tokens: int = 1
     log_probs: bool = False
+    fused: bool | None = None
 
 
 class Request(NamedTuple):
@@ -162,6 +165,7 @@ class DecodeLoop(Engine):
         # a graph would go on copying the layers that travelled when it was captured
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
         self.buffers: list[Seats] = []  # the latest last
+        self.fused_steps = FusedSteps(model, settings.autocast, settings.vocab_size, settings.fused)
         # its kernels are small, and would wait for those of a training step that runs at the same time
         self.stream = torch.cuda.Stream(self.device, priority=-1) if self.replays else None
 
@@ -241,7 +245,9 @@ class DecodeLoop(Engine):
         batch, most = len(prompts), max(limits)
         slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         if not self.replays:
-            return Seats(self.inner.config, batch, slots, most, self.device)
+            once = Seats(self.inner.config, batch, slots, most, self.device)
+            once.fused = self.fused_steps.step_for(once, self.ends, self.pad)
+            return once
         batch, most = min(next_power_of_2(batch), batch_size), max(self.settings.max_new_tokens, next_power_of_2(most))
         most = max(most, STEPS)
         slots = -(-max(self.settings.max_length, slots) // SLOTS_STEP) * SLOTS_STEP
@@ -271,6 +277,9 @@ class DecodeLoop(Engine):
 
     def _step(self, seats: Seats, temperature: float) -> None:
         """One token of every sequence. Reads and writes the seats' buffers only, and never waits."""
+        if seats.fused is not None:
+            seats.fused(temperature)
+            return
         cache = seats.cache
         # the class's forward: what a trainer put around the instance's (the loss, a context of its own) has no part
         output = type(self.inner).forward(
@@ -312,6 +321,7 @@ class DecodeLoop(Engine):
         if seats.captured == depends_on:
             return
         seats.graph = None
+        seats.fused = self.fused_steps.step_for(seats, self.ends, self.pad)
         seats.seat([], [], [], self.pad)  # all seats are done: the steps below write one slot and advance nothing
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))

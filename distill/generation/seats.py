@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Seats:
         precision = torch.float32 if device.type == "mps" else torch.float64
         self.log_probs = torch.zeros(batch, most, dtype=precision, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
+        self.fused: Callable[[float], None] | None = None  # a step on these buffers, where kernels make it
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
 

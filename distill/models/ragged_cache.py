@@ -15,7 +15,7 @@ nothing, and can be replayed as a CUDA graph.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.attention.decode import decode_attention
@@ -29,6 +29,14 @@ from transformers.cache_utils import CacheLayerMixin
 
 from distill.models.attention import RAGGED, implementations, refuse_sinks
 from distill.models.kv_cache import unsupported_layers
+
+
+class AttentionCall(NamedTuple):
+    """What an attention module calls its attention with: factor of the scores, keys a query sees, cap of the scores."""
+
+    scaling: float
+    window: int | None
+    softcap: float | None
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -88,6 +96,7 @@ class RaggedCache(Cache):
     Attributes:
         lengths: int64 [B] on the device, tokens of each sequence, the one that is on its way included, so that its
             position is one less; the caller adds to it.
+        calls: where it is a dict, each attention module leaves there what it called with.
         decoding: whether calls bring one newest token a sequence (after `begin`), or prompts from slot 0 on.
 
     Raises:
@@ -98,6 +107,7 @@ class RaggedCache(Cache):
         if foreign := unsupported_layers(config):
             raise ValueError(f"config: RaggedCache holds keys and values of attention layers, not of {foreign}")
         self.batch, self.slots, self.decoding = batch, slots, False
+        self.calls: dict[nn.Module, AttentionCall] | None = None
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         super().__init__(layers=[RaggedLayer(self) for _ in range(config.get_text_config().num_hidden_layers)])
 
@@ -105,6 +115,21 @@ class RaggedCache(Cache):
         """From now on each call brings the next token of every sequence; `lengths` [B] count the first of these."""
         self.lengths.copy_(lengths)
         self.decoding = True
+
+    def allocate(self, keys: torch.Tensor) -> None:
+        """Memory for the layers that have none yet, as if their first keys were these [B, Hkv, S, D]."""
+        for layer in self.layers:
+            assert isinstance(layer, RaggedLayer)
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys, keys)
+
+    def kept(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [B, slots, Hkv, D] of each layer, once they are allocated."""
+        pairs = []
+        for layer in self.layers:
+            assert isinstance(layer, RaggedLayer) and layer.keys is not None and layer.values is not None
+            pairs.append((layer.keys, layer.values))
+        return pairs
 
     def restart(self) -> None:
         """Take prompts again; nothing is freed or cleared."""
@@ -142,6 +167,9 @@ def ragged_attention(
     refuse_sinks(kwargs)
     if attention_mask is not None or dropout > 0 or ragged_cache is None:
         raise ValueError("attention: a ragged cache takes no mask and no dropout, and must be given as ragged_cache=")
+    if ragged_cache.calls is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        ragged_cache.calls[module] = AttentionCall(scale, sliding_window, softcap)
     grouped = query.shape[1] != key.shape[1]
     kernels = runs_on_triton(query) and query.dtype != torch.float64  # which none of them takes
     if ragged_cache.decoding and not kernels and softcap is None:

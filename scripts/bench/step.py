@@ -31,13 +31,16 @@ NAMES = {
 }  # fmt: skip
 
 
-def random_model(name: str, seed: int) -> Any:
-    """A model of a shipped architecture with random bf16 weights on the GPU."""
+def random_model(name: str, seed: int, **settings: Any) -> Any:
+    """A model of a shipped architecture, with other `settings` of its configuration, with random bf16 weights on the
+    GPU."""
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(f"{ARCHITECTURES}/{name}")).eval()
+            return AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(f"{ARCHITECTURES}/{name}", **settings)
+            ).eval()
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -1,0 +1,93 @@
+"""One step of the decode loop in few kernels: embedding, five a layer, the head with sampling, the books."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from distill_kernels.decoding.plan import Plan
+from distill_kernels.decoding.product import MAX_ROWS
+from distill_kernels.decoding.tokens import Books, Draw, Found, finish_tokens, score_tokens
+from torch import nn
+
+from distill.generation.seats import Seats
+from distill.models.fused_decoder import FusedDecoder, epsilon, tried, why_not_fused
+from distill.models.head import decoder_of, find_head
+from distill.models.ragged_cache import AttentionCall
+
+log = logging.getLogger(__name__)
+
+
+class FusedSteps:
+    """Makes fused steps of one model, which is tried anew where its modules are not what they were.
+
+    Args:
+        autocast: dtype that the model computes in where that is not its weights'.
+        columns: only the first so many tokens are drawn; None for all of the head.
+        wanted: True takes them on a family of GPUs that they were never measured on too, False nowhere.
+    """
+
+    def __init__(
+        self, model: nn.Module, autocast: torch.dtype | None, columns: int | None, wanted: bool | None
+    ) -> None:
+        self.model, self.autocast, self.columns, self.wanted = model, autocast, columns, wanted
+        self._tried: tuple[object, dict[nn.Module, AttentionCall] | str] | None = None
+
+    def step_for(self, seats: Seats, ends: torch.Tensor, pad: int) -> FusedStep | None:
+        """A step on these buffers, or None where the model's own forward has to make it, which a debug line says.
+
+        Call it where the decode loop's attention, mode and autocast are set.
+        """
+        if self.wanted is False:
+            return None
+        weight = next(self.model.parameters())
+        dtype = self.autocast or weight.dtype
+        modules = tuple(
+            (id(module), id(module.__dict__.get("forward")), len(module._forward_hooks), len(module._forward_pre_hooks))
+            for module in self.model.modules()
+        )
+        key = (modules, weight.dtype, weight.device, seats.batch > MAX_ROWS)
+        if self._tried is None or self._tried[0] != key:
+            reason = why_not_fused(self.model, self.autocast, self.wanted is True)
+            if seats.batch > MAX_ROWS:
+                reason = f"{seats.batch} sequences at once are more than {MAX_ROWS}"
+            result = reason or tried(self.model, dtype, seats.batch)
+            self._tried = key, result
+            if isinstance(result, str):
+                log.debug("decoding by the model's own layers, without fused ones: %s", result)
+        calls = self._tried[1]
+        if isinstance(calls, str):
+            return None
+        return FusedStep(self.model, seats, dtype, calls, (ends, pad, self.columns))
+
+
+class FusedStep:
+    """A step on the buffers of `seats`; parameters are read where they lie when it is called or captured."""
+
+    def __init__(
+        self, model: nn.Module, seats: Seats, dtype: torch.dtype, calls: Mapping[nn.Module, AttentionCall],
+        drawing: tuple[torch.Tensor, int, int | None], plan: Plan | None = None,
+    ) -> None:  # fmt: skip
+        ends, pad, columns = drawing
+        self.decoder = FusedDecoder(model, seats.cache, dtype, calls, plan)
+        self.head, self.norm, self.dtype = find_head(model).linear, decoder_of(model).get_submodule("norm"), dtype
+        self.seeds, self.made = seats.seeds, seats.made
+        self.books = Books(
+            seats.token, seats.made, seats.limits, seats.done, seats.ended, seats.cache.lengths, seats.answers,
+            seats.log_probs, seats.column, ends, pad,
+        )  # fmt: skip
+        weight = self.head.get_parameter("weight")
+        self.columns = min(len(weight), columns or len(weight))
+        self.found = Found.of(seats.batch, self.columns, self.decoder.plan.head, weight.device)
+
+    def __call__(self, temperature: float) -> None:
+        """One token of every sequence: see `DecodeLoop`."""
+        decoder, norm = self.decoder, self.norm
+        decoder.embed(self.books)
+        decoder.layers()
+        draw = Draw(self.seeds, self.made, temperature, self.columns)
+        last = (decoder.sums, norm.get_parameter("weight"), epsilon(norm))
+        weight = self.head.get_parameter("weight")
+        score_tokens(decoder.x, last, weight, draw, self.found, decoder.plan.head, self.dtype)
+        finish_tokens(self.found, self.books)

@@ -1,0 +1,396 @@
+"""The fused step of the decode loop: kernels against their definitions, the step against the model's own forward."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+from distill_kernels.decoding import attention, product, tokens
+from distill_kernels.decoding import plan as plan_module
+from distill_kernels.decoding.plan import FASTER_ON, choose_plan, that_fits
+from distill_kernels.decoding.rows import Scratch
+from distill_kernels.launch import FAMILIES, INTERPRETER, DeviceFacts
+from helpers import assert_as_good_as_torch, relative_error
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from torch import nn
+
+from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
+from distill.models.joined import join_siblings
+from distill.models.patching import patch
+from distill.models.shared_input import FP8_GROUP
+from distill.models.triton_only import use_triton_only
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [40], [100, 3, 77]]
+KINDS = {
+    "llama": {},
+    "qwen2": {"kind": "qwen2", "tie": False},
+    "qwen3": {"kind": "qwen3", "head_dim": 16},
+    "smollm2": {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden": 24, "head_dim": 8, "layers": 3},
+    "mistral-window": {"kind": "mistral", "sliding_window": 5},
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def dtypes_on(device):
+    """fp32 is for the interpreter, which it tells most in."""
+    return [torch.bfloat16, torch.float16] if device.type == "cuda" else DTYPES
+
+
+def drawn(device, dtype, *shape):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+# ---- kernels
+
+
+TILES = [product.Tile(16, 32), product.Tile(16, 16, 3), product.Tile(32, 64, 2)]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("kind", ["qkv", "biases", "gate_up", "down", "down with bias"])
+@pytest.mark.parametrize("rows", [1, 17, 65])
+def test_products(kernel_device, rows, kind, tile, dtype):
+    """As good as the same operations by PyTorch, on buffers that held NaN, and as often as they are made."""
+    if dtype not in dtypes_on(kernel_device):
+        pytest.skip("for the interpreter")
+    inputs, sizes = 72, (40, 16, 24) if kind in ("qkv", "biases") else (40,)
+    adds, biased = kind.startswith("down"), "bias" in kind
+    wide = torch.float64
+    weights = tuple(drawn(kernel_device, dtype, size, inputs) / inputs**0.5 for size in sizes)
+    made = product.Product(
+        weights, tuple(drawn(kernel_device, dtype, size) if biased else None for size in sizes),
+        None if adds else 1 + 0.1 * drawn(kernel_device, dtype, inputs), 1e-5,
+        drawn(kernel_device, dtype, 40, inputs) / inputs**0.5 if kind == "gate_up" else None, adds=adds,
+    )  # fmt: skip
+    x, before = drawn(kernel_device, dtype, rows, inputs), drawn(kernel_device, dtype, rows, sum(sizes))
+
+    def reference(to):
+        out = before.to(to, copy=True)
+        cast = [tuple(None if t is None else t.to(to) for t in each) for each in (made.weights, made.biases)]
+        norm, up = (None if t is None else t.to(to) for t in (made.norm, made.up))
+        product.reference_product(x.to(to), made._replace(weights=cast[0], biases=cast[1], norm=norm, up=up), out)
+        return out
+
+    squares = x.float().pow(2)
+    squares = torch.stack([squares[:, part::3].sum(1) for part in range(3)])
+    sums = torch.full((product.tiles_of(made, tile), rows), torch.nan, device=kernel_device)
+    scratch = Scratch.of(*product.scratch_of(rows, made, tile), kernel_device)
+    scratch.parts.fill_(torch.nan)
+    results = []
+    for _ in range(2):
+        out = before.clone() if adds else torch.full_like(before, torch.nan)
+        product.multiply_rows(x, squares, made, out, sums, scratch, tile)
+        results.append(out)
+    assert torch.equal(*results) and not scratch.counters.any()
+    assert_as_good_as_torch(results[0], reference(dtype), reference(wide), dtype)
+    if adds:
+        assert relative_error(sums.sum(0), results[0].double().pow(2).sum(1)) < 1e-5
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("window, normed", [(None, False), (5, True)])
+@pytest.mark.parametrize("heads, kv_heads, size", [(4, 2, 16), (3, 1, 64), (8, 1, 48), (2, 2, 8)])
+def test_attention(kernel_device, heads, kv_heads, size, window, normed, chunks, dtype):
+    if dtype not in dtypes_on(kernel_device):
+        pytest.skip("for the interpreter")
+    batch, slots, wide = 3, 40, torch.float64
+    norms = (1 + 0.1 * drawn(kernel_device, dtype, size), 1 + 0.1 * drawn(kernel_device, dtype, size), 1e-6)
+    shape = attention.Heads(heads, kv_heads, size, size**-0.5, window, *(norms if normed else ()))
+    rows = drawn(kernel_device, dtype, batch, (heads + 2 * kv_heads) * size)
+    angles = torch.randn(slots, size // 2, device=kernel_device).repeat(1, 2)
+    lengths = torch.tensor([1, 33, slots], device=kernel_device)
+    keys, values = (drawn(kernel_device, dtype, batch, slots, kv_heads, size) for _ in range(2))
+    keys[1, 33:], values[1, 33:] = torch.nan, torch.nan  # slots that are not filled hold anything
+
+    def run(to, how):
+        cached = attention.Cached(
+            keys.to(to, copy=True), values.to(to, copy=True), lengths, angles.cos().to(dtype).to(to),
+            angles.sin().to(dtype).to(to),
+        )  # fmt: skip
+        weights = {name: getattr(shape, name).to(to) for name in ("q_norm", "k_norm") if normed}
+        out = torch.full((batch, heads * size), torch.nan, dtype=to, device=kernel_device)
+        how(rows.to(to), shape._replace(**weights), cached, out)
+        newest = torch.arange(batch, device=kernel_device), lengths - 1
+        return out, cached.keys[newest], cached.values[newest]
+
+    pace = attention.Pace(16, chunks)
+    scratch = Scratch.of(*attention.scratch_of(batch, shape, pace), kernel_device)
+    found, again = (run(dtype, lambda *args: attention.newest_attention(*args, scratch, pace)) for _ in range(2))
+    assert all(map(torch.equal, found, again)) and not scratch.counters.any()
+    eager, exact = (run(to, attention.reference_newest_attention) for to in (dtype, wide))
+    for name, *three in zip(("out", "key", "value"), found, eager, exact, strict=True):
+        assert_as_good_as_torch(*three, dtype, name)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("temperature, columns", [(0.0, 203), (1.0, 203), (0.7, 150)])
+def test_tokens_and_books(kernel_device, temperature, columns, dtype):
+    """The tokens that sampling draws from the rounded logits, also where two logits are equal; and all of the books."""
+    if dtype not in dtypes_on(kernel_device):
+        pytest.skip("for the interpreter")
+    batch, inputs, tile = 5, 40, product.Tile(32, 32)
+    x, weight = drawn(kernel_device, dtype, batch, inputs), drawn(kernel_device, dtype, 203, inputs)
+    weight[100:103] = weight[7:10]
+    norm = 1 + 0.1 * drawn(kernel_device, dtype, inputs)
+    logits = torch.empty(batch, 203, dtype=dtype, device=kernel_device)
+    product.reference_product(x, product.Product((weight,), norm=norm, eps=1e-5), logits)
+    number = torch.arange(batch, device=kernel_device)
+
+    def books():
+        return tokens.Books(
+            torch.zeros_like(number), number.clone(), torch.full_like(number, 3), number == 1, number == 2,
+            number + 1, torch.zeros(batch, 4, dtype=torch.int64, device=kernel_device),
+            torch.zeros(batch, 4, dtype=torch.float64, device=kernel_device), torch.tensor([2], device=kernel_device),
+            torch.arange(0, 203, 2, device=kernel_device), 7,
+        )  # fmt: skip
+
+    draw = tokens.Draw(number * 2**61 - 5, number * 1000, temperature, columns)
+    expected, ours = books(), books()
+    tokens.reference_finish(logits[:, :columns], draw, expected)
+    stream, sums = torch.empty_like(x), torch.empty(1, batch, device=kernel_device)
+    tokens.embed_tokens(weight, stream, sums, ours)
+    assert torch.equal(stream, weight[ours.token])
+    assert relative_error(sums[0], stream.double().pow(2).sum(1)) < 1e-5
+    found = tokens.Found.of(batch, columns, tile, kernel_device)
+    squares = x.float().pow(2).sum(1)[None]
+    tokens.score_tokens(x, (squares, norm, 1e-5), weight, draw, found, tile, dtype)
+    tokens.finish_tokens(found, ours)
+    assert torch.equal(ours.log_probs != 0, expected.log_probs != 0)
+    assert relative_error(ours.log_probs, expected.log_probs) < (1e-5 if dtype == torch.float32 else 3e-3)
+    for name in set(tokens.Books._fields) - {"log_probs", "pad"}:
+        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plans_fit_every_family(family, monkeypatch):
+    facts = DeviceFacts(132, family, FAMILIES[family].shared_bytes, 50 << 20, 80 << 30)
+    monkeypatch.setattr(plan_module, "device_facts", lambda device: facts)
+    shapes = itertools.product((1, 32, 128), (torch.bfloat16, torch.float32), ((576, 1536, 9, 3), (2048, 8192, 32, 8)))
+    for rows, dtype, (hidden, middle, heads, kv_heads) in shapes:
+
+        def of(outputs, inputs, dtype=dtype, **more):
+            return product.Product((torch.empty(outputs, inputs, dtype=dtype, device="meta"),), **more)
+
+        up = of(middle, hidden).weights[0]
+        products = (
+            of((heads + 2 * kv_heads) * 64, hidden), of(hidden, heads * 64), of(middle, hidden, up=up),
+            of(hidden, middle),
+        )  # fmt: skip
+        plan = choose_plan(rows, products, attention.Heads(heads, kv_heads, 64, 0.1), 4096, up.device)
+        for tile, gated in zip((*plan[:4], plan.head), (False, False, True, False, False), strict=True):
+            assert tile.inputs >= 16 and that_fits(tile, rows, dtype.itemsize, gated, facts) == tile
+        assert 1 <= plan.attention.chunks <= 32
+
+
+# ---- the step
+
+
+def settings(fused=True, **more):
+    return EngineSettings(2, [0], log_probs=True, fused=fused, **more)
+
+
+def step_of(model, fused=True, **more):
+    """What a decode loop of `model` takes for its steps."""
+    loop = DecodeLoop(model, settings(fused, **more))
+    with loop._ready():
+        return loop._seats_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], 0.0, 3)).fused
+
+
+def lively(device, kind="llama", dtype=torch.float32, **more):
+    """A tiny model whose biases and norms do something."""
+    model = tiny_model(**KINDS[kind] | more)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.to(device, torch.bfloat16 if device.type == "cuda" else dtype)
+
+
+def answers(model, fused, temperature=0.0, new=4, **more):
+    loop = DecodeLoop(model, settings(fused, **more))
+    return loop.generate(PROMPTS, max_new_tokens=new, temperature=temperature, seeds=[5, 6, 7])
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_models_own_layers(kernel_device, kind, temperature):
+    model = lively(kernel_device, kind)
+    assert step_of(model) is not None
+    ours, own = (answers(model, fused, temperature) for fused in (True, False))
+    assert ours == answers(model, True, temperature)
+    if kernel_device.type == "cuda":  # 16 bits: equal logits part ways
+        return
+    assert ours.tokens == own.tokens and ours.truncated == own.truncated
+    for one, other in zip(ours.log_probs, own.log_probs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_log_probs_in_16_bits_are_as_good_as_without(kernel_device, autocast):
+    """Against fp64: the engine's log-probabilities of its own tokens are no further from the truth."""
+    model = lively(kernel_device, dtype=torch.float32 if autocast else torch.bfloat16)
+    if autocast:
+        patch(model.float(), log_it=False)  # rotary embeddings in the dtype of what they turn
+    errors = []
+    for fused in (True, False):
+        found = answers(model, fused, autocast=autocast)
+        exact = lively(torch.device("cpu")).double()
+        exact.load_state_dict(model.state_dict())
+        for prompt, tokens_, given in zip(PROMPTS, found.tokens, found.log_probs, strict=True):
+            ids = torch.tensor([prompt + tokens_])
+            right = exact(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            right = right.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            errors.append((fused, (right - torch.tensor(given, dtype=torch.float64)).square().mean().item()))
+    ours, own = (sum(error for fused, error in errors if fused is which) ** 0.5 for which in (True, False))
+    assert ours <= 1.5 * own + 1e-3, (ours, own)
+
+
+def test_weights_are_read_where_they_lie(kernel_device):
+    """Joined, patched or on Triton alone, and after they changed."""
+    for put in (join_siblings, patch, use_triton_only):
+        model = lively(kernel_device, layers=1)
+        put(model)
+        assert step_of(model) is not None, put
+        loop = DecodeLoop(model, settings())
+        for _ in range(2):
+            ours = loop.generate(PROMPTS, max_new_tokens=2)
+            assert kernel_device.type == "cuda" or ours.tokens == answers(model, False, new=2).tokens
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.3 * torch.randn_like(parameter)
+
+
+def spoiled(how):
+    model = lively(torch.device("cpu"))
+    layer = model.model.layers[1]
+    if how == "hook":
+        layer.mlp.register_forward_hook(lambda *args: None)
+    elif how == "lora":
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    elif how == "fp8":
+        layer.mlp.up_proj.__dict__[FP8_GROUP] = None
+    elif how == "forward":
+        layer.mlp.up_proj.forward = lambda x: x
+    elif how == "dtypes":
+        layer.mlp.half()
+    elif how == "double":
+        model.double()
+    elif how == "activation":
+        layer.mlp.act_fn = nn.GELU()
+    elif how == "twist":  # which its structure does not show
+        layer.self_attn.__class__ = type("Twisted", (type(layer.self_attn),), {"forward": twisted})
+    elif how == "scale":
+        model.lm_head.register_buffer("unused", torch.zeros(1))
+        model.__class__ = type("Scaled", (type(model),), {"forward": scaled})
+    elif how == "dynamic":
+        model.model.rotary_emb.rope_type = "dynamic"
+    return model
+
+
+def twisted(self, *args, **kwargs):
+    out, weights = super(type(self), self).forward(*args, **kwargs)
+    return 1.01 * out, weights
+
+
+def scaled(self, *args, **kwargs):
+    out = super(type(self), self).forward(*args, **kwargs)
+    out.logits = out.logits * 1.01
+    return out
+
+
+SPOILED = {
+    "hook": "hooks", "lora": "has other parameters", "forward": "does more", "fp8": "does more",
+    "dtypes": "differ in dtype", "double": "computes in torch.float64", "activation": "come out different",
+    "twist": "come out different", "scale": "come out different", "dynamic": "of the kind dynamic",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_other_models_run_as_they_are_and_one_line_says_why(kernel_device, how, caplog):
+    if kernel_device.type == "cuda":
+        pytest.skip("of the host alone")
+    with caplog.at_level(logging.DEBUG, logger="distill.generation.fused_step"):
+        assert step_of(spoiled(how)) is None
+    (record,) = caplog.records
+    assert SPOILED[how] in record.message
+
+
+def test_a_model_that_has_changed_is_tried_anew(kernel_device):
+    model = lively(kernel_device, layers=1)
+    loop = DecodeLoop(model, settings())
+    request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], 0.0, 3)
+    with loop._ready():
+        assert loop._seats_for(request).fused is not None
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+        assert loop._seats_for(request).fused is None
+        hook.remove()
+        assert loop._seats_for(request).fused is not None
+        up = model.model.layers[0].mlp.up_proj
+        up.forward = lambda x: torch.nn.functional.linear(x, up.weight)
+        loop.buffers.clear()
+        assert loop._seats_for(request).fused is None
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "gpt2", "phi"])
+def test_other_families_run_as_they_are(kernel_device, kind):
+    if kernel_device.type == "cuda":
+        pytest.skip("of the host alone")
+    more = {"gemma2": {"attn_logit_softcapping": 1.0}, "granite": {"logits_scaling": 3.0}}
+    assert step_of(tiny_model(kind=kind, **more.get(kind, {}))) is None
+
+
+def test_no_gpu_takes_them_before_it_is_measured(kernel_device, monkeypatch):
+    """One line of a table turns them on; more rows than kernels take, and `fused=False`, leave them out."""
+    if kernel_device.type == "cuda":
+        pytest.skip("of the host alone")
+    assert list(FASTER_ON) == [INTERPRETER]
+    model = lively(kernel_device)
+    assert step_of(model, None) is not None and step_of(model, False) is None
+    monkeypatch.setattr("distill.models.fused_decoder.FASTER_ON", frozenset())
+    assert step_of(model, None) is None and step_of(model, True) is not None
+    monkeypatch.setattr("distill.generation.fused_step.MAX_ROWS", 2)
+    assert step_of(model, True) is None
+
+
+def test_what_the_benchmark_compares_is_the_same_step(kernel_device):
+    from scripts.bench import decode_step
+
+    model, steps = lively(kernel_device, layers=1), {}
+    for name, make in {"fused": decode_step.fused_step, "today's": decode_step.todays_step}.items():
+        torch.manual_seed(4)  # what the cache is filled with
+        step, seats = make(model, 3, None if name == "today's" else model.dtype)
+        seats.column.zero_()
+        step(1.0)
+        steps[name] = seats.log_probs[:, 0].float()
+        assert int(seats.column) == 1 and bool(seats.done.all())
+    torch.testing.assert_close(*steps.values(), rtol=1e-4 if kernel_device.type == "cpu" else 0.05, atol=1e-4)
+    plans = list(decode_step.other_plans(decode_step.fused_step(model, 3, model.dtype)[0].decoder.plan, 3))
+    assert {kind for kind, _ in plans} == set(plans[0][1]._fields)
+    answers_ = answers(model, True)
+    assert decode_step.log_prob_gap(model, PROMPTS, answers_.tokens, answers_.log_probs) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_captured_step_on_the_gpu(kind):
+    """A graph that kept old weights would show; the same bits each time; logits within rounding of the own layers'."""
+    model = lively(torch.device("cuda"), kind)
+    loop = DecodeLoop(model, settings())
+    for _ in range(2):
+        first = loop.generate(PROMPTS, max_new_tokens=20)
+        assert loop.buffers[-1].graph is not None and loop.buffers[-1].fused is not None
+        assert loop.generate(PROMPTS, max_new_tokens=20) == first
+        for prompt, answer, given in zip(PROMPTS, first.tokens, first.log_probs, strict=True):
+            ids = torch.tensor([prompt + answer], device="cuda")
+            with torch.no_grad():
+                right = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            right = right.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert (right.cpu() - torch.tensor(given)).abs().mean() < 0.05
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.05 * torch.randn_like(parameter)
