@@ -66,7 +66,7 @@ from distill.reports.preamble import Plan, preamble, result_table, show_samples
 from distill.serving.ranks import answer_ranks, worlds_of
 from distill.teachers.base import OpenContext, TeacherSource
 from distill.teachers.identity import model_name
-from distill.teachers.opening import Pair, compile_models, opened_pair, patch_models, use_plugin
+from distill.teachers.opening import Pair, opened_pair, patch_models, prepare_models, use_plugin
 from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
@@ -215,8 +215,7 @@ def _run(
     first = _first_held_out(trainer, splits, arguments.per_device_train_batch_size)
     proof = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
     proof += first_look(trainer, first, splits.train, recipe)
-    if recipe.train.compile:
-        compile_models(pair)
+    prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
     trainer.on_policy = on_policy_of(
         recipe, pair.student, pair.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
         autocast=precision.autocast, sharded=sharing.student_sharded,

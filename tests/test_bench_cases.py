@@ -100,9 +100,9 @@ def test_a_candidate_that_fails_is_a_row_that_says_why(monkeypatch):
     shown = 'print(\'result {"ms": 2.0, "joules": 1.0, "peak_mib": 3.0}\', flush=True)'
 
     def of(code):
-        run = subprocess.run
+        begin = subprocess.Popen
         with monkeypatch.context() as inside:
-            inside.setattr(small.subprocess, "run", lambda _, **more: run([sys.executable, "-c", code], **more))
+            inside.setattr(small.subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more))
             inside.setenv("BENCH_LIMIT", "2")
             return small.run(False, "flagship ours")[0]
 

@@ -4,13 +4,16 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.models import output_rows, shared_input
+from distill.models import fp8_student, output_rows, shared_input
+from distill.models.fp8_student import compute_in_fp8
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import decoder_of
+from distill.models.joined import join_siblings
 from distill.models.patching import patch
 from distill.teachers.mixture import MixtureTeacher
 from distill.training.graphs import CAPTURE, TIMED, WARM_UP, GraphedSteps
@@ -64,6 +67,7 @@ class Steps(TrainerCallback):
 def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, change=None, mixture=False, **more):
     accumulation = more.pop("accumulation", 1)
     checkpointing = more.pop("checkpointing", False)
+    joined, fp8 = more.pop("joined", False), more.pop("fp8", False)
     teacher, student = models(dtype=torch.float32 if autocast else torch.bfloat16, **more)
     if checkpointing:
         student.gradient_checkpointing_enable({"use_reentrant": False})
@@ -74,6 +78,9 @@ def train(folder, graphed, *, data=None, then=None, autocast=False, steps=16, ch
     )  # fmt: skip
     for model, role in ((teacher, "teacher"), (student, "student")):
         patch(model, role, attention="triton")
+        assert not joined or join_siblings(model, trains=True)
+    if fp8:
+        compute_in_fp8(student)
     taught = teacher
     if mixture:
         from distill.teachers.model import LoadedTeacher
@@ -114,15 +121,49 @@ def same(folder, **more):
     [
         {}, {"autocast": True}, {"accumulation": 3}, {"lora": True}, {"checkpointing": True}, {"mixture": True},
         {"data": rows(packed=True)}, {"autocast": True, "accumulation": 2, "data": rows(packed=True)},
+        {"joined": True}, {"joined": True, "autocast": True, "accumulation": 2, "data": rows(packed=True)},
+        {"joined": True, "checkpointing": True}, {"joined": True, "lora": True}, {"dropout": 0.1}, {"fp8": True},
+        {"fp8": True, "autocast": True},
     ],
-    ids=["plain", "autocast", "accumulation", "lora", "checkpointing", "mixture", "packed", "autocast-packed"],
+    ids=[
+        "plain", "autocast", "accumulation", "lora", "checkpointing", "mixture", "packed", "autocast-packed", "joined",
+        "joined-autocast-packed", "joined-checkpointing", "joined-lora", "dropout", "fp8", "fp8-autocast",
+    ],
 )  # fmt: skip
 def test_the_bits_of_launched_steps(tmp_path, more, monkeypatch):
     calls = []
     monkeypatch.setattr(shared_input, "shared_linear", lambda *args: calls.append(args[0].dtype) or shared(*args))
+    monkeypatch.setattr(fp8_student, "GAINS_FROM", 1)  # so small are these
     _, said, _ = same(tmp_path, **more)
     assert "launched:" not in said[0]
-    assert set(calls) == (set() if more.get("lora") else {torch.bfloat16})  # as norms write it, under autocast too
+    assert set(calls) == (
+        set() if {"lora", "fp8"} & {*more} else {torch.bfloat16}
+    )  # as norms write it, under autocast too
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bucket", "hidden"])
+def test_a_teacher_out_of_a_cache(tmp_path, caches, kind):
+    ends = []
+    for graphed in (False, True):
+        subject, said, watch = caches.subject(kind), [], Steps()
+        student = subject.student.cuda()
+        patch(student, "student", attention="triton")
+        args = TrainingArguments(
+            str(tmp_path), max_steps=16, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
+            report_to="none", disable_tqdm=True, save_strategy="no", seed=5,
+        )  # fmt: skip
+        trainer = DistillationTrainer(
+            student, subject.teacher, args, loss=subject.loss, vocab_size=subject.vocab_size,
+            train_dataset=Dataset.from_list(subject.rows[:2]), callbacks=[watch],
+        )  # fmt: skip
+        if graphed:
+            trainer.add_callback(GraphedSteps([("student", student)], always=True, say=said.append))
+        trainer.train()
+        ends.append((watch.losses, [p.detach() for p in student.parameters()]))
+    assert said == ["the step runs from CUDA graphs"]
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(*pair) for pair in zip(ends[0][1], ends[1][1], strict=True))
 
 
 @pytest.mark.gpu

@@ -10,12 +10,16 @@ import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from test_run import recipe as small
 from test_run import workplace  # noqa: F401  (a fixture)
+from tiny import tiny_model
+from transformers import TrainingArguments
 
 from distill.models.precision import resolve_precision
 from distill.recipe import RecipeError, parse
 from distill.run import run
 from distill.training import arguments as run_arguments
 from distill.training.arguments import fused_optimizer, training_arguments
+from distill.training.health import norm_of
+from distill.training.trainer import DistillationTrainer
 
 RECIPE = "teacher: {model: a}\nstudent: {model: b}\ndata: {source: c}\ntrain: {steps: 2}\n"
 
@@ -97,3 +101,32 @@ def test_arguments_of_the_right_kind_pass(tmp_path: Path):
     given = "{adam_beta2: 0.95, eval_delay: 0.5, dataloader_drop_last: true, lr_scheduler_kwargs: {num_cycles: 1}}"
     made = arguments(parse(RECIPE, [f"train.arguments={given}"]), "cpu", tmp_path)
     assert made.adam_beta2 == 0.95 and made.dataloader_drop_last and made.lr_scheduler_kwargs == {"num_cycles": 1}
+
+
+def test_clipping_within_the_optimizers_step_is_clipping(tmp_path, monkeypatch):
+    """Gradients stay as they are; the optimizer divides them by what would have clipped them."""
+    ends = []
+    for within in (True, False):
+        norms = []
+        monkeypatch.setattr("distill.training.health.joins_on", lambda device, within=within: within)
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, max_grad_norm=1e-2,
+            logging_steps=1, report_to="none", disable_tqdm=True, use_cpu=True, save_strategy="no", seed=3,
+        )  # fmt: skip
+        rows = [{"input_ids": list(range(start, start + 9))} for start in range(3, 15)]
+        trainer = DistillationTrainer(
+            tiny_model(), tiny_model(seed=1), arguments, train_dataset=rows,
+            optimizer_cls_and_kwargs=(FusedAdamW, {"lr": 1e-2, "eps": 1e-2}),
+        )  # fmt: skip
+        clip = trainer._clip_grad_norm
+
+        def see(model, clip=clip, norms=norms):
+            clip(model)
+            norms.append(float(norm_of(model)))
+
+        trainer._clip_grad_norm = see
+        trainer.train()
+        ends.append([p.detach() for p in trainer.model.parameters()])
+        assert all((norm > 2e-2) == within for norm in norms)
+    for ours, torchs in zip(*ends, strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)

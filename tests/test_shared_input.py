@@ -44,9 +44,11 @@ def with_gradients(function, x, weights, biases, *, trained="xwwwbb", used=(0, 1
     [{}, {"trained": ".wwwbb"}, {"trained": "x.w...", "used": (0, 2)}, {"trained": "x....."}, {"used": (1,)}],
     ids=["all", "no-input", "one-weight", "frozen", "unused"],
 )
-@pytest.mark.parametrize("layout", ["rows", "columns"])
+@pytest.mark.parametrize("layout", ["rows", "columns", "joined"])
 def test_equals_separate_layers(more, layout):
     x, weights, biases = operands()
+    if layout == "joined":
+        weights = torch.cat(weights).split([8, 4, 6])
     if layout == "columns":  # of a wider tensor, every second one
         x = draw(2, 5, 24)[..., ::2]
         weights = [w.t().contiguous().t() for w in weights]
@@ -56,7 +58,8 @@ def test_equals_separate_layers(more, layout):
         assert (got is None) == (expected is None)
         if got is not None:
             assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
-    assert all(torch.equal(*pair) for pair in zip(outputs, right, strict=True))
+    if layout != "joined":
+        assert all(torch.equal(*pair) for pair in zip(outputs, right, strict=True))
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])

@@ -1,62 +1,85 @@
-"""Projections that read the same activations (q, k and v; gate and up) as one product, in a model that only answers.
+"""Projections that read the same activations (q, k and v; gate and up) as one product: their weights become one.
 
     join_siblings(model)
 
-Their weights lie after each other in memory, and each stays a parameter with its own name: whatever is copied into it
-is in the joined one. Of a few rows a product takes as long as its launch, so that of a decoder layer's seven three fall
-away.
+The weights come to lie after each other in memory, and each stays a parameter with its own name: whatever is copied
+into it is in the joined one. While a model trains, the joined gradient likewise is one product, whose rows are the
+parameters' gradients (distill_kernels.matmul.shared_input). Of a decoder layer's seven products three fall away, and
+with them those that are too small to fill a GPU, such as k's and v's.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Hashable
+from collections.abc import Sequence
 
 import torch
-from distill_kernels.matmul.siblings import SiblingOutputs
+from distill_kernels.launch import device_facts
+from distill_kernels.operands import side_by_side
 from torch import nn
-from torch.nn import functional as F
 
-from distill.models.shared_input import groups_of
+from distill.models.head import bare
+from distill.models.lora_forward import adapted_groups
+from distill.models.offload import is_offloaded
+from distill.models.patching import UNDO, share_input
+from distill.models.shared_input import FP8_GROUP, GROUP, PLAIN, groups_of
 
-JOINED = "_distill_joined"
-
-
-class _Joined:
-    """Sibling layers whose weights are one."""
-
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self.layers, self.sizes = layers, [layer.out_features for layer in layers]
-        self.weight, self.bias = self._joined("weight"), self._joined("bias")
-        self.parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        self.outputs: SiblingOutputs[torch.Tensor] = SiblingOutputs()
-
-    def _joined(self, name: str) -> torch.Tensor | None:
-        own = [parameter for layer in self.layers if (parameter := getattr(layer, name)) is not None]
-        whole = torch.cat([parameter.detach() for parameter in own]) if own else None
-        for parameter, part in zip(own, whole.split(self.sizes) if whole is not None else [], strict=True):
-            parameter.data = part
-        return whole
-
-    def compute(self, x: torch.Tensor) -> tuple[dict[Hashable, torch.Tensor], list[nn.Parameter]]:
-        assert self.weight is not None
-        outputs = F.linear(x, self.weight, self.bias).split(self.sizes, -1)
-        return dict(zip(self.layers, outputs, strict=True)), self.parameters
+# of GPUs on which training steps take joined projections, LoRA siblings as one node and clipping within the optimizer's
+# step: as measured, none yet (of all this only the bare products ever ran on one)
+FAMILIES: frozenset[str] = frozenset()
+WIDEST = 2048  # inputs of layers that a training step gains from; products of wider ones fill a GPU, one by one
 
 
-def _forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    joined: _Joined = self.__dict__[JOINED]
-    output = joined.outputs.take(self, x, joined.compute)
-    assert output is not None
-    return output
+def joins_on(device: torch.device) -> bool:
+    """Whether training steps there were measured to gain; see `FAMILIES`."""
+    return device.type == "cuda" and device_facts(device).family in FAMILIES
 
 
-def join_siblings(model: nn.Module) -> None:
-    """Join what can be, in a model that is not trained; before `patch`."""
-    for _, group in list(groups_of(model)):
-        layers = list(group.layers.values())
-        if len({(layer.bias is None, layer.weight.dtype) for layer in layers}) == 1:
-            joined = _Joined(layers)
-            for layer in layers:
-                layer.__dict__[JOINED] = joined
-                layer.forward = types.MethodType(_forward, layer)  # type: ignore[method-assign]
+def join_siblings(model: nn.Module, *, trains: bool = False) -> int:
+    """Join what can be, after `patch` and before the model is sharded.
+
+    Left as they are: offloaded models, layers in fp8 or other formats, and parameters that share memory already.
+
+    Args:
+        model: A causal language model of transformers, bare or inside PEFT, on its final device.
+        trains: For training steps: wide layers are left as well, and attention that puts a norm between projection and
+            rotation, which would copy their columns first.
+
+    Returns:
+        How many groups of layers were joined.
+    """
+    if is_offloaded(model):
+        return 0
+    undo, joined = bare(model).__dict__.setdefault(UNDO, []), 0
+    own = [(module, module.__dict__[GROUP]) for module in model.modules() if GROUP in module.__dict__]
+    groups = [(module, group) for module, group in own if module not in group.layers.values()]
+    for module, group in [*groups, *groups_of(model), *adapted_groups(model)]:
+        layers = group.weights()
+        names = [name for name, _ in module.named_children()]
+        unfit = trains and (layers[0].in_features > WIDEST or any("norm" in name for name in names))
+        if unfit or any(FP8_GROUP in layer.__dict__ for layer in layers):
+            continue
+        if _join([layer.weight for layer in layers]):
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            if len(biases) == len(layers):
+                _join(biases)
+            if GROUP not in module.__dict__:
+                share_input(module, group, undo)
+            group.joined = True
+            joined += 1
+    return joined
+
+
+def _join(parameters: Sequence[torch.Tensor]) -> bool:
+    """Lay them after each other, where all are of one kind and each begins where a kernel may load 16 bytes at once."""
+    if side_by_side(parameters) is not None:
+        return True
+    first = parameters[0]
+    for p in parameters:
+        alike = type(p) in PLAIN and (p.dtype, p.device, p.is_meta) == (first.dtype, first.device, False)
+        whole = p.is_contiguous() and p.numel() * p.element_size() == p.untyped_storage().nbytes()
+        if not (alike and whole and p.is_floating_point() and p.numel() * p.element_size() % 16 == 0):
+            return False
+    parts = torch.cat([p.detach() for p in parameters]).split([len(p) for p in parameters])
+    for p, part in zip(parameters, parts, strict=True):
+        p.data = part
+    return True

@@ -7,12 +7,16 @@ shards) goes through PEFT's own forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
-from distill_kernels.matmul.lora import lora_linear, lora_linear_of
+from distill_kernels.matmul.lora import lora_linear, lora_linear_of, lora_linears
+from distill_kernels.matmul.siblings import SIBLINGS
+from distill_kernels.operands import side_by_side
 from torch import nn
+
+from distill.models.shared_input import GROUP, SharedInput, sharing_forward
 
 
 def is_lora_linear(module: nn.Module) -> bool:
@@ -23,8 +27,60 @@ def is_lora_linear(module: nn.Module) -> bool:
     return type(base) is nn.Linear and not base.weight.requires_grad
 
 
+class SharedAdapters(SharedInput):
+    """Sibling projections that are LoRA layers, computed as one while their base weights are joined."""
+
+    def forwards(self, module: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+        """Of `module` alone: its projections run `lora_forward` already."""
+        yield module, sharing_forward(module)
+
+    def is_intact(self, module: nn.Module) -> bool:
+        """Whether `module` still calls these LoRA layers, with our forward and without hooks."""
+        own = module._modules
+        return self.joined and all(own.get(name) is layer and _is_ours(layer) for name, layer in self.layers.items())
+
+    def weights(self) -> list[nn.Linear]:
+        """The frozen layers inside."""
+        return [layer.get_base_layer() for layer in self.layers.values()]  # type: ignore[operator]
+
+    def compute(self, x: torch.Tensor) -> tuple[dict[Hashable, torch.Tensor], list[torch.Tensor]] | None:
+        """The outputs of all, and what they depend on; None where each has to compute its own."""
+        layers = list(self.layers.values())
+        parts = [_plain(layer, x) for layer in layers]
+        plain = [part for part in parts if part is not None]
+        bases = [base for base, *_ in plain]
+        if len(plain) < len(layers) or side_by_side(bases) is None or not torch.is_grad_enabled():
+            return None
+        if any(_has_own_forward(layer) for layer in layers) or len({(a.dtype, b.dtype) for *_, a, b, _ in plain}) > 1:
+            return None
+        biases = [bias for _, bias, *_ in plain]
+        made = lora_linears(x.to(bases[0].dtype), bases, biases, [(a, b, scale) for *_, a, b, scale in plain])
+        outputs: dict[Hashable, torch.Tensor] = dict(zip(layers, made, strict=True))
+        return outputs, [tensor for part in plain for tensor in part[:4] if isinstance(tensor, torch.Tensor)]
+
+
+def _is_ours(layer: nn.Module) -> bool:
+    hooks = layer._forward_pre_hooks or layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return getattr(layer.__dict__.get("forward"), "__func__", None) is lora_forward and not hooks
+
+
+def adapted_groups(model: nn.Module) -> Iterator[tuple[nn.Module, SharedAdapters]]:
+    """Modules of a patched `model` with sibling projections that are LoRA layers, and these."""
+    for module in model.modules():
+        for names in SIBLINGS:
+            layers = {name: layer for name in names if (layer := getattr(module, name, None)) is not None}
+            ours = len(layers) == len(names) and all(map(_is_ours, layers.values()))
+            if ours and len({layer.in_features for layer in layers.values()}) == 1:
+                yield module, SharedAdapters(layers)
+
+
 def lora_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """What takes the place of a LoRA layer's forward."""
+    group = self.__dict__.get(GROUP)
+    if group is not None and group.is_open and not (args or kwargs or torch.compiler.is_compiling()):
+        output: torch.Tensor | None = group.outputs.take(self, x, group.compute)
+        if output is not None:
+            return output
     weights = None if args or kwargs else _plain(self, x)
     if weights is None:
         return type(self).forward(self, x, *args, **kwargs)

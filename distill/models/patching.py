@@ -40,7 +40,7 @@ from distill.models.packed import keeps_apart
 from distill.models.padding import hidden_of_padded
 from distill.models.pruning import find_layers
 from distill.models.residual_norms import LAYER_FORWARDS, fusable_layers, is_close, layer_matches, takes_residual
-from distill.models.shared_input import GROUP, groups_of
+from distill.models.shared_input import GROUP, SharedInput, groups_of
 from distill.models.teacher_layout import GATED, gated_product, separate
 
 log = logging.getLogger(__name__)
@@ -150,6 +150,15 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: list[C
     undo.append(restore)
 
 
+def share_input(module: nn.Module, group: SharedInput, undo: list[Callable[[], None]]) -> None:
+    """Have the projections of `group`, which are `module`'s, computed by the first of them that is called."""
+    for member in (module, *group.layers.values()):
+        member.__dict__[GROUP] = group
+        undo.append(functools.partial(member.__dict__.pop, GROUP, None))
+    for member, ours in group.forwards(module):
+        replace_forward(member, ours, undo)
+
+
 def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: PatchReport, role: Role) -> None:
     verdicts = report.verdicts
 
@@ -199,10 +208,7 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
             replace_forward(module, _with_our_rotary(rotary), undo)
             report.swapped["rope"] += 1
     for module, group in list(groups_of(model)) if role == "student" else []:  # a teacher has no gradients to share
-        for member, ours in group.forwards(module):
-            member.__dict__[GROUP] = group
-            undo.append(functools.partial(member.__dict__.pop, GROUP, None))
-            replace_forward(member, ours, undo)
+        share_input(module, group, undo)
         report.swapped["shared_input"] += 1
     fused = []
     for kind, layer in fusable_layers(model):

@@ -2,9 +2,9 @@
 
 A patched attention or MLP opens its group for the length of its own call. The first projection that is called with a
 tensor computes all of them (`shared_linear`) and leaves the others' outputs (`SiblingOutputs`); what is left when the
-module returns is dropped. Modules, parameters, names and hooks stay as they are. Without gradients, while compiling,
-and for whatever is not a plain `nn.Linear` with all of its weight at hand (adapters, hooks that may fetch or change a
-weight, weights in shards or elsewhere), each projection computes its own.
+module returns is dropped. Modules, parameters, names and hooks stay as they are. Without gradients (but for weights
+that are joined, see joined.py), while compiling, and for whatever is not a plain `nn.Linear` with all of its weight at
+hand (adapters, hooks that may fetch or change a weight, weights in shards or elsewhere), each computes its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 from distill_kernels.matmul.shared_input import shared_linear
 from distill_kernels.matmul.siblings import SIBLINGS, SiblingOutputs
+from distill_kernels.operands import side_by_side
 from torch import nn
 
 GROUP = "_distill_shared_input"
@@ -33,6 +34,7 @@ class SharedInput:
     def __init__(self, layers: dict[str, nn.Linear]) -> None:
         self.layers = layers
         self.is_open = False
+        self.joined = False  # the weights lie after each other, unless they have been moved since
         self.wasted = False  # an output was made that nobody took: the module calls its projections in another way
         self.outputs: SiblingOutputs[torch.Tensor] = SiblingOutputs()
 
@@ -41,6 +43,10 @@ class SharedInput:
         yield module, sharing_forward(module)
         yield from ((layer, projection_forward) for layer in self.layers.values())
 
+    def weights(self) -> list[nn.Linear]:
+        """The layers whose weights are multiplied with the input."""
+        return list(self.layers.values())
+
     def is_intact(self, module: nn.Module) -> bool:
         """Whether `module` still calls these projections, as they are: none is wrapped (an adapter) or replaced."""
         own = module._modules
@@ -48,22 +54,17 @@ class SharedInput:
 
     def compute(self, x: torch.Tensor) -> tuple[dict[Hashable, torch.Tensor], list[torch.Tensor]] | None:
         """The outputs of all, and their weights and biases; None where each has to compute its own."""
-        if type(x) not in PLAIN or x.is_inference() or not self._at_hand(x):
-            return None
         layers = list(self.layers.values())
         weights, biases = [each.weight for each in layers], [each.bias for each in layers]
+        read = [tensor for tensor in (*weights, *biases) if tensor is not None]
+        if any(type(t) not in PLAIN or t.device != x.device or not t.numel() for t in (x, *read)):
+            return None
+        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *read))
+        able = not x.is_inference() if trained else side_by_side(weights) is not None
+        if not able:
+            return None
         outputs: dict[Hashable, torch.Tensor] = dict(zip(layers, shared_linear(x, weights, biases), strict=True))
-        return outputs, [tensor for tensor in (*weights, *biases) if tensor is not None]
-
-    def _at_hand(self, x: torch.Tensor) -> bool:
-        trained = x.requires_grad
-        for layer in self.layers.values():
-            for tensor in (layer.weight, layer.bias):
-                if tensor is not None:
-                    if type(tensor) not in PLAIN or tensor.device != x.device or not tensor.numel():
-                        return False
-                    trained = trained or tensor.requires_grad
-        return trained
+        return outputs, read
 
     def close(self, returned: bool) -> None:
         """Drop what is left."""
@@ -95,7 +96,7 @@ def projection_forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """What takes the place of a sibling projection's forward."""
     if not torch.compiler.is_compiling():
         group = self.__dict__[GROUP]
-        if group.is_open and torch.is_grad_enabled():
+        if group.is_open and (group.joined or torch.is_grad_enabled()):
             output: torch.Tensor | None = group.outputs.take(self, x, group.compute)
             if output is not None:
                 return output
@@ -108,10 +109,10 @@ def sharing_forward(module: nn.Module) -> Callable[..., object]:
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return inner(self, *args, **kwargs)
         group = self.__dict__[GROUP]
-        if group.is_open or group.wasted or not group.is_intact(self):
+        if not (group.joined or torch.is_grad_enabled()) or group.is_open or group.wasted or not group.is_intact(self):
             return inner(self, *args, **kwargs)
         group.is_open, returned = True, False
         try:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from distill.models.cards import runs_our_kernels
 from distill.models.joined import join_siblings
 from distill.models.patching import UNDO, patch
+from distill.models.shared_input import GROUP
 
 FILE, STEP = "answers_from.safetensors", "step"  # of a checkpoint
 
@@ -29,11 +30,11 @@ class Snapshot:
         self.step: int | None = None
         self.model = copy.deepcopy(model).requires_grad_(False)
         for module in self.model.modules():
-            for name in ("forward", UNDO):
+            for name in ("forward", UNDO, GROUP):
                 module.__dict__.pop(name, None)
         if runs_our_kernels(next(self.model.parameters()).device):
-            join_siblings(self.model)
             patch(self.model, "teacher", attention=None, log_it=False)
+            join_siblings(self.model)
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
     @torch.no_grad()

@@ -182,10 +182,16 @@ def patch_models(pair: Pair, choices: AttentionChoices) -> None:
             console.say(f"{'kernels':<12}{role}: {report}")
 
 
-def compile_models(pair: Pair) -> None:
-    """Have the decoder layers of all models compiled when training first calls them."""
+def prepare_models(pair: Pair, *, joins: bool, compiles: bool) -> None:
+    """What is left once a teacher's layers are in fp8, if they shall be: join weights of projections that read the same
+    activations, and have the decoder layers compiled when training first calls them."""
     from distill.models.compiling import compile_layers
+    from distill.models.joined import join_siblings, joins_on
 
+    for _, model in pair.models() if joins and joins_on(next(pair.student.parameters()).device) else ():
+        join_siblings(model, trains=True)
+    if not compiles:
+        return
     counts: dict[str, int] = {}
     for field, model in pair.models():
         role = field if field == "student" else "teacher"

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distill_kernels.optim.adamw import FusedAdamW
 from safetensors.torch import save_file
 from torch import nn
 
 from distill.core import console
 from distill.core.faults import RunError
 from distill.core.ranks import is_first
+from distill.models.joined import joins_on
 from distill.teachers.base import Batch
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ class Health:
             RunError: `limit` steps in a row were not finite.
         """
         assert self._loss is not None
-        norm = _norm(model) if self._norm is None else self._norm
+        norm = norm_of(model) if self._norm is None else self._norm
         bad = (~torch.isfinite(norm.float() + self._loss)).float()
         flags = torch.stack([bad, torch.full_like(bad, float(self._asked.is_set()))])
         if self.ranks > 1:
@@ -222,7 +224,25 @@ def _skips_by_itself(optimizer: Any) -> bool:
     return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))
 
 
-def _norm(model: nn.Module) -> torch.Tensor:
+def clip_in_step(model: nn.Module, optimizer: object, most: float) -> torch.Tensor | None:
+    """Have the optimizer scale gradients to a norm of at most `most` as it reads them.
+
+    Clipping them in place would read, write and round all of them once more. Never run on a GPU yet.
+
+    Returns:
+        The norm before; None for an optimizer or a GPU that does not, and nothing has been done.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    able = isinstance(inner, FusedAdamW) and joins_on(next(model.parameters()).device)
+    if not able:
+        return None
+    norm = norm_of(model)
+    vars(inner)["grad_scale"] = ((norm.float() + 1e-6) / most).clamp_min(1.0)
+    return norm
+
+
+def norm_of(model: nn.Module) -> torch.Tensor:
+    """The 2-norm of all gradients, a scalar on their device; 0 without any."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -50,7 +50,7 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.asking import Asking, ended_by
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
-from distill.training.health import Health, OutlivesSignals
+from distill.training.health import Health, OutlivesSignals, clip_in_step
 from distill.training.metrics import Meter, named_means, number_of_sums
 from distill.training.scheduling import LossSchedule
 from distill.training.watchdog import watching
@@ -193,7 +193,9 @@ class DistillationTrainer(Trainer):
         return 0
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        norm = super()._clip_grad_norm(model)
+        whole = not (self.accelerator.scaler or self.is_fsdp_enabled)
+        norm = clip_in_step(model, self.optimizer, self.args.max_grad_norm) if whole else None
+        norm = super()._clip_grad_norm(model) if norm is None else norm
         self.health.see_norm(norm)
         return norm
 

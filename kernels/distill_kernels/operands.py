@@ -8,12 +8,14 @@ neighbours in memory were its elements: `rows_of` is what a launcher passes ever
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
 
 from distill_kernels.launch import TensorDescriptor, tl, triton
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @overload
@@ -34,6 +36,20 @@ def has_aligned_rows(matrix: torch.Tensor) -> bool:
     """True where the copy engine (TMA) takes `matrix` as it is: adjacent elements, 16-byte base and stride."""
     apart = matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * matrix.element_size() % 16 == 0
     return matrix.stride(1) == 1 and apart and matrix.data_ptr() % 16 == 0
+
+
+def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Contiguous tensors [n_i, ...] that lie after each other in one allocation as one, [sum n_i, ...]; else None."""
+    first, elements = tensors[0], 0
+    for tensor in tensors:
+        if (
+            type(tensor) not in _PLAIN or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]
+            or not tensor.is_contiguous() or tensor.storage_offset() != first.storage_offset() + elements
+            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):  # fmt: skip
+            return None
+        elements += tensor.numel()
+    return first.detach().as_strided((sum(len(tensor) for tensor in tensors), *first.shape[1:]), first.stride())
 
 
 def blocks_of(matrix: torch.Tensor, rows: int, columns: int, tma: bool) -> Any:

@@ -13,6 +13,7 @@ of the wall clock over a pair's `timed` steps after `warm` launched or compiled 
     ..., LoRA                     PEFT's adapters of rank 16 on every linear layer of the student
     liger                         Liger Kernel's patches and its fused linear JSD at beta = 0
     ours, ...                     `distill run` as it is; `launched` and `graphed` set train.cuda_graph
+    ours, ..., joined             with what distill/models/joined.py has ready and no family of GPUs takes yet
 
 Rivals make no masks: transformers asks a batch whether documents are packed in it, but not while it is compiled or
 captured, and then attends by a mask of [T, T] in place of `is_causal`. Layers compiled before had no mask, so that a
@@ -95,6 +96,9 @@ OURS = {
     "ours, packed, fp32 weights, launched": [FP32, LAUNCHED],
     "ours, LoRA": [LORA],
     "ours, LoRA, launched": [LORA, LAUNCHED],
+    "ours, joined": [],
+    "ours, packed, fp32 weights, joined": [FP32],
+    "ours, LoRA, joined": [LORA],
 }
 PRODUCTS = "bare products"
 CANDIDATES = (PRODUCTS, *OURS, *RIVALS)
@@ -267,10 +271,15 @@ class Timed(TrainerCallback):
 
 def ours(name: str, pair: Pair) -> dict[str, Any]:
     """A real run, of random weights and tokens."""
+    from distill_kernels.launch import FAMILIES
+
     import distill.run
+    from distill.models import joined
     from distill.recipe import load
     from distill.training.trainer import DistillationTrainer
 
+    if "joined" in name:
+        joined.FAMILIES = frozenset(FAMILIES)
     steps = pair.warm + pair.timed
     timed, trace = Timed(pair), Trace(steps + 1, steps + 1 + TRACED)
     recipe = load(ROOT / "recipes/llama3-8b-to-1b.yaml", [

@@ -12,15 +12,15 @@ from typing import Literal
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats, takes_shortcut
 from distill_kernels.launch import cdiv, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate, activate_with_derivative
 from distill_kernels.layers.rows import as_rows
+from distill_kernels.matmul.shared_input import gradients_of
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-FORWARD_BLOCK, FORWARD_WARPS = 1024, 4
-BACKWARD_BLOCK, BACKWARD_WARPS = 1024, 4
+BLOCK, WARPS = 1024, 4
 
 
 def reference_glu(gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -76,10 +76,10 @@ def _launch_forward(gate: torch.Tensor, up: torch.Tensor | None, activation: str
     if elements:
         if gate_stride == up_stride == columns:
             columns = elements  # contiguous: one long row
-        blocks = cdiv(columns, FORWARD_BLOCK)
+        blocks = cdiv(columns, BLOCK)
         _forward_kernel[(blocks * (elements // columns),)](
             gate, source, y, gate_stride, up_stride, up_offset, columns, blocks,
-            ACTIVATION=activation, BLOCK=FORWARD_BLOCK, num_warps=FORWARD_WARPS,
+            ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return y
 
@@ -94,27 +94,31 @@ def _launch_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # returns dgate and dup; packed, both in the first and the second empty
-    columns = dy.shape[-1]
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = None if up is None else torch.empty(up.shape, dtype=up.dtype, device=up.device)
+    _fill_gradients(dy, gate, up, dgate, dup, activation)
+    return dgate, dy.new_empty(0) if dup is None else dup
+
+
+def _fill_gradients(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor | None, dgate: torch.Tensor, dup: torch.Tensor | None,
+    activation: str,
+) -> None:  # fmt: skip
+    """Fills dgate and dup, rows of both equally far apart."""
+    elements, columns = dy.numel(), dy.shape[-1]
     dy, dy_stride = as_rows(dy)
     gate, gate_stride = as_rows(gate)
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if up is None:
-        source, up_stride, up_offset, out_stride, out_offset = gate, gate_stride, columns, 2 * columns, columns
-        dup = target = dgate
-    else:
-        source, up_stride = as_rows(up)
-        up_offset, out_stride, out_offset = 0, columns, 0
-        dup = target = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    elements = dy.numel()
+    source, up_stride = (gate, gate_stride) if up is None else as_rows(up)
+    up_offset = columns if up is None else 0
+    _, out_stride = as_rows(dgate)
     if elements:
         if dy_stride == gate_stride == up_stride == out_stride == columns:
             columns = elements
-        blocks = cdiv(columns, BACKWARD_BLOCK)
+        blocks = cdiv(columns, BLOCK)
         _backward_kernel[(blocks * (elements // columns),)](
-            dy, gate, source, dgate, target, dy_stride, gate_stride, up_stride, up_offset, out_stride, out_offset,
-            columns, blocks, ACTIVATION=activation, BLOCK=BACKWARD_BLOCK, num_warps=BACKWARD_WARPS,
+            dy, gate, source, dgate, dgate if dup is None else dup, dy_stride, gate_stride, up_stride, up_offset,
+            out_stride, up_offset, columns, blocks, ACTIVATION=activation, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    return dgate, dup if up is not None else dy.new_empty(0)
 
 
 def _fake_backward(
@@ -129,11 +133,15 @@ _backward_op = KernelOp("glu_backward", _launch_backward, _fake_backward)
 def _setup_context(ctx, inputs, output) -> None:
     gate, up, activation = inputs
     ctx.save_for_backward(gate, up)
-    ctx.activation = activation
+    ctx.activation, ctx.places = activation, None if up is None else gradients_of(gate, up)
 
 
 def _backward(ctx, dy):
     gate, up = ctx.saved_tensors
+    if ctx.places is not None and takes_shortcut(dy, gate, up):
+        dgate, dup = (part.view(gate.shape) for part in ctx.places.make(gate))
+        _fill_gradients(dy, gate, up, dgate, dup, ctx.activation)
+        return dgate, dup, None
     dgate, dup = _backward_op(dy, gate, up, ctx.activation)
     return dgate, None if up is None else dup, None
 

@@ -16,9 +16,12 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats
+from distill_kernels.kernel_op import KernelOp, as_from_kernel, check_floats, takes_shortcut
 from distill_kernels.launch import next_power_of_2, runs_on_triton, tl, triton
+from distill_kernels.matmul.shared_input import Gradients, gradients_of
+from distill_kernels.operands import differentiable_once
 
 
 def reference_rope(
@@ -177,6 +180,37 @@ _op = KernelOp("rope", _launch, _fake, setup_context=_setup_context, backward=_b
 _in_place_op = KernelOp("rope_in_place", _launch_in_place, _fake_in_place, mutates=("q", "k"))
 
 
+class _RotateProjections(torch.autograd.Function):
+    """Of columns of one matrix, in place: nobody else reads them, and a copy would keep the matrix beside it."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, places):
+        ctx.save_for_backward(cos, sin)
+        ctx.places = places
+        _launch_in_place(q, k, cos, sin)
+        return q, k
+
+    @staticmethod
+    @differentiable_once
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        cos, sin = ctx.saved_tensors
+        dq, dk = _last_contiguous(dq, dk)
+        batch, _, tokens, dim = dq.shape
+        q_out, k_out = (part.view(batch, tokens, -1, dim).transpose(1, 2) for part in ctx.places.make(dq))
+        cos, sin = _last_contiguous(cos, sin)
+        _rotate(dq, dk, cos, sin, q_out, k_out, True)
+        return q_out, k_out, None, None, None
+
+
+def _are_projections(q: torch.Tensor, k: torch.Tensor, places: Gradients) -> bool:
+    """Whether q and k are [B, T, H, D] seen from the heads' side, as the places of their gradients will be."""
+    return all(
+        x.shape[1] * x.shape[3] == size and x.stride() == (x.shape[2] * places.width, x.shape[3], places.width, 1)
+        for x, size in zip((q, k), places.sizes, strict=True)
+    )
+
+
 def _check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(
@@ -202,7 +236,8 @@ def rope(
         k: [B, Hk, T, D].
         cos: [B or 1, T, R], R <= D even; dimensions from R on pass through. No gradient.
         sin: Like cos.
-        in_place: Write over q and k. Only where no gradient is recorded.
+        in_place: Write over q and k. Only where no gradient is recorded; where one is, outputs of one `shared_linear`
+            with joined weights are written over in any case.
 
     Returns:
         The rotated q and k, with the strides (where dense) and dtypes of q and k; q and k themselves if `in_place`.
@@ -218,6 +253,11 @@ def rope(
         q_out, k_out = reference_rope(q, k, cos, sin)
         return (q.copy_(q_out), k.copy_(k_out)) if in_place else (as_from_kernel(q_out), as_from_kernel(k_out))
     if not in_place:
+        if torch.is_grad_enabled() and takes_shortcut(q, k, cos, sin):
+            places = gradients_of(q, k)
+            if places is not None and _are_projections(q, k, places):
+                rotated: tuple[torch.Tensor, torch.Tensor] = _RotateProjections.apply(q, k, cos, sin, places)
+                return rotated
         return _op(q, k, cos, sin, False)
     if q.stride(-1) != 1 or k.stride(-1) != 1:
         raise ValueError("in_place: expected q and k with a contiguous last dimension")

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import product_fp32
-from distill_kernels.operands import differentiable_once
+from distill_kernels.matmul.shared_input import products, put_together
+from distill_kernels.operands import differentiable_once, side_by_side
 
 
 def reference_lora_linear(
@@ -80,11 +81,73 @@ class _LoraLinear(torch.autograd.Function):
         if ctx.function is None:
             dx, da, db = _backward(upstream, parts[0], weight, a, b, low, ctx.scale, (need[6], need[3], need[4]))
             return None, None, None, da, db, None, dx
-        with torch.enable_grad():
-            leaves = [part.detach().requires_grad_() for part in parts]
+        with torch.enable_grad():  # of what they were made by, which may have places for their gradients
+            leaves = [part if part.requires_grad else part.detach().requires_grad_() for part in parts]
             x = ctx.function(*leaves)
         dx, da, db = _backward(upstream, x.detach(), weight, a, b, low, ctx.scale, (True, need[3], need[4]))
         return None, None, None, da, db, None, *torch.autograd.grad(x, leaves, dx)
+
+
+def _low(rows: torch.Tensor, a: torch.Tensor, scale: float) -> torch.Tensor:
+    """s rows a^T, the factor within the product."""
+    return torch.addmm(rows.new_empty(1), rows, a.t(), beta=0, alpha=scale)
+
+
+def _narrow(adapters: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Adapters' matrices as the products take them, cast in one kernel."""
+    if all(matrix.dtype == dtype for matrix in adapters):
+        return list(adapters)
+    copies = [torch.empty_like(matrix, dtype=dtype) for matrix in adapters]
+    torch._foreach_copy_(copies, list(adapters))
+    return copies
+
+
+class _LoraLinears(torch.autograd.Function):
+    """Several layers that read the same x and whose frozen weights lie side by side: one product of these each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: Any, biases: Any, scales: Any, *adapters: torch.Tensor) -> Any:
+        count, rows = len(weights), x.reshape(-1, x.shape[-1])
+        ctx.sizes, ctx.count, ctx.rows, ctx.whole = [len(weight) for weight in weights], count, rows.shape[0], None
+        ctx.scales, ctx.dtypes, ctx.claimed = scales, [matrix.dtype for matrix in adapters], False
+        with torch.autocast(x.device.type, enabled=False):
+            narrow = _narrow(adapters, x.dtype)
+            a, ctx.ranks = torch.cat(narrow[:count]), [len(matrix) for matrix in adapters[:count]]
+            outputs, ctx.joined = products(x, weights, biases)
+            lows = [_low(rows, a, scales[0])] if len(set(scales)) == 1 else [
+                _low(rows, matrix, scale) for matrix, scale in zip(narrow[:count], scales, strict=True)
+            ]  # fmt: skip
+            each = lows if len(lows) == count else lows[0].split(ctx.ranks, 1)
+            for out, low, b in zip(outputs, each, narrow[count:], strict=True):
+                out.reshape(-1, out.shape[-1]).addmm_(low, b.t())
+        ctx.save_for_backward(x, a, *weights, *narrow[count:], *each)
+        return outputs
+
+    @staticmethod
+    @differentiable_once
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        (x, a, *more), need, count = ctx.saved_tensors, ctx.needs_input_grad, ctx.count
+        weights, bs, lows = more[:count], more[count : 2 * count], more[2 * count :]
+        rows = x.reshape(-1, x.shape[-1])
+        flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream)}
+        whole = put_together(ctx, flat)
+        d_low = rows.new_empty(rows.shape[0], a.shape[0])
+        for place, part in enumerate(d_low.split(ctx.ranks, 1)):
+            torch.addmm(part, flat[place], bs[place], beta=0, alpha=ctx.scales[place], out=part)
+        dx = None
+        if need[0]:
+            weight = side_by_side(weights)
+            if whole is not None and weight is not None:
+                dx = whole @ weight
+            else:
+                dx = flat[0] @ weights[0]
+                for place in range(1, count):
+                    dx.addmm_(flat[place], weights[place])
+            dx = dx.addmm_(d_low, a).view(x.shape)
+        d_as = _wide(d_low.t(), rows, ctx.dtypes[0]).split(ctx.ranks)
+        d_bs = [_wide(flat[place].t(), lows[place], ctx.dtypes[count + place]) for place in range(count)]
+        return dx, None, None, None, *(d if n else None for d, n in zip((*d_as, *d_bs), need[4:], strict=True))
 
 
 def _wide(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -116,6 +179,34 @@ def lora_linear(
     """
     _check(x, weight, bias, a, b)
     return _LoraLinear.apply(None, weight, bias, a, b, float(scale), x)
+
+
+def lora_linears(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None],
+    adapters: Sequence[tuple[torch.Tensor, torch.Tensor, float]],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """`lora_linear` of several layers that read the same x, whose weights lie side by side, as one node of autograd.
+
+    Never run on a GPU yet.
+
+    Args:
+        x: [..., I].
+        weights: each [O_i, I], frozen; see `side_by_side`.
+        biases: each [O_i] or None.
+        adapters: A, B and scale of each; all A in one dtype.
+
+    Returns:
+        Each [..., O_i], columns of one matrix.
+
+    Raises:
+        ValueError: as `lora_linear`.
+    """
+    for weight, bias, (a, b, _) in zip(weights, biases, adapters, strict=True):
+        _check(x, weight, bias, a, b)
+    matrices = [pair[at] for at in (0, 1) for pair in adapters]
+    scales = tuple(float(scale) for *_, scale in adapters)
+    outputs: tuple[torch.Tensor, ...] = _LoraLinears.apply(x, list(weights), list(biases), scales, *matrices)
+    return outputs
 
 
 def lora_linear_of(

@@ -7,10 +7,16 @@ elementwise additions fall away (3 N I numbers moved each, N rows of I inputs), 
 is cast and kept once, where each layer casts and keeps its own copy otherwise, all weights are cast in one kernel, and
 the products g^T x write the gradients of fp32 weights in fp32. Outputs have the bits of `F.linear`. Products are the
 BLAS library's.
+
+Weights that lie after each other in memory (`side_by_side`), and biases likewise, are one weight W = [W_1; W_2; ...]:
+one product makes all y_i, columns of one matrix, one makes dx and one makes dW where the g_i lie side by side as well.
+Small outputs (k and v) fill a GPU in neither of their own products. What makes the g_i can find out where they should
+lie (`gradients_of`), as the gradients of `rope` and `glu` do.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +27,10 @@ from torch.nn import functional as F
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import product_fp32
 from distill_kernels.matmul.siblings import compute_dtype
-from distill_kernels.operands import differentiable_once
+from distill_kernels.operands import differentiable_once, side_by_side
+
+_NODES = ("_SharedLinearBackward", "_LoraLinearsBackward")
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "TransposeBackward0")
 
 
 def reference_shared_linear(
@@ -32,12 +41,16 @@ def reference_shared_linear(
 
 
 def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """`tensors` in `dtype`; those of another one are copied in one kernel."""
+    """`tensors` in `dtype`; those of another one are copied in one kernel, side by side where they lie so."""
     others = [tensor for tensor in tensors if tensor.dtype != dtype]
     if not others:
         return list(tensors)
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in others]
-    torch._foreach_copy_(copies, others)
+    whole = side_by_side(others)
+    if whole is not None:
+        copies = list(whole.to(dtype).split([len(tensor) for tensor in others]))
+    else:
+        copies = [torch.empty_like(tensor, dtype=dtype) for tensor in others]
+        torch._foreach_copy_(copies, others)
     made = iter(copies)
     return [tensor if tensor.dtype == dtype else next(made) for tensor in tensors]
 
@@ -49,18 +62,35 @@ def _weight_gradient(g: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) ->
     return product_fp32(g.t(), rows, torch.empty(g.shape[1], rows.shape[1], dtype=dtype, device=g.device))
 
 
+def products(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """Of x and all weights; columns of one matrix where weights and biases lie side by side, and whether they are."""
+    given = [bias for bias in biases if bias is not None]
+    weight, bias = side_by_side(weights), side_by_side(given) if len(given) == len(biases) else None
+    if weight is None or (bias is None and given):
+        return tuple(map(functools.partial(F.linear, x), weights, biases)), False
+    return F.linear(x, weight, bias).split([len(part) for part in weights], -1), True
+
+
 class _SharedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, biased: Sequence[int], x: torch.Tensor, *operands: torch.Tensor) -> Any:
         # cast here and not by autocast, whose cache would keep copies that were made without a graph
         count, needed = len(operands) - len(biased), ctx.needs_input_grad[2:]
         ctx.dtypes, ctx.count, ctx.biased = [x.dtype, *(t.dtype for t in operands)], count, biased
-        x, cast = x.to(dtype), _cast(operands, dtype)
-        biases = dict(zip(biased, cast[count:], strict=True))
+        x = x.to(dtype)
+        parts = [operands] if side_by_side(operands[:count]) is None else [operands[:count], operands[count:]]
+        cast = [tensor for part in parts for tensor in _cast(part, dtype)]
+        weights, given = cast[:count], cast[count:]
         ctx.set_materialize_grads(False)
-        kept = cast[:count] if needed[0] else []
+        kept = weights if needed[0] else []
         ctx.save_for_backward(x if any(needed[1 : 1 + count]) else None, *kept)
-        return tuple(F.linear(x, weight, biases.get(place)) for place, weight in enumerate(cast[:count]))
+        ctx.sizes, ctx.rows, ctx.whole = [len(weight) for weight in weights], x.shape[:-1].numel(), None
+        ctx.claimed = False
+        biases = dict(zip(biased, given, strict=True))
+        outputs, ctx.joined = products(x, weights, [biases.get(place) for place in range(count)])
+        return outputs
 
     @staticmethod
     @differentiable_once
@@ -69,19 +99,75 @@ class _SharedLinear(torch.autograd.Function):
         (x, *weights), needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         gradients: list[torch.Tensor | None] = [None] * len(needed)
         flat = {place: g.reshape(-1, g.shape[-1]) for place, g in enumerate(upstream) if g is not None}  # those in use
-        dx = None
-        for place, g in flat.items():
-            if weights:
+        rows, dx, whole = None if x is None else x.reshape(-1, x.shape[-1]), None, put_together(ctx, flat)
+        if weights and whole is not None and (weight := side_by_side(weights)) is not None:
+            dx = whole @ weight
+        elif weights:
+            for place, g in flat.items():
                 dx = g @ weights[place] if dx is None else dx.addmm_(g, weights[place])
-            if needed[1 + place]:
-                gradients[1 + place] = _weight_gradient(g, x.reshape(-1, x.shape[-1]), ctx.dtypes[1 + place])
+        trained = [place for place in flat if needed[1 + place]]
+        if whole is not None and rows is not None and len(trained) == ctx.count:
+            gradients[1 : 1 + ctx.count] = _weight_gradient(whole, rows, ctx.dtypes[1]).split(ctx.sizes)
+        else:
+            for place in trained:
+                assert rows is not None
+                gradients[1 + place] = _weight_gradient(flat[place], rows, ctx.dtypes[1 + place])
+        sums = whole.sum(0, dtype=ctx.dtypes[-1]).split(ctx.sizes) if whole is not None and ctx.biased else None
         for at, place in enumerate(ctx.biased, 1 + ctx.count):
             if needed[at] and place in flat:
-                gradients[at] = flat[place].sum(0, dtype=ctx.dtypes[at])
+                gradients[at] = flat[place].sum(0, dtype=ctx.dtypes[at]) if sums is None else sums[place]
         if dx is not None:
             shape = next(g.shape[:-1] for g in upstream if g is not None)
             gradients[0] = dx.view(*shape, -1).to(ctx.dtypes[0])
         return None, None, *gradients
+
+
+def put_together(ctx: Any, flat: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """All upstream gradients as one matrix; None unless most of them were written into it."""
+    whole, ctx.whole = ctx.whole, None
+    if whole is None or len(flat) < ctx.count:
+        return None
+    for place, own in enumerate(whole.split(ctx.sizes, 1)):
+        if flat[place].data_ptr() != own.data_ptr() or flat[place].stride() != own.stride():
+            own.copy_(flat[place])  # or what was written there was added to something else on its way
+    return whole
+
+
+class Gradients:
+    """Where the gradients of some outputs of one `shared_linear` are to be written, so that they lie side by side.
+
+    Attributes:
+        sizes: O_i of these outputs.
+        width: of a row, over all outputs.
+    """
+
+    def __init__(self, node: Any, places: Sequence[int]) -> None:
+        self._node, self._places = node, places
+        self.sizes, self.width = [node.sizes[place] for place in places], sum(node.sizes)
+
+    def make(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """New memory for them, each [N, O_i] with rows `width` apart, in the dtype of `like`."""
+        self._node.whole = like.new_empty(self._node.rows, self.width)
+        parts = self._node.whole.split(self._node.sizes, 1)
+        return [parts[place] for place in self._places]
+
+
+def gradients_of(*outputs: torch.Tensor) -> Gradients | None:
+    """The places of the gradients of `outputs`: outputs of one `shared_linear` with joined weights, or views of them in
+    other shapes. They are given once; None the next time, and for other tensors."""
+    found: list[tuple[Any, int]] = []
+    for output in outputs:
+        node: Any = output.grad_fn
+        place = output.output_nr
+        while node is not None and node.name() in _VIEWS:
+            node, place = node.next_functions[0]
+        if node is None or node.name() not in _NODES or not node.joined or node.claimed:
+            return None
+        found.append((node, place))
+    if any(node is not found[0][0] for node, _ in found):
+        return None
+    found[0][0].claimed = True
+    return Gradients(found[0][0], [place for _, place in found])
 
 
 def shared_linear(
@@ -106,7 +192,10 @@ def shared_linear(
             f"shared_linear: expected x [..., I], weights [O, I] and as many biases, got {list(x.shape)}, "
             f"{[list(w.shape) for w in weights]} and {len(biases)} biases"
         )
+    dtype = compute_dtype(x)
+    if not torch.is_grad_enabled():
+        return products(x.to(dtype), _cast(weights, dtype), [None if b is None else b.to(dtype) for b in biases])[0]
     biased = [place for place, bias in enumerate(biases) if bias is not None]
     given = [bias for bias in biases if bias is not None]
-    outputs: tuple[torch.Tensor, ...] = _SharedLinear.apply(compute_dtype(x), biased, x, *weights, *given)
+    outputs: tuple[torch.Tensor, ...] = _SharedLinear.apply(dtype, biased, x, *weights, *given)
     return outputs

@@ -1,0 +1,306 @@
+"""Sibling projections whose weights lie after each other: one product each way, the same gradients, safe to move."""
+
+import contextlib
+import copy
+import types
+
+import pytest
+import torch
+from distill_kernels import FusedAdamW
+from distill_kernels.launch import interpreted
+from distill_kernels.layers.glu import reference_glu, swiglu
+from distill_kernels.layers.rope import reference_rope, rope
+from distill_kernels.matmul.lora import lora_linears, reference_lora_linear
+from distill_kernels.matmul.shared_input import gradients_of, reference_shared_linear, shared_linear
+from distill_kernels.operands import side_by_side
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
+from tiny import tiny_model
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from distill.models import joined as joined_module
+from distill.models.fp8_student import compute_in_fp8
+from distill.models.head import decoder_of
+from distill.models.joined import join_siblings
+from distill.models.patching import patch, unpatch
+from distill.models.snapshot import Snapshot
+
+IDS = torch.arange(3, 43).view(2, 20)
+
+
+def joined(*sizes, inputs=16, dtype=torch.float32):
+    whole = torch.randn(sum(sizes), inputs, dtype=dtype) / inputs**0.5
+    return [torch.nn.Parameter(part) for part in whole.split(sizes)]
+
+
+def products(function):
+    """How many matrix products a call makes, and what it returns."""
+    with torch.profiler.profile() as profiler:
+        result = function()
+    return sum(event.name in ("aten::mm", "aten::addmm", "aten::addmm_") for event in profiler.events()), result
+
+
+# ---- kernels
+
+
+def test_gradients_come_to_lie_side_by_side():
+    """Of q and k by the rotation, of v by a copy; of gate and up by their activation: one product each."""
+    torch.manual_seed(0)
+    heads, projections, gates = 8, joined(32, 16, 16), joined(40, 40)
+    biases = list(torch.randn(64).split([32, 16, 16]))
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    angles = torch.rand(1, 6, heads), torch.rand(1, 6, heads)
+
+    def run(linear, rotate, glu):
+        q, k, v = (y.view(2, 6, -1, heads).transpose(1, 2) for y in linear(x, projections, biases))
+        q, k = rotate(q, k, *angles)
+        outputs = [q, k, v, glu(*linear(x, gates, [None, None]))]
+        loss = sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sin().sum() for y in outputs)
+        made, gradients = products(lambda: torch.autograd.grad(loss, [x, *projections, *gates]))
+        return made, [*outputs, *gradients]
+
+    with interpreted():
+        made, ours = run(shared_linear, rope, swiglu)
+    _, exact = run(reference_shared_linear, reference_rope, lambda *parts: reference_glu(*parts, "silu"))
+    assert made == 4
+    for got, right in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5 * float(right.detach().abs().max()))
+    assert side_by_side(ours[5:8]) is not None and side_by_side(ours[8:]) is not None
+
+
+def test_places_are_given_once_and_only_to_siblings():
+    x = torch.randn(3, 16, requires_grad=True)
+    gate, up = shared_linear(x, joined(8, 8), [None, None])
+    other, _ = shared_linear(x, joined(8, 8), [None, None])
+    apart, _ = shared_linear(x, [w.detach().clone().requires_grad_() for w in joined(8, 8)], [None, None])
+    for outputs in ((gate, other), (apart,), (gate * 1.0, up), (x,)):
+        assert gradients_of(*outputs) is None
+    assert gradients_of(gate.view(3, 2, 4).transpose(0, 1), up) is not None
+    assert gradients_of(gate, up) is None
+
+
+def test_an_output_that_is_used_twice():
+    """Its gradients are added on their way, so that the sum is not what was written."""
+    torch.manual_seed(0)
+    weights, x = joined(8, 8), torch.randn(3, 16, requires_grad=True)
+
+    def run(linear, glu):
+        gate, up = linear(x, weights, [None, None])
+        return torch.autograd.grad((glu(gate, up) + glu(gate, 2 * up) + gate.square()).sum(), [x, *weights])
+
+    with interpreted():
+        ours = run(shared_linear, swiglu)
+    exact = run(reference_shared_linear, lambda *parts: reference_glu(*parts, "silu"))
+    for got, right in zip(ours, exact, strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["order", "another", "copied", "transposed", "dtype"])
+def test_what_does_not_lie_side_by_side(change):
+    first, second = joined(4, 6)
+    pairs = {
+        "order": (second, first), "another": (first, torch.randn(6, 16)), "copied": (first, second.detach().clone()),
+        "transposed": (first, torch.randn(16, 6).t()), "dtype": (first, second.detach().double()),
+    }  # fmt: skip
+    assert side_by_side([first, second]).shape == (10, 16)
+    assert side_by_side(pairs[change]) is None
+
+
+# ---- models
+
+
+def ready(role="student", *, join=True, dtype=torch.float32, **more):
+    model = tiny_model(hidden=64, dtype=dtype, **more)
+    model.train() if role == "student" else model.requires_grad_(False)
+    patch(model, role, attention="triton")
+    count = join_siblings(model, trains=True) if join else 0
+    return model, count
+
+
+def run(model, autocast=False):
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), interpreted():
+        hidden = decoder_of(model)(input_ids=IDS, use_cache=False).last_hidden_state
+        # its rows' norms are those of the last norm, so that the mean of squares would be a constant
+        slope = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view(hidden.shape)
+        (hidden.double() * slope).square().sum().backward()
+    return hidden.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got, right, tolerance):
+    (hidden, gradients), (expected, exact) = got, right
+    assert gradients.keys() == exact.keys()
+    for a, b in [(hidden, expected), *((gradients[name], exact[name]) for name in exact)]:
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_student_has_the_gradients_of_separate_weights(autocast, bias):
+    model, count = ready(attention_bias=bias)
+    assert count == 4
+    made, ours = products(lambda: run(model, autocast))
+    plain, exact = products(lambda: run(ready(join=False, attention_bias=bias)[0], autocast))
+    assert plain - made >= 2 * (3 + 6)  # forward 2 + 1, backward (2 + 1) twice, of each layer
+    assert_same(ours, exact, 2e-2 if autocast else 1e-5)
+    assert_same(run(model, autocast), ours, 0)  # again
+    again = copy.deepcopy(model)  # whose weights lie apart
+    assert_same(run(again, autocast), exact, 2e-2 if autocast else 1e-5)
+    unpatch(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_teacher_makes_one_product_of_its_siblings():
+    """And none of stale weights where they have been moved."""
+    with interpreted(), torch.no_grad():
+        model, count = ready("teacher")
+        assert count == 4
+        plain, _ = ready("teacher", join=False)
+        made, hidden = products(lambda: decoder_of(model)(input_ids=IDS, use_cache=False).last_hidden_state)
+        usual, expected = products(lambda: decoder_of(plain)(input_ids=IDS, use_cache=False).last_hidden_state)
+        assert usual - made == 2 * 3
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+        for each in (model, plain):
+            weight = each.model.layers[0].self_attn.k_proj.weight
+            weight.data = -2 * weight.data
+        hidden, expected = (
+            decoder_of(each)(input_ids=IDS, use_cache=False).last_hidden_state for each in (model, plain)
+        )
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-5)
+        with torch.inference_mode():
+            assert torch.equal(decoder_of(model)(input_ids=IDS, use_cache=False).last_hidden_state, hidden)
+
+
+def test_an_optimizers_steps_and_files_are_those_of_separate_weights(tmp_path):
+    models = [ready(join=join)[0] for join in (True, False)]
+    optimizers = [FusedAdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0) for model in models]
+    for _ in range(3):
+        run(models[0])
+        for own, theirs in zip(*(model.parameters() for model in models), strict=True):
+            theirs.grad = own.grad.clone()
+        for optimizer in optimizers:
+            with interpreted():
+                optimizer.step()
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(weight, states[1][name]) for name, weight in states[0].items())
+    models[0].save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in states[0].items())
+    folder = tmp_path / "model" / "model.safetensors"
+    assert folder.stat().st_size < 1.1 * sum(p.numel() * 4 for p in models[0].parameters()) + 20_000
+    save_file(dict(models[0].named_parameters()), tmp_path / "plain.safetensors")
+    run(models[0])
+    optimizers[0].step()
+    models[0].load_state_dict(models[1].state_dict())
+    mlp = models[0].model.layers[0].mlp
+    assert torch.equal(side_by_side([mlp.gate_proj.weight, mlp.up_proj.weight])[:128], mlp.gate_proj.weight)
+    assert torch.equal(mlp.up_proj.weight, models[1].model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_snapshot_of_a_joined_student_answers_with_joined_weights_of_its_own(monkeypatch):
+    monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
+    model, _ = ready()
+    snapshot = Snapshot(model)
+
+    def hidden(of):
+        with interpreted(), torch.no_grad():
+            return decoder_of(of)(input_ids=IDS, use_cache=False).last_hidden_state
+
+    for weight in (1.0, -2.0):
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(weight)
+        snapshot.take(model, 1)
+        made, answer = products(lambda: hidden(snapshot.model))
+        assert made == 2 * 4
+        torch.testing.assert_close(answer, hidden(model), rtol=0, atol=1e-5)
+
+
+def test_what_is_left_apart():
+    assert ready(kind="qwen3")[1] == 2  # norms between projection and rotation: the MLPs alone
+    fp8 = tiny_model(hidden=64).train()
+    patch(fp8, "student", attention=None)
+    compute_in_fp8(fp8)
+    assert join_siblings(fp8) == 0
+    tied = ready(join=False)[0]
+    shared = tied.model.layers[0].mlp
+    shared.up_proj.weight = shared.gate_proj.weight
+    before = [p.clone() for p in tied.parameters()]
+    join_siblings(tied)
+    assert all(torch.equal(*pair) for pair in zip(before, tied.parameters(), strict=True))
+    x = torch.randn(4, 64)
+    assert torch.equal(shared.up_proj(x), F.linear(x, shared.gate_proj.weight))
+
+
+def adapted(join, **more):
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", exclude_modules=["lm_head"], **more)
+    model = get_peft_model(tiny_model(hidden=64, attention_bias=True), config).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    patch(model, "student", attention="triton")
+    assert not join or join_siblings(model, trains=True) == 4
+    return model
+
+
+@pytest.mark.parametrize("scales", ["one", "two"])
+def test_adapters_of_siblings_are_one_node(scales):
+    more = {} if scales == "one" else {"alpha_pattern": {"k_proj": 2, "up_proj": 9}}
+    model, plain = adapted(True, **more), adapted(False, **more)
+    made, ours = products(lambda: run(model))
+    usual, exact = products(lambda: run(plain))
+    # of k siblings one product in place of k: bases, dx of bases and of adapters, dA, z where scales are equal;
+    # nobody asks the lowest attention for dx
+    fewer = 2 * sum((5 if scales == "one" else 4) * (k - 1) for k in (3, 2)) - 2 * 2
+    assert usual - made == fewer
+    assert len(exact[1]) == 2 * 7 * 2
+    assert_same(ours, exact, 5e-5)  # scales are applied within products; exact in test_adapters_in_fp64
+    again = copy.deepcopy(model)
+    assert_same(run(again), exact, 5e-5)
+    with model.disable_adapter():
+        off = run_frozen(model)
+    assert torch.equal(off, run_frozen(plain, off=True))
+    model.model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
+    assert_same(run(model), exact, 5e-5)
+
+
+@torch.no_grad()
+def run_frozen(model, off=False):
+    with interpreted(), model.disable_adapter() if off else contextlib.nullcontext():
+        return decoder_of(model)(input_ids=IDS, use_cache=False).last_hidden_state
+
+
+def test_no_run_joins_before_it_was_measured(monkeypatch):
+    assert not joined_module.FAMILIES
+    monkeypatch.setattr(joined_module, "device_facts", lambda device: types.SimpleNamespace(family="sm_90"))
+    assert not joined_module.joins_on(torch.device("cuda"))
+    monkeypatch.setattr(joined_module, "FAMILIES", frozenset({"sm_90"}))
+    assert joined_module.joins_on(torch.device("cuda")) and not joined_module.joins_on(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("scales", [(0.7, 0.7), (0.7, 1.3)])
+@pytest.mark.parametrize("lie", ["joined", "apart"])
+def test_adapters_in_fp64(lie, scales):
+    """As separate layers, also where only one output is written side by side or weights lie apart."""
+    torch.manual_seed(0)
+    weights = [w.detach() for w in joined(8, 4, dtype=torch.float64)]
+    weights = weights if lie == "joined" else [w.clone() for w in weights]
+    biases = list(torch.randn(12, dtype=torch.float64).split([8, 4]))
+    adapters = [
+        (torch.randn(3, 16, dtype=torch.float64, requires_grad=True),
+         torch.randn(size, 3, dtype=torch.float64, requires_grad=True), scale)
+        for size, scale in zip((8, 4), scales, strict=True)
+    ]  # fmt: skip
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *(matrix for a, b, _ in adapters for matrix in (a, b))]
+    results = []
+    for one in (True, False):
+        if one:
+            outputs = lora_linears(x, weights, biases, adapters)
+        else:
+            outputs = [reference_lora_linear(x, *parts) for parts in
+                       ((w, c, *own) for w, c, own in zip(weights, biases, adapters, strict=True))]  # fmt: skip
+        results.append([*outputs, *torch.autograd.grad(sum(y.sin().sum() for y in outputs), leaves)])
+    for got, right in zip(*results, strict=True):
+        assert (got - right).abs().max() <= 1e-12 * right.abs().max()
