@@ -29,7 +29,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distill.models.head import bare, decoder_of, find_head
-from distill.models.joined import JOINED
 from distill.models.offload import is_offloaded
 from distill.models.ragged_cache import AttentionCall, RaggedCache
 from distill.models.shared_input import FP8_GROUP, projection_forward
@@ -82,7 +81,7 @@ def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool =
 
 def _why_not_linear(layer: nn.Module) -> str | None:
     forward = getattr(layer.__dict__.get("forward"), "__func__", None)
-    ours = "forward" not in layer.__dict__ or forward in FORWARDS or JOINED in layer.__dict__
+    ours = "forward" not in layer.__dict__ or forward in FORWARDS
     if type(layer) is not nn.Linear or not ours or FP8_GROUP in layer.__dict__:
         return f"a {type(layer).__name__} of its layers does more than a linear layer"
     return None if type(layer.weight) is nn.Parameter else "its weights are sharded or quantised"
