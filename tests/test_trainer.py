@@ -316,7 +316,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path):
     from rich.console import Console
 
     with (tmp_path / "out.txt").open("w") as file:
-        trainer(tmp_path, callbacks=[ProgressReport(Console(file=file, width=60))], max_steps=2).train()
+        trainer(tmp_path, callbacks=[ProgressReport(Console(file=file, width=80))], max_steps=2).train()
     lines = (tmp_path / "out.txt").read_text().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("step 1/2  loss ") and " kl " in lines[0] and "tokens/s" in lines[0]

@@ -1,6 +1,7 @@
 """Ways that are timed once: kept on disk, shared by processes, off where bits must not depend on a clock."""
 
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,11 +11,18 @@ from distill_kernels.launch import FAMILIES, INTERPRETER
 from distill_kernels.losses import projection
 from distill_kernels.losses.operands import Head
 from distill_kernels.losses.projection import FOLD, Logits, Transform, ways_of
-from distill_kernels.matmul.tiled import Tile
 from forked import PIPE, Forked, clean_environment
 from helpers import relative_error
 
-WAYS, CPU = (Tile(64, 64, 4, 2), Tile(32, 64, 4, 2), Tile(32, 64, 8, 2)), torch.device("cpu")
+
+class Way(NamedTuple):
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+WAYS, CPU = (Way(64, 64, 4, 2), Way(32, 64, 4, 2), Way(32, 64, 8, 2)), torch.device("cpu")
 
 
 @pytest.fixture

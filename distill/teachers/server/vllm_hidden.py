@@ -19,7 +19,6 @@ vLLM's documentation ("Hidden State Extraction") and tested against exchanges ma
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distill.core.faults import TeacherGone
+from distill.core.files import try_lock
 from distill.models.fingerprint import fingerprint
 from distill.models.head import HeadWeights, LogitTransform, decoder_of, find_head, probe_logits, read_head
 from distill.models.load import load_config
@@ -228,5 +228,6 @@ def _shared(lock: Path) -> Iterator[None]:
         yield
         return
     with lock.open() as file:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if try_lock(file.fileno(), shared=True) is False:
+            raise BlockingIOError(f"{lock} is held by its writer")
         yield
