@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from scripts.bench import elsewhere
-from scripts.bench.many_gpus import RECIPE, ROOT, started, trained
+from scripts.bench.many_gpus import RECIPE, ROOT, metrics_of, run_until
 
 HANGS = """
 import subprocess, sys, time
@@ -28,7 +28,7 @@ def lives(process):
 def test_one_that_hangs_ends_in_time_with_all_that_it_started(tmp_path):
     """Ranks are in sessions of their own, and keep the pipe that is read."""
     begun = time.monotonic()
-    with started([sys.executable, "-c", HANGS], tmp_path, "", begun + 1.0, stdout=-1) as process:
+    with run_until([sys.executable, "-c", HANGS], tmp_path, "", begun + 1.0, stdout=-1) as process:
         child, *rest = process.stdout.read().split()
     assert time.monotonic() - begun < 20 and not rest
     while lives(int(child)):  # a killed process has closed its files before it is gone
@@ -36,7 +36,7 @@ def test_one_that_hangs_ends_in_time_with_all_that_it_started(tmp_path):
         time.sleep(0.01)
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="hung: no end in its time"):
-        trained(tmp_path, [sys.executable, "-c", HANGS, "hung"], "", 3, begun + 0.5)
+        metrics_of(tmp_path, [sys.executable, "-c", HANGS, "hung"], "", 3, begun + 0.5)
     assert time.monotonic() - begun < 20
 
 
@@ -45,12 +45,12 @@ def test_one_that_has_logged_enough_is_ended(tmp_path):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "tok']))
     words = [sys.executable, "-c", "import time; time.sleep(300)", "x"]
-    assert len(trained(tmp_path, words, "", 4, time.monotonic() + 100)) == 4
+    assert len(metrics_of(tmp_path, words, "", 4, time.monotonic() + 100)) == 4
 
 
 def test_what_fails_says_so_and_costs_only_itself(monkeypatch, capsys):
     def fails(folder, until):
-        trained(folder, [sys.executable, "-c", "raise SystemExit('no such GPU')", "x"], "", 3, until)
+        metrics_of(folder, [sys.executable, "-c", "raise SystemExit('no such GPU')", "x"], "", 3, until)
 
     monkeypatch.setitem(elsewhere.CASES, "ranks", fails)
     monkeypatch.setitem(elsewhere.CASES, "ddp", lambda folder, until: ["row"])

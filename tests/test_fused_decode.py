@@ -157,7 +157,7 @@ def test_tokens_and_books(kernel_device, temperature, columns, dtype):
     tokens.embed_tokens(weight, stream, sums, ours)
     assert torch.equal(stream, weight[ours.token])
     assert relative_error(sums[0], stream.double().pow(2).sum(1)) < 1e-5
-    found = tokens.Found.of(batch, columns, tile, kernel_device)
+    found = tokens.TileScores.of(batch, columns, tile, kernel_device)
     squares = x.float().pow(2).sum(1)[None]
     tokens.score_tokens(x, (squares, norm, 1e-5), weight, draw, found, tile, dtype)
     tokens.finish_tokens(found, ours)

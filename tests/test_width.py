@@ -8,7 +8,7 @@ import torch
 from test_newcomers import a_newcomers_folder
 
 from distill.cli import run_command
-from distill.core.console import broken, say, say_verbatim, show_table
+from distill.core.console import say, say_verbatim, show_table, wrap_line
 
 WIDTH = 80
 NO_ONE = ["generate.prompts=[]"]
@@ -116,8 +116,8 @@ def test_lines_are_broken_where_a_reader_expects_it(monkeypatch, capsys):
         "  teacher: word word word word word word\n           word word word word word word\n"
     )
     figures = "step 10/100  loss 0.1000  kl 0.1000  agreement 50.0%  12,345 tokens/s"
-    assert broken(figures, 60)[1] == "             12,345 tokens/s"
-    assert broken("/a/path/" + "x" * 90, 80) == ["/a/path/" + "x" * 90]
+    assert wrap_line(figures, 60)[1] == "             12,345 tokens/s"
+    assert wrap_line("/a/path/" + "x" * 90, 80) == ["/a/path/" + "x" * 90]
     say_verbatim("distill run " + "x " * 40)
     assert len(capsys.readouterr().out) > 80
     monkeypatch.setenv("COLUMNS", "200")

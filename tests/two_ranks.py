@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import torch
 from forked import PLACES, Forked, clean_environment
 from torch.distributed import TCPStore
 
-from scripts.bench.many_gpus import end
+from scripts.bench.many_gpus import ending
 
 
 def run_as_two(
@@ -96,15 +94,3 @@ def _by_torchrun(arguments: list[str], timeout: int) -> str:
         written = out.read()
         assert code == 0, f"{code}\n{written[-3000:]}{error.read()[-6000:]}"
     return written
-
-
-@contextlib.contextmanager
-def ending(process, timeout):
-    """A process that ends, with all that it has started, when the context does or after so many seconds."""
-    late = threading.Timer(timeout, end, [process])
-    late.start()
-    try:
-        yield process
-    finally:
-        late.cancel()
-        end(process)

@@ -162,10 +162,8 @@ def make_cache(
     batch_size = settings.batch_size or recipe.train.batch_size
     with progress(work.learned) as advance:
         write_shards(job, splits, loaded.teacher, batch_size=batch_size, missing=missing, advance=advance)
-    section = recipe.generate
-    answers = (
-        loaded.pair.teacher.respond(section.prompts, section) if section.prompts else None
-    )  # shards answer together
+    section = recipe.generate  # shards answer together
+    answers = loaded.pair.teacher.respond(section.prompts, section) if section.prompts else None
     if not is_first():
         return None
     if answers is not None:

@@ -182,7 +182,7 @@ def compare(
     distill compare kl kl-2 kl-3 jsd jsd-2 jsd-3
     distill compare runs/a runs/b --plot curves.html
     """
-    from distill.reports.compare_runs import Group, curves_page, differently_judged, group_runs, listed, mean_and_spread
+    from distill.reports.compare_runs import Group, curves_page, differently_judged, group_runs, mean_and_spread, phrase
     from distill.reports.report import find_run, read_run
 
     read = [read_run(find_run(run)) for run in runs]
@@ -219,7 +219,7 @@ def compare(
     p = f"p ({name})" if name else "p"
     console.show_table(["run", "seeds", *heading, "agreement", "gap closed", p], rows, numbers=True)
     for group in groups[1:]:
-        console.say(f"{group.name} differs from {groups[0].name} in {listed(group.differs)}")
+        console.say(f"{group.name} differs from {groups[0].name} in {phrase(group.differs)}")
     for line in warnings:
         console.say(line)
     if plot is not None:

@@ -50,7 +50,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ValueError(f"distill serve: {error.name} is missing: pip install 'distill-toolkit[serve]'") from None
     from distill.serving.app import Limits, make_app
-    from distill.serving.sharded import ShardedEngine, joined
+    from distill.serving.sharded import ShardedEngine, join_launch
 
     token = read_token(token_file)
     require_safe(host, token)
@@ -60,7 +60,7 @@ def serve(
     resolved = _recipe(recipe, overrides or [], recipe_of_model)
     if (processes := processes_of(resolved)) > 1:
         raise typer.Exit(launch.restart(processes))
-    with joined(resolved):
+    with join_launch(resolved):
         engine = open_engine(resolved, max_tokens, batch_tokens)
         if isinstance(engine, ShardedEngine) and not is_first():
             engine.follow()

@@ -100,7 +100,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None] | None]:
 def say(line: str) -> None:
     """Print lines, broken between words at the width of the terminal, at COLUMNS of the environment, or at 80."""
     width = Console().width
-    say_verbatim("\n".join(part for whole in line.split("\n") for part in broken(visible(whole), width)))
+    say_verbatim("\n".join(part for whole in line.split("\n") for part in wrap_line(visible(whole), width)))
 
 
 def say_verbatim(text: str) -> None:
@@ -109,7 +109,7 @@ def say_verbatim(text: str) -> None:
         print(visible(text), flush=True)
 
 
-def broken(line: str, width: int) -> list[str]:
+def wrap_line(line: str, width: int) -> list[str]:
     """A line in parts of at most `width` columns, the later ones below what follows the key (`steps       40 of ...`,
     `  teacher: The ...`). No word is cut, and neither a figure's name nor its unit is taken from it."""
     if len(line) <= width:

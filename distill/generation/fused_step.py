@@ -8,11 +8,11 @@ from collections.abc import Mapping
 import torch
 from distill_kernels.decoding.plan import Plan
 from distill_kernels.decoding.product import MAX_ROWS
-from distill_kernels.decoding.tokens import Books, Draw, Found, finish_tokens, score_tokens
+from distill_kernels.decoding.tokens import Books, Draw, TileScores, finish_tokens, score_tokens
 from torch import nn
 
 from distill.generation.seats import Seats
-from distill.models.fused_decoder import FusedDecoder, epsilon, tried, why_not_fused
+from distill.models.fused_decoder import FusedDecoder, epsilon, try_layers, why_not_fused
 from distill.models.head import decoder_of, find_head
 from distill.models.ragged_cache import AttentionCall
 
@@ -25,21 +25,19 @@ class FusedSteps:
     Args:
         autocast: dtype that the model computes in where that is not its weights'.
         columns: only the first so many tokens are drawn; None for all of the head.
-        wanted: True takes them on a family of GPUs that they were never measured on too, False nowhere.
+        fused: True takes them on a family of GPUs that they were never measured on too, False nowhere.
     """
 
-    def __init__(
-        self, model: nn.Module, autocast: torch.dtype | None, columns: int | None, wanted: bool | None
-    ) -> None:
-        self.model, self.autocast, self.columns, self.wanted = model, autocast, columns, wanted
-        self._tried: tuple[object, dict[nn.Module, AttentionCall] | str] | None = None
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None, columns: int | None, fused: bool | None) -> None:
+        self.model, self.autocast, self.columns, self.fused = model, autocast, columns, fused
+        self._result: tuple[object, dict[nn.Module, AttentionCall] | str] | None = None
 
     def step_for(self, seats: Seats, ends: torch.Tensor, pad: int) -> FusedStep | None:
         """A step on these buffers, or None where the model's own forward has to make it, which a debug line says.
 
         Call it where the decode loop's attention, mode and autocast are set.
         """
-        if self.wanted is False:
+        if self.fused is False:
             return None
         weight = next(self.model.parameters())
         dtype = self.autocast or weight.dtype
@@ -48,15 +46,15 @@ class FusedSteps:
             for module in self.model.modules()
         )
         key = (modules, weight.dtype, weight.device, seats.batch > MAX_ROWS)
-        if self._tried is None or self._tried[0] != key:
-            reason = why_not_fused(self.model, self.autocast, self.wanted is True)
+        if self._result is None or self._result[0] != key:
+            reason = why_not_fused(self.model, self.autocast, self.fused is True)
             if seats.batch > MAX_ROWS:
                 reason = f"{seats.batch} sequences at once are more than {MAX_ROWS}"
-            result = reason or tried(self.model, dtype, seats.batch)
-            self._tried = key, result
+            result = reason or try_layers(self.model, dtype, seats.batch)
+            self._result = key, result
             if isinstance(result, str):
                 log.debug("decoding by the model's own layers, without fused ones: %s", result)
-        calls = self._tried[1]
+        calls = self._result[1]
         if isinstance(calls, str):
             return None
         return FusedStep(self.model, seats, dtype, calls, (ends, pad, self.columns))
@@ -79,7 +77,7 @@ class FusedStep:
         )  # fmt: skip
         weight = self.head.get_parameter("weight")
         self.columns = min(len(weight), columns or len(weight))
-        self.found = Found.of(seats.batch, self.columns, self.decoder.plan.head, weight.device)
+        self.scores = TileScores.of(seats.batch, self.columns, self.decoder.plan.head, weight.device)
 
     def __call__(self, temperature: float) -> None:
         """One token of every sequence: see `DecodeLoop`."""
@@ -89,5 +87,5 @@ class FusedStep:
         draw = Draw(self.seeds, self.made, temperature, self.columns)
         last = (decoder.sums, norm.get_parameter("weight"), epsilon(norm))
         weight = self.head.get_parameter("weight")
-        score_tokens(decoder.x, last, weight, draw, self.found, decoder.plan.head, self.dtype)
-        finish_tokens(self.found, self.books)
+        score_tokens(decoder.x, last, weight, draw, self.scores, decoder.plan.head, self.dtype)
+        finish_tokens(self.scores, self.books)

@@ -49,7 +49,7 @@ def parts_of(model: nn.Module) -> list[Part]:
     return found
 
 
-def left_out(model: nn.Module, skip: Sequence[str]) -> Part:
+def find_skipped(model: nn.Module, skip: Sequence[str]) -> Part:
     """The linear layers that `teacher.fp8_skip` names, as one part.
 
     Raises:
@@ -110,7 +110,7 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
         keep_soft_cap(model, section.attention, "teacher.attention")
     else:
         model = load_teacher(section, device="cpu", dtype=dtype)
-    left, (prefix, layers) = set(left_out(model, section.fp8_skip).linears), find_layers(model)
+    left, (prefix, layers) = set(find_skipped(model, section.fp8_skip).linears), find_layers(model)
     with torch.random.fork_rng([device] if drawn and device.type == "cuda" else []):
         if drawn:
             torch.manual_seed(TEACHER_SEED)
@@ -147,7 +147,7 @@ def quantise(model: nn.Module, skip: Sequence[str] = ()) -> int:
     Raises:
         ValueError: the model has no linear layer whose sizes divide by 16, or not what `skip` names.
     """
-    return len(swap_linears_for_fp8(bare(model), [HEAD, *left_out(model, skip).linears]))
+    return len(swap_linears_for_fp8(bare(model), [HEAD, *find_skipped(model, skip).linears]))
 
 
 def _linears(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Linear]]:

@@ -207,7 +207,7 @@ class FusedDecoder:
 
 
 @torch.no_grad()
-def tried(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Module, AttentionCall] | str:
+def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Module, AttentionCall] | str:
     """Decode three tokens of each of `rows` prompts by kernels and by the model's own forward: what its attention was
     called with, or how they differ.
 

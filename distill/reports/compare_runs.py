@@ -64,7 +64,7 @@ class Group(NamedTuple):
         return {self.measure.key: figures, **found, "measure": self.measure.name}
 
 
-def listed(changes: Mapping[str, object]) -> str:
+def phrase(changes: Mapping[str, object]) -> str:
     """Settings that differ, as `train.seed=1, no loss.terms.1.type`."""
     return ", ".join(f"no {key}" if value is None else f"{key}={value}" for key, value in changes.items())
 
@@ -174,7 +174,7 @@ def curves_page(runs: Sequence[Run]) -> str:
     names = []
     for settings, members in groups:
         seeds = f" ({len(members)} seeds)" if len(members) > 1 else ""
-        changes = listed(_changes(settings, groups[0][0]))
+        changes = phrase(_changes(settings, groups[0][0]))
         names.append(f"{members[0].folder.name}{seeds}{': ' if changes else ''}{changes}")
     measures = list(dict.fromkeys(run.measure for run in runs))
     wanted = [(one.key, f"{one.name} to the teacher ({one.each})", 1.0, [one]) for one in measures]

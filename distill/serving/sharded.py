@@ -188,7 +188,7 @@ class ShardedEngine(Engine):
 
 
 @contextlib.contextmanager
-def joined(recipe: Recipe) -> Iterator[None]:
+def join_launch(recipe: Recipe) -> Iterator[None]:
     """This process among those that serve a teacher in shards, while the context lasts, if it is one of several."""
     if world_size() == 1:
         yield

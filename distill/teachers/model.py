@@ -23,7 +23,7 @@ from distill.core.ranks import is_first
 from distill.generation.answers import generate
 from distill.models.cards import has_fp8, runs_our_kernels
 from distill.models.fingerprint import model_identity
-from distill.models.fp8_teacher import is_quantised, left_out, load_a_layer_at_a_time, quantise
+from distill.models.fp8_teacher import find_skipped, is_quantised, load_a_layer_at_a_time, quantise
 from distill.models.head import last_hidden, probe_logits
 from distill.models.load import load_student, load_teacher
 from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
@@ -158,7 +158,7 @@ class ModelSource(TeacherSource):
                 "student where the teacher fits and name it by student.model, or set parallel.teacher to copied"
             )
         try:
-            left_out(self.meta().model, section.fp8_skip)
+            find_skipped(self.meta().model, section.fp8_skip)
         except ValueError as error:
             problems.append(str(error))
         if section.init == "random":
@@ -200,7 +200,7 @@ class ModelSource(TeacherSource):
 
     def _left_out(self) -> int:
         """Weights of linear layers that stay in 16 bits beside those in fp8."""
-        return left_out(self.meta().model, self.section.fp8_skip).weights
+        return find_skipped(self.meta().model, self.section.fp8_skip).weights
 
     def _loading(self, context: FootprintContext) -> float:
         """Bytes of the whole teacher in 16 bits beside the student; 0 where that does not fit and goes by layers."""

@@ -219,12 +219,12 @@ class OutlivesSignals:
             self.begin(number)
 
 
-def _skips_by_itself(optimizer: Any) -> bool:
+def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer leaves all as it is where its `found_inf` is not 0: FusedAdamW, and torch's fused ones."""
     return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))
 
 
-def clip_in_step(model: nn.Module, optimizer: object, most: float) -> torch.Tensor | None:
+def clip_in_step(model: nn.Module, optimizer: Any, most: float) -> torch.Tensor | None:
     """Have the optimizer scale gradients to a norm of at most `most` as it reads them.
 
     Clipping them in place would read, write and round all of them once more. Never run on a GPU yet.
@@ -237,7 +237,7 @@ def clip_in_step(model: nn.Module, optimizer: object, most: float) -> torch.Tens
     if not able:
         return None
     norm = norm_of(model)
-    vars(inner)["grad_scale"] = ((norm.float() + 1e-6) / most).clamp_min(1.0)
+    inner.grad_scale = ((norm.float() + 1e-6) / most).clamp_min(1.0)
     return norm
 
 

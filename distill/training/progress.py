@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerState
 
-from distill.core.console import broken, terminal_may_be_lost
+from distill.core.console import terminal_may_be_lost, wrap_line
 from distill.core.files import write_text
 from distill.teachers.measure import KL, Measure
 
@@ -138,7 +138,7 @@ class ProgressReport(TrainerCallback):
         """A line, above the bar where there is one."""
         with terminal_may_be_lost():
             self.console.print(
-                "\n".join(broken(text, self.console.width)), highlight=False, markup=False, soft_wrap=True
+                "\n".join(wrap_line(text, self.console.width)), highlight=False, markup=False, soft_wrap=True
             )
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:

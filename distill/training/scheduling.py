@@ -32,8 +32,8 @@ class LossSchedule:
         self.now: Loss | None = None
         if self.section is not None:
             teacher = objective.teacher
-            skips = teacher.ahead and teacher.judges_new_rows  # what is only read ahead may be left unread
-            if skips and self.section.leaves_the_teacher_out:
+            asks_ahead = teacher.ahead and teacher.judges_new_rows  # what is only read ahead may be left unread
+            if asks_ahead and self.section.leaves_the_teacher_out:
                 raise ValueError(
                     "loss.schedule: this teacher is asked ahead; expected a divergence of weight above 0 in every step"
                 )

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.harness import Row, table
-from scripts.bench.many_gpus import DRY, FEWEST, PHASES, RECIPE, ROOT, started, summary, trained
+from scripts.bench.many_gpus import DRY, FEWEST, PHASES, RECIPE, ROOT, metrics_of, run_until, summary
 
 LENGTH, ROWS = 4096, 2
 STEPS = 14
@@ -109,9 +109,9 @@ def served_rows(folder: Path, until: float) -> list[Row]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-c", PROGRAM, str(port), *DRY, *SMALLER]
-    with started(words, ROOT, SERVER_GPU, until, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with run_until(words, ROOT, SERVER_GPU, until, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         overrides = [f"train.steps={STEPS}", "teacher.type=server", f"teacher.url=http://127.0.0.1:{port}"]
-        found = summary(trained(folder, command(RECIPE, overrides, "served"), "0", STEPS // 2, until))
+        found = summary(metrics_of(folder, command(RECIPE, overrides, "served"), "0", STEPS // 2, until))
         assert server.stdin and server.stdout
         forward = next((said["forward"] for line in server.stdout if "forward" in (said := said_in(line))), None)
         if forward is None:
@@ -156,7 +156,7 @@ def _of_two(folder: Path, until: float, title: str, recipe: Path, overrides: Seq
     from distill.recipe import load
 
     words = command(recipe, overrides, title.replace(" ", "-").replace(",", ""), 2)
-    found = summary(trained(folder, words, "0,1", lines, until))
+    found = summary(metrics_of(folder, words, "0,1", lines, until))
     expected, chosen = planned(recipe, overrides)
     resolved = load(recipe, [*DRY, *overrides, *SMALLER])
     shape = f"{'70B to 8B' if recipe == LARGE_RECIPE else '8B to 1B'}, {resolved.train.batch_size} x "
@@ -191,7 +191,7 @@ def keep_rows(folder: Path, until: float) -> list[Row]:
     """Two epochs, of which the second asks nothing; one row is held out."""
     overrides = [f"data.max_rows={ROWS * EPOCH + 1}", f"train.steps={2 * EPOCH - 1}", "train.log_every=1",
                  "teacher.keep=kept"]  # fmt: skip
-    lines = trained(folder, command(RECIPE, overrides, "keep"), "0", 2 * EPOCH - 1, until)
+    lines = metrics_of(folder, command(RECIPE, overrides, "keep"), "0", 2 * EPOCH - 1, until)
     first, second = (
         summary([line for line in lines if low < line["step"] <= high])
         for low, high in ((1, EPOCH), (EPOCH + 1, 2 * EPOCH))

@@ -80,12 +80,9 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 @contextlib.contextmanager
-def started(
-    words: Sequence[str], folder: Path, gpus: str, until: float, **streams: Any
-) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended, with all that it has started, as the context ends or at the time `until` (monotonic)."""
-    process = subprocess.Popen(words, cwd=folder, env=environment(gpus), text=True, **streams)
-    late = threading.Timer(max(until - time.monotonic(), 0.0), end, [process])
+def ending(process: subprocess.Popen[str], seconds: float) -> Iterator[subprocess.Popen[str]]:
+    """A process that is ended, with all that it has started, as the context ends or after so many seconds."""
+    late = threading.Timer(max(seconds, 0.0), end, [process])
     late.start()
     try:
         yield process
@@ -95,7 +92,15 @@ def started(
         process.wait()
 
 
-def trained(folder: Path, words: Sequence[str], gpus: str, lines: int, until: float) -> list[dict[str, Any]]:
+def run_until(
+    words: Sequence[str], folder: Path, gpus: str, until: float, **streams: Any
+) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """Start a process on these GPUs that is `ending` at the time `until` (monotonic)."""
+    process = subprocess.Popen(words, cwd=folder, env=environment(gpus), text=True, **streams)
+    return ending(process, until - time.monotonic())
+
+
+def metrics_of(folder: Path, words: Sequence[str], gpus: str, lines: int, until: float) -> list[dict[str, Any]]:
     """The metrics of a run in `folder`, whose name is the last word; it is ended once it has logged so many `lines` of
     speed, since nobody wants its student, or at the time `until` with what it has.
 
@@ -103,7 +108,10 @@ def trained(folder: Path, words: Sequence[str], gpus: str, lines: int, until: fl
         RuntimeError: fewer than a summary takes.
     """
     found: list[dict[str, Any]] = []
-    with open(folder / "said", "w+") as said, started(words, folder, gpus, until, stdout=said, stderr=said) as process:
+    with (
+        open(folder / "said", "w+") as log,
+        run_until(words, folder, gpus, until, stdout=log, stderr=log) as process,
+    ):
         ended = False
         while len(found) < lines and not ended:
             ended = process.poll() is not None
@@ -131,7 +139,7 @@ def measure(shape: str, processes: int, folder: Path) -> dict[str, Any]:
     """Run one measurement in `folder`."""
     words, gpus = command(shape, processes, f"{shape}-{processes}"), ",".join(map(str, range(processes)))
     steps = next(int(word.partition("=")[2]) for word in words if word.startswith("train.steps="))
-    return summary(trained(folder, words, gpus, steps // 2, time.monotonic() + LIMIT_S))
+    return summary(metrics_of(folder, words, gpus, steps // 2, time.monotonic() + LIMIT_S))
 
 
 def run(quick: bool, only: str) -> list[Row]:

@@ -196,22 +196,22 @@ def embed_tokens(weight: torch.Tensor, x: torch.Tensor, sums: torch.Tensor, book
     _embed_kernel[(rows,)](books.token, weight, x, sums, books.column, width, rows, BLOCK=block, num_warps=4)
 
 
-class Found(NamedTuple):
+class TileScores(NamedTuple):
     """What `score_tokens` leaves for `finish_tokens`: fp32 [FIELDS, B, tiles] and int32 [B, tiles]."""
 
     numbers: torch.Tensor
     columns: torch.Tensor
 
     @classmethod
-    def of(cls, rows: int, columns: int, tile: Tile, device: torch.device) -> Found:
+    def of(cls, rows: int, columns: int, tile: Tile, device: torch.device) -> TileScores:
         tiles = cdiv(cdiv(columns, 4), tile.outputs // 4)
         numbers = torch.empty(FIELDS, rows, tiles, dtype=torch.float32, device=device)
         return cls(numbers, torch.empty(rows, tiles, dtype=torch.int32, device=device))
 
 
 def score_tokens(
-    x: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor, float], weight: torch.Tensor, draw: Draw, found: Found,
-    tile: Tile, dtype: torch.dtype,
+    x: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor, float], weight: torch.Tensor, draw: Draw,
+    found: TileScores, tile: Tile, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Launch the head's product and fill `found`.
 
@@ -238,7 +238,7 @@ def score_tokens(
 _NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-def finish_tokens(found: Found, books: Books) -> None:
+def finish_tokens(found: TileScores, books: Books) -> None:
     """Launch what draws each row's token from `found` and keeps the books."""
     rows, tiles = found.columns.shape
     facts = device_facts(found.columns.device)
