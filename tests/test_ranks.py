@@ -106,6 +106,7 @@ def silent(device):
     """It stands still there, seemingly on another host, as one does that has lost its network."""
 
     def stop():
+        time.sleep(1.0)  # what it has sent arrives: gloo waits half an hour for a transfer that stands still midway
         subprocess.Popen(["sh", "-c", f"sleep 30; kill -KILL {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
