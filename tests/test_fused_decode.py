@@ -344,11 +344,11 @@ def test_other_families_run_as_they_are(kernel_device, kind):
     assert step_of(tiny_model(kind=kind, **more.get(kind, {}))) is None
 
 
-def test_no_gpu_takes_them_before_it_is_measured(kernel_device, monkeypatch):
+def test_gpus_take_them_where_it_was_measured(kernel_device, monkeypatch):
     """One line of a table turns them on; more rows than kernels take, and `fused=False`, leave them out."""
     if kernel_device.type == "cuda":
         pytest.skip("of the host alone")
-    assert list(FASTER_ON) == [INTERPRETER]
+    assert {INTERPRETER, "sm_90"} == FASTER_ON
     model = lively(kernel_device)
     assert step_of(model, None) is not None and step_of(model, False) is None
     monkeypatch.setattr("distill.models.fused_decoder.FASTER_ON", frozenset())

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from distill_kernels import FusedAdamW
-from distill_kernels.launch import interpreted
+from distill_kernels.launch import FAMILIES, interpreted
 from distill_kernels.layers.glu import reference_glu, swiglu
 from distill_kernels.layers.rope import reference_rope, rope
 from distill_kernels.matmul.lora import lora_linears, reference_lora_linear
@@ -271,12 +271,11 @@ def run_frozen(model, off=False):
         return decoder_of(model)(input_ids=IDS, use_cache=False).last_hidden_state
 
 
-def test_no_run_joins_before_it_was_measured(monkeypatch):
-    assert not joined_module.FAMILIES
-    monkeypatch.setattr(joined_module, "device_facts", lambda device: types.SimpleNamespace(family="sm_90"))
-    assert not joined_module.joins_on(torch.device("cuda"))
-    monkeypatch.setattr(joined_module, "FAMILIES", frozenset({"sm_90"}))
-    assert joined_module.joins_on(torch.device("cuda")) and not joined_module.joins_on(torch.device("cpu"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runs_join_where_it_was_measured(monkeypatch, family):
+    monkeypatch.setattr(joined_module, "device_facts", lambda device: types.SimpleNamespace(family=family))
+    assert joined_module.joins_on(torch.device("cuda")) == (family == "sm_90")
+    assert not joined_module.joins_on(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("scales", [(0.7, 0.7), (0.7, 1.3)])

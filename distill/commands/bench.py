@@ -11,7 +11,7 @@ events without stopping the device; joules are NVML's over two seconds of steps,
     distill         our patches, attention, loss and AdamW
     distill-graphs  the same with both decoders replayed from CUDA graphs, as `train.cuda_graph` does
     distill-all-rows distill, where the last layers compute the rows that nobody reads as well
-    distill-gated   distill, the teacher's gate and up interleaved for one product, whatever matmul.gated's table says
+    distill-apart   distill, every weight where it came: no gate and up interleaved, no projections joined
     distill-compile distill with each decoder layer under torch.compile
     distill-fp8     the same with the teacher's linear layers (but not its head) in fp8
 """
@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from distill_kernels.matmul.fp8 import swap_linears_for_fp8
-from distill_kernels.matmul.gated import Least
 from distill_kernels.optim.adamw import FusedAdamW
 from torch import nn
 from torch.nn import functional as F
@@ -41,6 +40,7 @@ from distill.models.cards import peak_flops
 from distill.models.compiling import compile_layers
 from distill.models.graphs import DecoderGraphs
 from distill.models.head import bare, decoder_of, find_head, read_head
+from distill.models.joined import join_siblings, joins_on
 from distill.models.output_rows import MARK
 from distill.models.patching import patch, unpatch
 from distill.models.teacher_layout import interleave
@@ -53,7 +53,6 @@ log = logging.getLogger(__name__)
 
 PHASES = ("teacher", "student", "loss", "backward", "optimizer")
 WARM_SECONDS, TIMED_SECONDS = 1.5, 2.2  # at least, of a variant's steps
-FROM = Least(2048, 1024)  # inputs and rows, where "distill-gated" takes one product
 Batch = dict[str, torch.Tensor]
 Step = Callable[["Clock"], torch.Tensor]
 # teacher, student, batch and the student's optimizer
@@ -243,7 +242,7 @@ def liger_step(
 
 
 RIVALS: dict[str, Rival] = {"plain": plain_step, "compile": compiled_step, "liger": liger_step}
-VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-rows", "gated", "compile", "fp8")))
+VARIANTS = (*RIVALS, "distill", *(f"distill-{way}" for way in ("graphs", "all-rows", "apart", "compile", "fp8")))
 
 
 def our_step(objective: DistillationObjective, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer):
@@ -316,8 +315,8 @@ def _bench_variant(
         note = "attention " + (" / ".join(chosen) if positions is None else "of packed rows")
         patch(teacher, "teacher", attention=chosen[0])
         patch(student, "student", attention=chosen[1])
-        if variant not in ("distill-compile", "distill-fp8"):
-            interleave(teacher, FROM if variant == "distill-gated" else None)
+        if variant not in ("distill-compile", "distill-fp8", "distill-apart"):
+            interleave(teacher)
         for model in models if variant == "distill-all-rows" else ():
             decoder_of(model).__dict__.pop(MARK, None)
     work = [work_of(teacher, trains=False), work_of(student, trains=True)]
@@ -332,7 +331,9 @@ def _bench_variant(
             swap_linears_for_fp8(teacher)
             gc.collect()
             torch.cuda.empty_cache()
-        elif variant == "distill-compile":
+        for model in models if variant != "distill-apart" and joins_on(batch["input_ids"].device) else ():
+            join_siblings(model, trains=True)
+        if variant == "distill-compile":
             compile_layers(teacher)
             compile_layers(student)
         step = our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))

@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,14 @@ import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from safetensors.torch import save_file
 from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from distill.core import console
 from distill.core.faults import RunError
 from distill.core.ranks import is_first
 from distill.models.joined import joins_on
 from distill.teachers.base import Batch
+from distill.training.listing import Listing, parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class Health:
             RunError: `limit` steps in a row were not finite.
         """
         assert self._loss is not None
-        norm = norm_of(model) if self._norm is None else self._norm
+        norm = norm_of(parameters_of(model)) if self._norm is None else self._norm
         bad = (~torch.isfinite(norm.float() + self._loss)).float()
         flags = torch.stack([bad, torch.full_like(bad, float(self._asked.is_set()))])
         if self.ranks > 1:
@@ -224,25 +226,53 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__name__ == "FusedAdamW" or bool(optimizer.defaults.get("fused"))
 
 
-def clip_in_step(model: nn.Module, optimizer: Any, most: float) -> torch.Tensor | None:
+def clip_in_step(parameters: Sequence[torch.Tensor], optimizer: Any, most: float) -> torch.Tensor | None:
     """Have the optimizer scale gradients to a norm of at most `most` as it reads them.
 
-    Clipping them in place would read, write and round all of them once more. Never run on a GPU yet.
+    Clipping them in place would read, write and round all of them once more.
 
     Returns:
         The norm before; None for an optimizer or a GPU that does not, and nothing has been done.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    able = isinstance(inner, FusedAdamW) and joins_on(next(model.parameters()).device)
-    if not able:
+    if not (isinstance(inner, FusedAdamW) and joins_on(parameters[0].device)):
         return None
-    norm = norm_of(model)
+    norm = norm_of(parameters)
     inner.grad_scale = ((norm.float() + 1e-6) / most).clamp_min(1.0)
     return norm
 
 
-def norm_of(model: nn.Module) -> torch.Tensor:
+def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients, a scalar on their device; 0 without any."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm: Any = torch.nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class Watch(TrainerCallback):
+    """Shows each optimizer step to `Health`, and stops training where it wants that."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """The model is wrapped and placed as it will stay."""
+        Listing(self.trainer.model)
+
+    def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Gradients are there and not used yet."""
+        model = self.trainer.model
+        assert model is not None
+        self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
+
+    def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        """What the teacher said may be read by all processes."""
+        self.trainer.objective.teacher.settle()
+
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Log, write a checkpoint and stop, where that was requested."""
+        self.trainer.objective.teacher.follow(self.trainer.objective.student)
+        self.trainer.meter.phases.enter("data")
+        self.trainer.meter.phases.steps += 1
+        if self.trainer.health.stopping and state.global_step < state.max_steps:
+            control.should_log = control.should_save = control.should_training_stop = True

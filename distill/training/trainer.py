@@ -24,8 +24,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -50,7 +48,8 @@ from distill.teachers.objective import DistillationObjective
 from distill.training.asking import Asking, ended_by
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
-from distill.training.health import Health, OutlivesSignals, clip_in_step
+from distill.training.health import Health, OutlivesSignals, Watch, clip_in_step
+from distill.training.listing import parameters_of, unlist
 from distill.training.metrics import Meter, named_means, number_of_sums
 from distill.training.scheduling import LossSchedule
 from distill.training.watchdog import watching
@@ -142,7 +141,7 @@ class DistillationTrainer(Trainer):
         )
         if self.accelerator.scaler is not None:  # float16: its scale is found by steps that overflow
             self.health.limit *= 10
-        self.add_callback(_Watch(self))
+        self.add_callback(Watch(self))
 
     def create_accelerator_and_postprocess(self) -> None:
         """As `Trainer`; with FSDP2 where it was requested, on CPUs too."""
@@ -193,9 +192,12 @@ class DistillationTrainer(Trainer):
         return 0
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        whole = not (self.accelerator.scaler or self.is_fsdp_enabled)
-        norm = clip_in_step(model, self.optimizer, self.args.max_grad_norm) if whole else None
-        norm = super()._clip_grad_norm(model) if norm is None else norm
+        if self.accelerator.scaler or self.is_fsdp_enabled:
+            norm = super()._clip_grad_norm(model)
+        else:
+            parameters, most = parameters_of(self.model), self.args.max_grad_norm
+            norm = clip_in_step(parameters, self.optimizer, most)
+            norm = self.accelerator.clip_grad_norm_(parameters, most) if norm is None else norm
         self.health.see_norm(norm)
         return norm
 
@@ -257,6 +259,8 @@ class DistillationTrainer(Trainer):
                 result = super().train(*args, **kwargs)
             except TeacherGone as gone:
                 raise ended_by(gone, self) from None
+            finally:
+                unlist(self.model)
         if self.health.interrupted and self.state.global_step < self.state.max_steps:
             raise KeyboardInterrupt
         return result
@@ -392,28 +396,3 @@ class DistillationTrainer(Trainer):
             yield limit
         finally:
             self.args.save_total_limit = limit
-
-
-class _Watch(TrainerCallback):
-    """Shows each optimizer step to `Health`, and stops training where it wants that."""
-
-    def __init__(self, trainer: DistillationTrainer) -> None:
-        self.trainer = trainer
-
-    def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
-        """Gradients are there and not used yet."""
-        model = self.trainer.model
-        assert model is not None
-        self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
-
-    def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        """What the teacher said may be read by all processes."""
-        self.trainer.objective.teacher.settle()
-
-    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Log, write a checkpoint and stop, where that was requested."""
-        self.trainer.objective.teacher.follow(self.trainer.objective.student)
-        self.trainer.meter.phases.enter("data")
-        self.trainer.meter.phases.steps += 1
-        if self.trainer.health.stopping and state.global_step < state.max_steps:
-            control.should_log = control.should_save = control.should_training_stop = True

@@ -8,8 +8,8 @@ them. Kernels of all tiles are compiled by processes side by side.
 The gate: answers come out with the same bits twice, and tokens are as good as transformers' own (`regret`). The note
 gives the mean gap of the loop's log-probabilities to those of one uncached forward, beside that of today's loop.
 
-No GPU has run these kernels yet. Where "fused" is faster than both of today's on a family, its name belongs into
-`FASTER_ON` of kernels/distill_kernels/decoding/plan.py, and the best tiles into `choose_tile` there.
+Where "fused" is faster than both of today's on a family, its name belongs into `FASTER_ON` of
+kernels/distill_kernels/decoding/plan.py, and the best tiles into `choose_tile` there.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def settings(fused: bool, autocast: torch.dtype | None) -> EngineSettings:
 
 
 def _graphed(step: Callable[[float], None], seats: Seats) -> Callable[[], None]:
+    """Replays a graph of a step, and keeps what the graph reads and writes."""
+
     def run() -> None:
         seats.column.zero_()
         step(1.0)
@@ -123,7 +125,11 @@ def _graphed(step: Callable[[float], None], seats: Seats) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         run()
-    return graph.replay
+
+    def replay(kept: object = (step, seats)) -> None:
+        graph.replay()
+
+    return replay
 
 
 def _milliseconds(step: Callable[[float], None], seats: Seats) -> float:

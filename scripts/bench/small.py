@@ -96,9 +96,6 @@ OURS = {
     "ours, packed, fp32 weights, launched": [FP32, LAUNCHED],
     "ours, LoRA": [LORA],
     "ours, LoRA, launched": [LORA, LAUNCHED],
-    "ours, joined": [],
-    "ours, packed, fp32 weights, joined": [FP32],
-    "ours, LoRA, joined": [LORA],
 }
 PRODUCTS = "bare products"
 CANDIDATES = (PRODUCTS, *OURS, *RIVALS)
@@ -271,15 +268,10 @@ class Timed(TrainerCallback):
 
 def ours(name: str, pair: Pair) -> dict[str, Any]:
     """A real run, of random weights and tokens."""
-    from distill_kernels.launch import FAMILIES
-
     import distill.run
-    from distill.models import joined
     from distill.recipe import load
     from distill.training.trainer import DistillationTrainer
 
-    if "joined" in name:
-        joined.FAMILIES = frozenset(FAMILIES)
     steps = pair.warm + pair.timed
     timed, trace = Timed(pair), Trace(steps + 1, steps + 1 + TRACED)
     recipe = load(ROOT / "recipes/llama3-8b-to-1b.yaml", [

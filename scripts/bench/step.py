@@ -27,7 +27,7 @@ PAIRS = {  # teacher, student, variants; Liger takes no heads of different sizes
 }
 NAMES = {
     "distill": "ours", "distill-fp8": "ours, fp8 teacher", "distill-compile": "ours, compiled layers",
-    "distill-all-rows": "ours, all rows of the last layers", "distill-gated": "ours, gate and up as one product",
+    "distill-all-rows": "ours, all rows of the last layers", "distill-apart": "ours, weights where they came",
 }  # fmt: skip
 
 
