@@ -75,16 +75,30 @@ def test_gated_products_and_their_gradients_agree(monkeypatch):
 def test_one_line_candidates_learn_the_same(tmp_path):
     save_tiny(tmp_path)
     found = {
-        name: adoption.measure(name, str(tmp_path), [1, 2], 12, "cpu")
+        name: list(adoption.measure(name, str(tmp_path), [1, 2], 12, "cpu"))
         for name in adoption.CANDIDATES
         if name != "Liger"
     }
-    rows = adoption.rows_of("tiny", 12, found)
-    assert len(rows) == 6 and all(row.ms > 0 and row.error["loss"] < 1e-5 for row in rows)
+    right = {one["batch"]: one["loss"] for one in found["transformers"]}
+
+    def rows():
+        return [row for name, measured in found.items() for row in adoption.rows_of("tiny", 12, name, measured, right)]
+
+    assert len(rows()) == 6 and all(row.ms > 0 and row.error["loss"] < 1e-5 for row in rows())
     found["ours"][1]["loss"] *= 1.1
     found["ours, keep_logits"][1] = {"batch": 2, "failed": "out of memory"}
-    notes = [row.note for row in adoption.rows_of("tiny", 12, found) if row.ms != row.ms]
+    notes = [row.note for row in rows() if row.ms != row.ms]
     assert notes == ["wrong, not timed", "out of memory"]
+
+
+def test_a_candidate_that_ends_early_keeps_what_it_has_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(adoption, "LIMIT", 5)
+    ends = {"raise SystemExit('no memory')": "no memory", "import time; time.sleep(60)": "not done after 5 s"}
+    for end, why in ends.items():
+        program = f"print('noise'); print('result {{\"batch\": 1, \"ms\": 2}}', flush=True); {end}"
+        monkeypatch.setattr(adoption, "PROGRAM", ["-c", program])
+        found = adoption._in_its_own_process("ours", str(tmp_path), (1, 2))
+        assert found == [{"batch": 1, "ms": 2}, {"batch": 2, "failed": why}]
 
 
 def test_small_models_are_picked_exactly():

@@ -2,8 +2,9 @@
 
 A step is forward with labels, backward and torch's fused AdamW, in bf16, on rows of random tokens that are padded on
 the right (half to all of their length). Each candidate runs in a process of its own, since Liger's line changes
-transformers for all that follow. Memory is of the whole process: peak allocated (`peak_mib`) and reserved (in the
-note); tokens a second count padding, which all compute alike. The gate: the first loss within 2 % of transformers'.
+transformers for all that follow, for `LIMIT` seconds at most: what it has measured by then counts. Memory is of the
+whole process: peak allocated (`peak_mib`) and reserved (in the note); tokens a second count padding, which all
+compute alike. The gate: the first loss within 2 % of transformers'.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ MODELS = ("smollm2-135m", "llama-3.2-1b")
 CANDIDATES = ("transformers", "Liger", "ours", "ours, keep_logits")
 BATCHES, LENGTH, STEPS = (1, 2, 4, 8, 16, 32), 2048, 8
 GATE = 0.02
+LIMIT = 60  # seconds a candidate
+PROGRAM = ["-m", "scripts.bench.adoption"]
+RESULT = "result "  # begins a line for the process that started a candidate
 
 
 def load(candidate: str, folder: str, device: str) -> Any:
@@ -55,19 +60,17 @@ def padded_batch(batch: int, length: int, vocab: int, device: str) -> dict[str, 
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def measure(candidate: str, folder: str, batches: list[int], length: int, device: str) -> list[dict[str, Any]]:
+def measure(candidate: str, folder: str, batches: list[int], length: int, device: str) -> Iterator[dict[str, Any]]:
     """Milliseconds a step (median of `STEPS`), peaks in MiB and the first loss, for each number of rows."""
     model = load(candidate, folder, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    found: list[dict[str, Any]] = []
     for batch in batches:
         inputs = padded_batch(batch, length, model.config.vocab_size, device)
         try:
-            found.append({"batch": batch, **_steps(model, optimizer, inputs, device)})
+            yield {"batch": batch, **_steps(model, optimizer, inputs, device)}
         except torch.OutOfMemoryError:
-            found.append({"batch": batch, "failed": "out of memory"})
-            break
-    return found
+            yield {"batch": batch, "failed": "out of memory"}
+            return
 
 
 def _steps(
@@ -94,32 +97,28 @@ def _steps(
             "reserved": peaks[1] / 2**20}  # fmt: skip
 
 
-def rows_of(name: str, length: int, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """One row a candidate and number of rows; what a wrong or failed candidate did is not timed."""
-    right = {one["batch"]: one["loss"] for one in found.get("transformers", []) if "loss" in one}
-    rows = []
-    for candidate, measured in found.items():
-        for one in measured:
-            shape = f"{name}, {one['batch']} x {length} tokens, bf16"
-            if "failed" in one:
-                rows.append(Row("adoption", shape, candidate, math.nan, note=one["failed"]))
-                continue
-            error = {}
-            if one["batch"] in right:
-                error = {"loss": abs(one["loss"] / right[one["batch"]] - 1)}
-                if error["loss"] > GATE:
-                    rows.append(Row("adoption", shape, candidate, math.nan, error=error, note="wrong, not timed"))
-                    continue
-            rows.append(
-                Row("adoption", shape, candidate, one["ms"], peak_mib=one["allocated"], error=error,
-                    tokens_per_s=one["batch"] * length / one["ms"] * 1e3, note=f"reserved {one['reserved']:.0f} MiB")
-            )  # fmt: skip
-    return rows
+def rows_of(
+    name: str, length: int, candidate: str, measured: list[dict[str, Any]], right: dict[int, float]
+) -> Iterator[Row]:
+    """A row for each number of rows; what is wrong, by the losses that are `right`, or failed has no time."""
+    for one in measured:
+        row = Row("adoption", f"{name}, {one['batch']} x {length} tokens, bf16", candidate, math.nan)
+        if "failed" in one:
+            row.note = one["failed"]
+            yield row
+            continue
+        if one["batch"] in right:
+            row.error = {"loss": abs(one["loss"] / right[one["batch"]] - 1)}
+        if row.error.get("loss", 0.0) > GATE:
+            row.note = "wrong, not timed"
+        else:
+            row.ms, row.peak_mib, row.note = one["ms"], one["allocated"], f"reserved {one['reserved']:.0f} MiB"
+            row.tokens_per_s = one["batch"] * length / one["ms"] * 1e3
+        yield row
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick`: the small model, up to 8 rows. Beyond transformers' last number of rows there is nothing to hold to."""
-    rows = []
     for name in MODELS[:1] if quick else MODELS:
         if only not in name:
             continue
@@ -127,20 +126,26 @@ def run(quick: bool, only: str) -> list[Row]:
             torch.manual_seed(0)
             config = AutoConfig.from_pretrained(f"{ARCHITECTURES}/{name}")
             AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-            found = {one: _in_its_own_process(one, folder, BATCHES[:4] if quick else BATCHES) for one in CANDIDATES}
-        rows += rows_of(name, LENGTH, found)
-    return rows
+            right: dict[int, float] = {}
+            for candidate in CANDIDATES:
+                measured = _in_its_own_process(candidate, folder, BATCHES[:4] if quick else BATCHES)
+                right = right or {one["batch"]: one["loss"] for one in measured if "loss" in one}
+                yield from rows_of(name, LENGTH, candidate, measured, right)
 
 
 def _in_its_own_process(candidate: str, folder: str, batches: tuple[int, ...]) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "scripts.bench.adoption", candidate, folder, ",".join(map(str, batches))]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["?"]
-        return [{"batch": batches[0], "failed": f"failed: {lines[-1]}"}]
-    return list(json.loads(ended.stdout.splitlines()[-1]))
+    command = [sys.executable, *PROGRAM, candidate, folder, ",".join(map(str, batches))]
+    root = Path(__file__).resolve().parents[2]
+    try:
+        ended = subprocess.run(command, capture_output=True, cwd=root, timeout=LIMIT)
+        said, why = ended.stdout, (ended.stderr.decode().strip().splitlines() or ["?"])[-1] if ended.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        said, why = late.stdout or b"", f"not done after {LIMIT} s"
+    found = [json.loads(line.removeprefix(RESULT)) for line in said.decode().splitlines() if line.startswith(RESULT)]
+    return found + ([{"batch": batches[min(len(found), len(batches) - 1)], "failed": why}] if why else [])
 
 
 if __name__ == "__main__":
     given = [int(batch) for batch in sys.argv[3].split(",")]
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], given, LENGTH, "cuda")))
+    for result in measure(sys.argv[1], sys.argv[2], given, LENGTH, "cuda"):
+        print(RESULT + json.dumps(result), flush=True)
