@@ -245,8 +245,9 @@ def clip_in_step(parameters: Sequence[torch.Tensor], optimizer: Any, most: float
 def norm_of(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients, a scalar on their device; 0 without any."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm: Any = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = torch.nn.utils.get_total_norm(gradients)
+    whole: torch.Tensor = getattr(norm, "full_tensor", lambda: norm)()
+    return whole
 
 
 class Watch(TrainerCallback):

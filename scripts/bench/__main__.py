@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -41,15 +42,19 @@ def main() -> int:
     if cuda and not args.no_record and harness.environment()["commit"] == "unknown":
         print("rows without a commit are not kept, and git names none: BENCH_COMMIT, or --no-record", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as by `timeout`: what is measured is shown all the same
     for module in modules:
         rows = []
-        for row in module.run(quick=args.quick, only=args.only):
-            rows.append(row)
-            if cuda and not args.no_record:  # figures of a CPU are shown, not kept
-                kept = harness.record(row, args.results)
-        print(harness.table(rows), flush=True)
-        if cuda and not args.no_record and rows:
-            print(f"\nrecorded in {kept}")
+        try:
+            for row in module.run(quick=args.quick, only=args.only):
+                rows.append(row)
+                if cuda and not args.no_record:  # figures of a CPU are shown, not kept
+                    kept = harness.record(row, args.results)
+        finally:
+            if rows:
+                print(harness.table(rows), flush=True)
+            if cuda and not args.no_record and rows:
+                print(f"\nrecorded in {kept}", flush=True)
     return 0
 
 
