@@ -235,7 +235,8 @@ def clip_in_step(parameters: Sequence[torch.Tensor], optimizer: Any, most: float
         The norm before; None for an optimizer or a GPU that does not, and nothing has been done.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    if not (isinstance(inner, FusedAdamW) and joins_on(parameters[0].device)):
+    able = isinstance(inner, FusedAdamW) and joins_on(parameters[0].device)
+    if not able:
         return None
     norm = norm_of(parameters)
     inner.grad_scale = ((norm.float() + 1e-6) / most).clamp_min(1.0)

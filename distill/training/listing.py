@@ -36,15 +36,16 @@ class Listing:
         return type(None), ()
 
 
-def parameters_of(model: nn.Module) -> list[nn.Parameter]:
+def parameters_of(model: nn.Module | None) -> list[nn.Parameter]:
     """All of a model."""
+    assert model is not None
     listing = model.__dict__.get(NAME)
     return list(model.parameters()) if listing is None else listing.parameters
 
 
-def unlist(model: nn.Module) -> None:
+def unlist(model: nn.Module | None) -> None:
     """Give a model its own methods back."""
-    if NAME in model.__dict__:
+    if model is not None and NAME in model.__dict__:
         for name in (NAME, "train", "zero_grad"):
             del model.__dict__[name]
 
