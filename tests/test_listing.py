@@ -59,6 +59,16 @@ def test_what_ends_leaves_nothing(model):
     assert added.training and any(p is added.weight for p in parameters_of(model))
 
 
+def test_methods_of_somebody_else_stay():
+    made = tiny_model().eval()
+    made.train = lambda mode=True: made
+    Listing(made)
+    assert not made.train().training
+    unlist(made)
+    del made.train
+    assert made.train().training
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_step_walks_over_no_model(tmp_path, monkeypatch, lora):
     walks = []

@@ -26,6 +26,8 @@ class Listing:
     def __init__(self, model: nn.Module) -> None:
         unlist(model)
         self.modules, self.parameters = list(model.modules()), list(model.parameters())
+        if {"train", "zero_grad"} & {*model.__dict__}:  # somebody else's, who has a reason
+            return
         model.__dict__[NAME] = self
         model.__dict__ |= {"train": types.MethodType(train, model), "zero_grad": types.MethodType(zero_grad, model)}
 
