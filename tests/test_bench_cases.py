@@ -1,8 +1,11 @@
 """What the benchmarks compare computes the same thing: candidates' gradients on the CPU, small; nothing is timed."""
 
 import copy
+import importlib
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,7 @@ from distill.commands import bench
 from distill.models.patching import patch
 from distill.teachers.objective import DistillationObjective
 from scripts.bench import (
+    __main__,
     adoption,
     breakdown,
     chat_step,
@@ -28,6 +32,46 @@ from scripts.bench import (
     step,
     topk_losses,
 )
+
+
+def test_every_case_hands_over_rows_as_they_come():
+    names = {path.stem for path in Path(__main__.__file__).parent.glob("*.py")} - __main__.NOT_CASES
+    cases = {name: importlib.import_module(f"scripts.bench.{name}").run for name in names}
+    assert len(cases) > 25
+    assert not [name for name, run in cases.items() if not inspect.isgeneratorfunction(run)]
+
+
+CASE = """
+import os, signal, sys, time, types
+from scripts.bench import __main__, harness
+
+def run(quick, only):
+    yield harness.Row("case", "shape", "measured in time", 2.0)
+    if only == "fails":
+        1 / 0
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+def table(rows, shown=harness.table):
+    if "late" in sys.argv:  # once more: `timeout` sends it to the process and to its group
+        os.kill(os.getpid(), signal.SIGTERM)
+    return shown(rows)
+
+harness.table = table
+sys.modules["scripts.bench.input"] = types.SimpleNamespace(run=run, NEEDS_CUDA=False)
+sys.argv = ["bench", "input", "--no-record", "--only", sys.argv[1]]
+sys.exit(__main__.main())
+"""
+
+
+@pytest.mark.parametrize("ending, code", [("late", 143), ("fails", 1)])
+def test_what_ends_early_shows_its_rows(ending, code):
+    """By SIGTERM, which comes twice, or by an error."""
+    root = Path(__main__.__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", CASE, ending], cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, done.stderr
+    assert "case  shape\n  measured in time" in done.stdout and "2.0000 ms" in done.stdout
+    assert ("ZeroDivisionError" in done.stderr) == (ending == "fails")
 
 
 @pytest.mark.parametrize("name", logit_losses.TERMS)
@@ -66,7 +110,7 @@ def test_gated_products_and_their_gradients_agree(monkeypatch):
         ):
             right, *_ = made.values()
             made |= {"wrong": lambda right=right: [2 * y for y in right()], "fails": lambda: 1 / 0}
-            rows = gated.measured("case", "shape", made, 4e9)
+            rows = list(gated.measured("case", "shape", made, 4e9))
             assert [row.ms for row in rows[:3]] == [2.0] * 3 and rows[-1].candidate.endswith("(again)")
             assert all(row.error["worst output"] < 5e-3 for row in rows[:3]) and rows[0].tflop_per_s == 2.0
             assert all(row.ms != row.ms for row in rows[3:5]) and "ZeroDivisionError" in rows[4].note
@@ -118,7 +162,7 @@ def test_a_candidate_that_fails_is_a_row_that_says_why(monkeypatch):
         with monkeypatch.context() as inside:
             inside.setattr(small.subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more))
             inside.setenv("BENCH_LIMIT", "2")
-            return small.run(False, "flagship ours")[0]
+            return next(small.run(False, "flagship ours"))
 
     stopped = of(f"import time; {shown}; time.sleep(60)")  # its time was there already
     assert (

@@ -54,7 +54,7 @@ def test_what_fails_says_so_and_costs_only_itself(monkeypatch, capsys):
 
     monkeypatch.setitem(elsewhere.CASES, "ranks", fails)
     monkeypatch.setitem(elsewhere.CASES, "ddp", lambda folder, until: ["row"])
-    assert elsewhere.run(False, "ranks,ddp") == ["row"]
+    assert list(elsewhere.run(False, "ranks,ddp")) == ["row"]
     said = capsys.readouterr().out
     assert "ranks failed: x: ended with 1\nno such GPU" in said and "ddp: " in said
 
@@ -89,6 +89,6 @@ def tiny(tmp_path, monkeypatch):
 def test_every_case_runs(case, tiny):
     if case != "large":
         elsewhere.SMALLER.append("teacher.dtype=float32")
-    rows = elsewhere.run(False, case)
+    rows = list(elsewhere.run(False, case))
     assert len(rows) == {"ranks": 1, "ddp": 1, "served": 5, "keep": 2, "large": 3}[case]
     assert all(row.tokens_per_s > 0 for row in rows)

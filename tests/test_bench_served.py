@@ -36,4 +36,4 @@ def test_a_wrong_answer_is_not_timed(engine, monkeypatch):
     alone = engine._alone
     monkeypatch.setattr(engine, "_alone", lambda job: alone(job) + torch.tensor(1e-3))
     with pytest.raises(ValueError, match="not those of the teacher's own forward"):
-        served.compare(engine, length=32, requests=1, limits=Limits(4096, 256, 1 << 16), shape="tiny")
+        list(served.compare(engine, length=32, requests=1, limits=Limits(4096, 256, 1 << 16), shape="tiny"))

@@ -408,9 +408,8 @@ def test_the_error_table(loaded):
 
 def test_the_benchmark_measures_what_it_says(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "K", 16)
-    rows = bench.compare(
-        tiny_model(layers=3, seed=1), tiny_model(), batch_size=2, length=24, steps=2, shape="tiny", folder=tmp_path
-    )
+    models = tiny_model(layers=3, seed=1), tiny_model()
+    rows = list(bench.compare(*models, batch_size=2, length=24, steps=2, shape="tiny", folder=tmp_path))
     names = ["online", "write top-16 from disk", "top-16 from disk", "write hidden states from disk"]
     assert [row.candidate for row in rows] == [*names, "hidden states from disk"]
     assert all(row.ms > 0 and row.tokens_per_s > 0 for row in rows)

@@ -24,7 +24,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,7 +266,7 @@ def bench_step(
     variants: tuple[str, ...] = ("plain", "compile", "liger", "distill", "distill-fp8"),
     rivals: Mapping[str, Rival] = RIVALS,
     steps: int = 8,
-) -> list[StepTime]:
+) -> Iterator[StepTime]:
     """Time the training step under each variant.
 
     Args:
@@ -276,10 +276,9 @@ def bench_step(
         variants: Which to run, in this order; one whose library is missing is skipped with a log line.
         rivals: What is not ours among them.
 
-    Returns:
-        A row for each variant, then "plain (again)" if plain ran first and others followed.
+    Yields:
+        A row for each variant once it is timed, then "plain (again)" if plain ran first and others followed.
     """
-    results: list[StepTime] = []
     order = list(variants) + (["plain (again)"] if variants[0] == "plain" and len(variants) > 1 else [])
     order.sort(key=lambda name: name == "liger")  # its patches change the modelling file for the whole process
     for variant in order:
@@ -287,12 +286,12 @@ def bench_step(
             log.warning("bench: liger-kernel is not installed; skipped")
             continue
         # in a function of its own, so that nothing of one variant is still in memory when the next one's peak is taken
-        results.append(_bench_variant(variant, load(), make, loss, rivals, steps))
+        result = _bench_variant(variant, load(), make, loss, rivals, steps)
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
-        log.info("bench: %s %.1f ms", variant, results[-1].ms)
-    return results
+        log.info("bench: %s %.1f ms", variant, result.ms)
+        yield result
 
 
 def _bench_variant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -325,9 +326,8 @@ def bench(
     without_bars()
     with console.working("timing"):
         size, length = resolved.train.batch_size, resolved.data.max_length
-        found = bench_step(
-            models, lambda words: make_batch(size, length, words), resolved.loss, variants=chosen, steps=steps
-        )
+        make = functools.partial(make_batch, size, length)
+        found = list(bench_step(models, make, resolved.loss, variants=chosen, steps=steps))
     if as_json:
         say_json(found)
         return

@@ -1,7 +1,7 @@
 """Kernel benchmarks: `python -m scripts.bench losses [--quick] [--no-record] [--only TEXT]`.
 
-Each case is a module `scripts/bench/<case>.py` with `run(quick: bool, only: str) -> Iterable[Row]`: a
-generator's rows are kept as they come, whatever ends the rest.
+Each case is a module `scripts/bench/<case>.py` with a generator `run(quick: bool, only: str) -> Iterator[Row]`: its
+rows are kept as they come, whatever ends the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 for folder in (ROOT, ROOT / "kernels"):
@@ -18,6 +19,12 @@ for folder in (ROOT, ROOT / "kernels"):
         sys.path.insert(0, str(folder))
 
 NOT_CASES = {"__init__", "__main__", "harness", "packed_rivals"}
+
+
+def end(*_: object) -> NoReturn:
+    """Unwind, so that what is measured is shown; a second SIGTERM, as `timeout` may send, must not stop that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def main() -> int:
@@ -42,7 +49,7 @@ def main() -> int:
     if cuda and not args.no_record and harness.environment()["commit"] == "unknown":
         print("rows without a commit are not kept, and git names none: BENCH_COMMIT, or --no-record", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as by `timeout`: what is measured is shown all the same
+    signal.signal(signal.SIGTERM, end)
     for module in modules:
         rows = []
         try:

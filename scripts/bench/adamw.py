@@ -6,7 +6,7 @@ can move: parameter, gradient, moments and master read, all but the gradient wri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
@@ -60,10 +60,9 @@ def measure(
     return rows
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """Rows of every shape whose name contains `only`; `quick`: the 1.24 B model and 50 M alone."""
     copy = copy_bandwidth(2.0)
-    rows: list[Row] = []
     bf16 = {
         "torch fused": torch_form(fused=True),
         "torch foreach": torch_form(foreach=True),
@@ -80,17 +79,16 @@ def run(quick: bool = False, only: str = "") -> list[Row]:
         "ours": ours(),
     }
     if only in "1.24 B bf16, 146 tensors":
-        rows += measure("1.24 B bf16, 146 tensors", llama_1b_shapes(), torch.bfloat16, bf16, copy)
+        yield from measure("1.24 B bf16, 146 tensors", llama_1b_shapes(), torch.bfloat16, bf16, copy)
     for millions in (50,) if quick else (1, 10, 50):
         if only in f"{millions} M fp32":
-            rows += measure(f"{millions} M fp32", [(millions * 10**6,)], torch.float32, forms, copy)
+            yield from measure(f"{millions} M fp32", [(millions * 10**6,)], torch.float32, forms, copy)
     if not quick and only in "4,000 tensors of mixed sizes":
         sizes: list[tuple[int, ...]] = [(16 * (1 + 37 * i % 997),) for i in range(4000)]
-        rows += measure(
+        yield from measure(
             "4,000 tensors of mixed sizes, bf16",
             sizes,
             torch.bfloat16,
             {k: bf16[k] for k in ("torch fused", "ours")},
             copy,
         )
-    return rows

@@ -7,7 +7,7 @@ as FlashAttention's papers do; what a kernel computes again is not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from distill_kernels.attention.flash import flash_attention
@@ -88,16 +88,16 @@ def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], 
 def _measure(
     case: str, name: str, shape: tuple[int, ...], candidates: dict[str, Callable[..., torch.Tensor]],
     work: float, cu: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
-) -> list[Row]:  # fmt: skip
+) -> Iterator[Row]:  # fmt: skip
     tensors = draw(shape, dtype)
     q, k, v, dout = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    rows, forward, both, errors = [], {}, {}, {}
+    forward, both, errors = {}, {}, {}
     checkable = shape[3] <= 4096
     for label, function in candidates.items():
         errors[label] = _errors(function, tensors, cu) if checkable else {}
         if not all(error < 1e-2 for error in errors[label].values()):
-            rows.append(Row(case, name, label, math.nan, error=errors[label], note="wrong, not timed"))
+            yield Row(case, name, label, math.nan, error=errors[label], note="wrong, not timed")
             continue
         forward[label] = lambda f=function: f(q, k, v)
         both[label] = lambda f=function: torch.autograd.grad(f(*leaves), leaves, dout)
@@ -105,23 +105,19 @@ def _measure(
     for part, (runs, operations, checked) in timed.items():
         for label, ms in time_in_turn(runs).items():
             error = {n: errors[label][n] for n in checked if n in errors[label]}
-            rows.append(
-                Row(
-                    case,
-                    f"{name} {part}",
-                    label,
-                    ms,
-                    peak_mib=peak_above_inputs(runs[label]),
-                    error=error,
-                    tflop_per_s=operations / ms / 1e9,
-                    host_us=host_microseconds(runs[label], 50),
-                )
+            yield Row(
+                case,
+                f"{name} {part}",
+                label,
+                ms,
+                peak_mib=peak_above_inputs(runs[label]),
+                error=error,
+                tflop_per_s=operations / ms / 1e9,
+                host_us=host_microseconds(runs[label], 50),
             )
-    return rows
 
 
-def run(quick: bool, only: str) -> list[Row]:
-    rows: list[Row] = []
+def run(quick: bool, only: str) -> Iterator[Row]:
     for shape in SHAPES[:4] if quick else SHAPES:
         batch, heads, _, positions, size = shape
         name = "B={} H={}/{} T={} D={}".format(*shape)
@@ -132,7 +128,7 @@ def run(quick: bool, only: str) -> list[Row]:
         backends = {label: _sdpa(backend) for label, backend in list(BACKENDS.items())[: 2 if quick else 3]}
         if size > 128:
             backends.pop("SDPA memory-efficient", None)
-        rows += _measure("attention", name, shape, ours | backends, work)
+        yield from _measure("attention", name, shape, ours | backends, work)
     for size in (128, 64) if only in "packed" else ():
         shape, documents = (1, 32, 8, 8192, size), 8
         cu = _packed(shape[3], documents)
@@ -142,12 +138,12 @@ def run(quick: bool, only: str) -> list[Row]:
             "ours": lambda q, k, v, cu=cu: flash_attention(q, k, v, cu_seqlens_q=cu),
             "torch varlen": lambda q, k, v, cu=cu, longest=longest: varlen(q, k, v, cu, longest).transpose(1, 2),
         }
-        rows += _measure("attention", f"packed T={shape[3]}, {documents} documents D={size}", shape, packed, work, cu)
+        name = f"packed T={shape[3]}, {documents} documents D={size}"
+        yield from _measure("attention", name, shape, packed, work, cu)
     if only in "naive" and not quick:
         for shape in NAIVE_SHAPES:
             work = 2.0 * shape[0] * shape[1] * shape[3] ** 2 * shape[4]
             flash = "SDPA FlashAttention-2"
             candidates = {"ours": flash_attention, "naive": _naive, flash: _sdpa(BACKENDS[flash])}
             name = "naive B={} H={} T={} D={}".format(shape[0], shape[1], *shape[3:])
-            rows += _measure("attention", name, shape, candidates, work, dtype=torch.float16)
-    return rows
+            yield from _measure("attention", name, shape, candidates, work, dtype=torch.float16)

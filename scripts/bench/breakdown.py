@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ def repeat(run: Callable[[], object], least: int = 1) -> dict[str, float]:
     return meter.stop(calls)
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """One breakdown; `quick` and `only` change nothing."""
     watch = Stopwatch()
     teacher, student = random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1).train()
@@ -132,9 +132,7 @@ def run(quick: bool, only: str) -> list[Row]:
 
     shape = f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens, bf16"
     joules = {name: ms * watts[name] / 1e3 for name, ms in by_class.items()}
-    rows = [
-        Row("breakdown", shape, name, ms, note=f"{joules[name]:.1f} J at {watts[name]:.0f} W")
-        for name, ms in sorted(by_class.items(), key=lambda pair: -pair[1])
-    ]
+    for name, ms in sorted(by_class.items(), key=lambda pair: -pair[1]):
+        yield Row("breakdown", shape, name, ms, note=f"{joules[name]:.1f} J at {watts[name]:.0f} W")
     total = f"{whole['joules']:.1f} J counted, {sum(joules.values()):.1f} J by classes, attention {' / '.join(chosen)}"
-    return [*rows, Row("breakdown", shape, "the step", whole["ms"], peak_mib=whole["peak_mib"], note=total)]
+    yield Row("breakdown", shape, "the step", whole["ms"], peak_mib=whole["peak_mib"], note=total)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -69,13 +69,12 @@ class Trace(TrainerCallback):
         return [(event.time_range.start * 1e-6, event.time_range.end * 1e-6) for event in on_gpu]
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out compiled layers; `only` names a part of the candidates' names."""
     import distill.run
     from distill.recipe import load
     from distill.training.trainer import DistillationTrainer
 
-    rows = []
     here = os.getcwd()
     names = [name for name in RECIPES if only in name and not (quick and "compiled" in name)]
     for name in names:
@@ -98,17 +97,14 @@ def run(quick: bool, only: str) -> list[Row]:
         share, seconds = busy_share(trace.spans())
         step = seconds / (LAST - FIRST)
         tokens = recipe.train.batch_size * recipe.data.max_length
-        rows.append(
-            Row(
-                case="busy",
-                shape=f"8B to 1B shapes, {recipe.train.batch_size} x {recipe.data.max_length} tokens, bf16",
-                candidate=name,
-                ms=step * 1e3,
-                peak_mib=torch.cuda.max_memory_allocated() / 2**20,
-                tokens_per_s=tokens / step,
-                note=f"GPU busy {share:.1%}",
-            )
+        yield Row(
+            case="busy",
+            shape=f"8B to 1B shapes, {recipe.train.batch_size} x {recipe.data.max_length} tokens, bf16",
+            candidate=name,
+            ms=step * 1e3,
+            peak_mib=torch.cuda.max_memory_allocated() / 2**20,
+            tokens_per_s=tokens / step,
+            note=f"GPU busy {share:.1%}",
         )
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return rows

@@ -7,6 +7,7 @@ are learned. Random tokens and weights. The rivals are those of `packed_rivals.p
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from distill.commands.bench import Batch, bench_step
 from distill.data.collator import Collator
@@ -35,7 +36,7 @@ def chats(vocabulary: int, batch: int = BATCH, length: int = LENGTH, device: str
     return {name: tensor.to(device) for name, tensor in Collator(0)(rows).items()}
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out torch.compile; `only` names variants, separated by commas."""
     variants = tuple(only.split(",")) if only else (
         "plain", "compile", "compile-rows", "liger", "distill", "distill-all-rows"
@@ -47,4 +48,4 @@ def run(quick: bool, only: str) -> list[Row]:
     share = batch["valid_rows"].numel() / batch["input_ids"].numel()
     documents = int((batch["position_ids"] == 0).sum())
     shape = f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens of {documents} packed chats, {share:.0%} learned, bf16"
-    return rows_of(results, "chat_step", shape)
+    yield from rows_of(results, "chat_step", shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,45 +73,40 @@ def shares(run: Callable[[], object], most: int = 6) -> str:
     return ", ".join(f"{name} {100 * time / total:.0f} %" for name, time in times.most_common(most))
 
 
-def _measure(name: str, new: int, compiled: bool) -> list[Row]:
+def _measure(name: str, new: int, compiled: bool) -> Iterator[Row]:
     model = random_model(name, 0)
     model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, model.config.vocab_size, (BATCH, PROMPT), generator=generator).tolist()
     shape = f"{name}, {BATCH} x {PROMPT} in, {new} out, bf16"
-    rows, runs, errors = [], {}, {}
+    runs, errors = {}, {}
     found = ways(model, new, compiled=compiled)
     for label, way in found.items():
         try:
             errors[label] = {"regret": regret(model, prompts, way(prompts))}
         except (RuntimeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:  # of a library's own way
-            rows.append(Row("cuda_free", shape, label, math.nan, note=f"failed: {str(error).splitlines()[0]}"))
+            yield Row("cuda_free", shape, label, math.nan, note=f"failed: {str(error).splitlines()[0]}")
     # the greatest of all choices grows with their number: transformers' own forward says what bf16 leaves open
     most = max(REGRET, 1.5 * errors.get(EAGER, {}).get("regret", 0.0))
     for label, error in errors.items():
         if error["regret"] < most:
             runs[label] = lambda w=found[label]: w(prompts)
         else:
-            rows.append(Row("cuda_free", shape, label, math.nan, error=error, note="wrong, not timed"))
+            yield Row("cuda_free", shape, label, math.nan, error=error, note="wrong, not timed")
     times = time_in_turn(runs, rounds=3, calls=1, settle=0)  # a call is seconds: clocks are its own
     fastest = min((ms for label, ms in times.items() if label != "Triton only"), default=math.nan)
     for label, ms in times.items():
         note = f"{ms / new:.3f} ms a token; {shares(runs[label])}"
-        rows.append(
-            Row(
-                "cuda_free", shape, label, ms, floor_ratio=ms / fastest, tokens_per_s=BATCH * new / ms * 1e3,
-                error=errors[label], peak_mib=peak_above_inputs(runs[label]), note=note,
-            )
+        yield Row(
+            "cuda_free", shape, label, ms, floor_ratio=ms / fastest, tokens_per_s=BATCH * new / ms * 1e3,
+            error=errors[label], peak_mib=peak_above_inputs(runs[label]), note=note,
         )  # fmt: skip
-    return rows
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick`: one model, 64 tokens, nothing compiled."""
-    rows = []
     for name in MODELS[:1] if quick else MODELS:
         for new in NEW[:1] if quick else NEW:
             if only in name:
-                rows += _measure(name, new, compiled=not quick)
+                yield from _measure(name, new, compiled=not quick)
                 torch.cuda.empty_cache()
-    return rows

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from distill_kernels.attention.decode import decode_attention, reference_decode_attention
@@ -42,7 +42,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _measure(shape: tuple[int, ...], dtype: torch.dtype, naive: bool, peak: float) -> list[Row]:
+def _measure(shape: tuple[int, ...], dtype: torch.dtype, naive: bool, peak: float) -> Iterator[Row]:
     batch, heads, kv_heads, slots, size = shape
     bytes_read = 2 * batch * kv_heads * slots * size * 2
     sets = max(1, min(8, math.ceil(200 * 2**20 / bytes_read)))
@@ -57,11 +57,11 @@ def _measure(shape: tuple[int, ...], dtype: torch.dtype, naive: bool, peak: floa
         functions["naive"] = _naive
     exact = reference_decode_attention(q.double(), *caches[0].double(), lengths, Masking(True, size**-0.5))
     name = "B={} H={}/{} T={} D={}".format(*shape)
-    rows, runs, errors = [], {}, {}
+    runs, errors = {}, {}
     for label, function in functions.items():
         errors[label] = float((function(q, *caches[0]).double() - exact).norm() / exact.norm())
         if not errors[label] < 1e-2:
-            rows.append(Row("decode", name, label, math.nan, error={"out": errors[label]}, note="wrong, not timed"))
+            yield Row("decode", name, label, math.nan, error={"out": errors[label]}, note="wrong, not timed")
             continue
         turn = itertools.cycle(range(sets))
         runs[label] = graphed(lambda f=function, t=turn: f(q, *caches[next(t)]), calls=CALLS)
@@ -69,19 +69,15 @@ def _measure(shape: tuple[int, ...], dtype: torch.dtype, naive: bool, peak: floa
         rate = bytes_read / (ms / CALLS) / 1e9
         host = host_microseconds(lambda f=functions[label]: f(q, *caches[0]), 50)
         note = f"{100 * rate / peak:.0f} % of copy bandwidth"
-        rows.append(
-            Row("decode", name, label, ms / CALLS, tb_per_s=rate, error={"out": errors[label]}, host_us=host, note=note)
-        )
-    return rows
+        error = {"out": errors[label]}
+        yield Row("decode", name, label, ms / CALLS, tb_per_s=rate, error=error, host_us=host, note=note)
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     peak = copy_bandwidth(2.0)
-    rows: list[Row] = []
     for shape in SHAPES[:6] if quick else SHAPES:
         if only in "B={} H={}/{} T={} D={}".format(*shape):
-            rows += _measure(shape, torch.bfloat16, False, peak)
+            yield from _measure(shape, torch.bfloat16, False, peak)
     if not quick:
         for shape in EARLIER:
-            rows += _measure(shape, torch.float16, True, peak)
-    return rows
+            yield from _measure(shape, torch.float16, True, peak)

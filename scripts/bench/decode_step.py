@@ -243,13 +243,12 @@ def _measure(name: str, rows: int, wide: bool, quick: bool, bandwidth: float) ->
     ]  # fmt: skip
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick`: the two main shapes, no other tiles."""
     shapes = [shape for shape in (SHAPES[:2] if quick else SHAPES) if only in shape[0]]
     if not quick:
         compile_all(shapes)
-    bandwidth, rows = copy_bandwidth(2.0), []
+    bandwidth = copy_bandwidth(2.0)
     for shape in shapes:
-        rows += _measure(*shape, quick, bandwidth)
+        yield from _measure(*shape, quick, bandwidth)
         torch.cuda.empty_cache()
-    return rows

@@ -10,7 +10,7 @@ of cuBLAS and 0.16 of the kernel. Two programs of smaller tiles take turns; load
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -121,11 +121,8 @@ def candidates(
     }
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """Shapes whose text contains `only`; `quick`: the first."""
     shapes = [shape for shape in SHAPES if only in " ".join(map(str, shape))][: 1 if quick else None]
-    return [
-        row
-        for m, k, n in shapes
-        for row in measured("down_backward", f"{m} x {k} x {n}", candidates(m, k, n), 2 * m * k * n)
-    ]
+    for m, k, n in shapes:
+        yield from measured("down_backward", f"{m} x {k} x {n}", candidates(m, k, n), 2 * m * k * n)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -260,13 +260,11 @@ def lines(quick: bool = False) -> list[Line]:
     return found
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """Rows of every line whose name contains `only`."""
     copy = copy_bandwidth(2.0)
     print(f"copy bandwidth {copy:.2f} TB/s")
-    rows: list[Row] = []
     for line in lines(quick):
         if only in line.name:
-            rows += measure(line, copy)
+            yield from measure(line, copy)
             torch.cuda.empty_cache()
-    return rows

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,8 @@ def serve(port: int, overrides: Sequence[str]) -> None:
         sys.stdin.readline()
     served.CLIENTS = (1, 4, 16)
     shape = f"8B, rows of {length} tokens, {engine.identity.dtype}"
-    served.compare(engine, length=length, requests=32, limits=Limits(), shape=shape, show=lambda row: say(
-        row=dataclasses.asdict(row)
-    ))  # fmt: skip
+    for row in served.compare(engine, length=length, requests=32, limits=Limits(), shape=shape):
+        say(row=dataclasses.asdict(row))
 
 
 def row_of(candidate: str, found: dict[str, Any], note: str, shape: str = "") -> Row:
@@ -103,7 +102,7 @@ def command(recipe: Path, overrides: Sequence[str], name: str, processes: int = 
     return [sys.executable, "-m", *launcher, "distill", "run", str(recipe), *DRY, *overrides, *SMALLER, "--name", name]
 
 
-def served_rows(folder: Path, until: float) -> list[Row]:
+def served_rows(folder: Path, until: float) -> Iterator[Row]:
     """The server to a run, then to clients; both begin at once, and the run waits for it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -116,10 +115,10 @@ def served_rows(folder: Path, until: float) -> list[Row]:
         forward = next((said["forward"] for line in server.stdout if "forward" in (said := said_in(line))), None)
         if forward is None:
             raise RuntimeError("the server has ended, or took too long")
-        rows = [show(row_of("served from GPU 1, trained on GPU 0", found, against_slower(found, forward)))]
+        yield show(row_of("served from GPU 1, trained on GPU 0", found, against_slower(found, forward)))
         with contextlib.suppress(BrokenPipeError):
             print(file=server.stdin, flush=True)
-        return rows + [show(Row(**said["row"])) for line in server.stdout if "row" in (said := said_in(line))]
+        yield from (show(Row(**said["row"])) for line in server.stdout if "row" in (said := said_in(line)))
 
 
 def said_in(line: str) -> dict[str, Any]:
@@ -139,17 +138,16 @@ def ddp_rows(folder: Path, until: float) -> list[Row]:
     return [_of_two(folder, until, "both on each GPU, DDP", RECIPE, overrides, STEPS // 2)]
 
 
-def large_rows(folder: Path, until: float) -> list[Row]:
+def large_rows(folder: Path, until: float) -> Iterator[Row]:
     """70B to 8B in three ways, each with a third of the time."""
-    rows, begun = [], time.monotonic()
+    begun = time.monotonic()
     for number, (title, overrides) in enumerate(LARGE_WAYS.items(), 1):
         words = [*LARGE, "train.steps=6", "train.log_every=1", *overrides]
         end = begun + (until - begun) * number / len(LARGE_WAYS)
         try:
-            rows.append(_of_two(folder, end, title, LARGE_RECIPE, words, FEWEST + 1))
+            yield _of_two(folder, end, title, LARGE_RECIPE, words, FEWEST + 1)
         except RuntimeError as error:
             print(f"large: {title} failed: {error}", flush=True)
-    return rows
 
 
 def _of_two(folder: Path, until: float, title: str, recipe: Path, overrides: Sequence[str], lines: int) -> Row:
@@ -210,24 +208,22 @@ def show(row: Row) -> Row:
     return row
 
 
-CASES: dict[str, Callable[[Path, float], list[Row]]] = {
+CASES: dict[str, Callable[[Path, float], Iterable[Row]]] = {
     "ranks": ranks_rows, "ddp": ddp_rows, "served": served_rows, "keep": keep_rows, "large": large_rows,
 }  # fmt: skip
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`only` names cases, separated by commas; else all that these GPUs can do, `quick` without `large`."""
     import torch
 
-    rows: list[Row] = []
     two = [name for name in CASES if name != "large" or not quick] if torch.cuda.device_count() > 1 else ["keep"]
     begun = until = time.monotonic()
     for name in only.split(",") if only else two:
         until += LIMITS[name]
         with tempfile.TemporaryDirectory() as folder:
             try:
-                rows += CASES[name](Path(folder), until)
+                yield from CASES[name](Path(folder), until)
             except (RuntimeError, ValueError, OSError) as error:
                 print(f"{name} failed: {error}", flush=True)
         print(f"{name}: {time.monotonic() - begun:.0f} s since the first case began", flush=True)
-    return rows

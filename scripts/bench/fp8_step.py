@@ -107,7 +107,7 @@ def measured(name: str) -> Row:
     )  # fmt: skip
 
 
-def parts() -> list[Row]:
+def parts() -> Iterator[Row]:
     """Each kernel of the student's layers in fp8 with its bytes, each product with its operations and bf16's."""
     hidden, inner, qkv = 2048, 8192, 3072
 
@@ -139,10 +139,8 @@ def parts() -> list[Row]:
     }  # fmt: skip
     shape = f"{TOKENS} tokens, {STUDENT}"
     times = time_in_turn({name: run for name, (run, _) in kernels.items()}, calls=10)
-    rows = [
-        Row("fp8_parts", shape, name, times[name], tb_per_s=moved / times[name] / 1e9)
-        for name, (_, moved) in kernels.items()
-    ]
+    for name, (_, moved) in kernels.items():
+        yield Row("fp8_parts", shape, name, times[name], tb_per_s=moved / times[name] / 1e9)
     # every product as [M, K] x [N, K]: M, N, K
     shapes = {
         "y, q k v": (TOKENS, qkv, hidden), "dx, q k v": (TOKENS, hidden, qkv), "dW, q k v": (qkv, hidden, TOKENS),
@@ -165,8 +163,7 @@ def parts() -> list[Row]:
         for label, ms in time_in_turn(runs, calls=20).items():
             error = {"error": float((runs[label]().float() - exact).norm() / exact.norm())}
             rate = 2 * m * n * k / ms / 1e9
-            rows.append(Row("fp8_parts", shape, f"{name}: {label}", ms, error=error, tflop_per_s=rate))
-    return rows
+            yield Row("fp8_parts", shape, f"{name}: {label}", ms, error=error, tflop_per_s=rate)
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:

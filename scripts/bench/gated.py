@@ -9,7 +9,7 @@ from the inputs and rows on from which ours wins here, with the tile that does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from distill_kernels.layers.glu import swiglu
@@ -63,17 +63,17 @@ def sustained(run: Callable[[], object]) -> tuple[float, float]:
     return start.elapsed_time(end) / calls, (joules_so_far() - joules) / calls
 
 
-def measured(case: str, shape: str, made: dict[str, Callable[[], Outputs]], flop: float) -> list[Row]:
+def measured(case: str, shape: str, made: dict[str, Callable[[], Outputs]], flop: float) -> Iterator[Row]:
     """A row a candidate, sustained; one whose outputs are not those of the first has no time."""
     (name, reference), *_ = made.items()
-    expected, first, results = [one.float() for one in reference()], 0.0, []
+    expected, first = [one.float() for one in reference()], 0.0
     for label, run in [*made.items(), (f"{name} (again)", reference)]:
         row = Row(case, shape, label, float("nan"))
-        results.append(row)
         try:
             pairs = list(zip(run(), expected, strict=True))
         except Exception as failure:  # a tile that this release of Triton does not compile
             row.note = f"{type(failure).__name__}: {failure}"[:120]
+            yield row
             continue
         row.error = {"worst output": max(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)}
         del pairs
@@ -81,16 +81,13 @@ def measured(case: str, shape: str, made: dict[str, Callable[[], Outputs]], flop
             row.ms, row.joules = sustained(run)
             first = first or row.ms
             row.tflop_per_s, row.note = flop / row.ms / 1e9, f"{first / row.ms:.3f} x {name}"
-    return results
+        yield row
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+@torch.no_grad()
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """Shapes whose text contains `only`; `quick`: the first shape and four tiles."""
     shapes = [shape for shape in SHAPES if only in " ".join(map(str, shape))][: 1 if quick else None]
     tiles = TILES[: 4 if quick else None]
-    with torch.no_grad():
-        return [
-            row
-            for m, k, i in shapes
-            for row in measured("gated", f"{m} x {k} to 2 x {i}", candidates(m, k, i, tiles), 4 * m * k * i)
-        ]
+    for m, k, i in shapes:
+        yield from measured("gated", f"{m} x {k} to 2 x {i}", candidates(m, k, i, tiles), 4 * m * k * i)

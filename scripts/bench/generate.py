@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -105,48 +105,41 @@ def _same_in_fp32(model: Any, prompts: Tokens) -> float:
     return sum(same) / len(same)
 
 
-def _measure(name: str, new: int, compiled: bool) -> list[Row]:
+def _measure(name: str, new: int, compiled: bool) -> Iterator[Row]:
     model = random_model(name, 0)
     model.generation_config.eos_token_id = None
     prompts = ragged_prompts(BATCH, PROMPT, model.config.vocab_size)
     shape = f"{name}, {BATCH} prompts of {PROMPT // 2} to {PROMPT}, {new} new, bf16"
     same = _same_in_fp32(model, prompts)
-    rows, runs, errors, first = [], {}, {}, {}
+    runs, errors, first = {}, {}, {}
     for label, way in candidates(model, new, compiled=compiled).items():
         start = time.perf_counter()
         try:
             answers = way(prompts)
         except (RuntimeError, ValueError, torch._dynamo.exc.TorchDynamoException) as error:  # of a library's own way
-            rows.append(Row("generate", shape, label, math.nan, note=f"failed: {str(error).splitlines()[0]}"))
+            yield Row("generate", shape, label, math.nan, note=f"failed: {str(error).splitlines()[0]}")
             continue
         first[label] = time.perf_counter() - start
         greedy = "drawn" not in label
         errors[label] = {"regret": regret(model, prompts, answers)} if greedy else {}
         if greedy and not errors[label]["regret"] < REGRET:
-            rows.append(Row("generate", shape, label, math.nan, error=errors[label], note="wrong, not timed"))
+            yield Row("generate", shape, label, math.nan, error=errors[label], note="wrong, not timed")
             continue
         runs[label] = lambda w=way: w(prompts)
     if same < 1:
-        rows.append(
-            Row("generate", shape, "fp32", math.nan, error={"same tokens": same}, note="ours and generate part")
-        )
+        yield Row("generate", shape, "fp32", math.nan, error={"same tokens": same}, note="ours and generate part")
     times = time_in_turn(runs, rounds=3, calls=1, settle=1)
     for label, ms in times.items():
         note = f"{ms / new:.3f} ms a token, first call {first[label]:.1f} s"
-        rows.append(
-            Row(
-                "generate", shape, label, ms, tokens_per_s=BATCH * new / ms * 1e3, error=errors[label],
-                floor_ratio=ms / times["generate, default cache"] if "generate, default cache" in times else None,
-                peak_mib=peak_above_inputs(runs[label]), note=note + f", fp32 same {same:.3f}",
-            )
+        yield Row(
+            "generate", shape, label, ms, tokens_per_s=BATCH * new / ms * 1e3, error=errors[label],
+            floor_ratio=ms / times["generate, default cache"] if "generate, default cache" in times else None,
+            peak_mib=peak_above_inputs(runs[label]), note=note + f", fp32 same {same:.3f}",
         )  # fmt: skip
-    return rows
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick`: the small model, half the tokens, nothing compiled. "x floor" is the time over default `generate`'s."""
-    rows = []
     for name in MODELS[:1] if quick else MODELS:
         if only in name:
-            rows += _measure(name, NEW // 2 if quick else NEW, compiled=not quick)
-    return rows
+            yield from _measure(name, NEW // 2 if quick else NEW, compiled=not quick)

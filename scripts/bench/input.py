@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ NEEDS_CUDA = False
 BATCH, LENGTH, ROWS, SECONDS = 8, 1024, 4096, 3.0
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out all but one worker; `only` names a part of the candidates' names."""
     from distill.data.load import load_data
     from distill.models.precision import resolve_device, resolve_precision
@@ -32,7 +33,6 @@ def run(quick: bool, only: str) -> list[Row]:
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
     )
-    rows = []
     for workers in (1,) if quick else (0, 1, 2):
         name = f"{workers} {'worker' if workers == 1 else 'workers'}"
         if only not in name:
@@ -59,13 +59,10 @@ def run(quick: bool, only: str) -> list[Row]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - began
-        rows.append(
-            Row(
-                case="input",
-                shape=f"packed rows, {BATCH} x {LENGTH} tokens, to {device.type}",
-                candidate=name,
-                ms=seconds / tokens * BATCH * LENGTH * 1e3,
-                tokens_per_s=tokens / seconds,
-            )
+        yield Row(
+            case="input",
+            shape=f"packed rows, {BATCH} x {LENGTH} tokens, to {device.type}",
+            candidate=name,
+            ms=seconds / tokens * BATCH * LENGTH * 1e3,
+            tokens_per_s=tokens / seconds,
         )
-    return rows

@@ -9,7 +9,7 @@ enqueue one call, measured on small shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -253,9 +253,8 @@ def _candidates(layer: Layer) -> dict[str, Function]:
     return candidates
 
 
-def measure(name: str, layer: Layer, shape: tuple[int, ...], bandwidth: float) -> list[Row]:
+def measure(name: str, layer: Layer, shape: tuple[int, ...], bandwidth: float) -> Iterator[Row]:
     """Both directions of one layer on one shape, all candidates in turn."""
-    rows: list[Row] = []
     sets, size = _make_sets(layer, shape)
     calls = len(sets)
     label = f"{'x'.join(map(str, shape))} {str(layer.dtype)[6:]}, {size / 2**20:.0f} MiB"
@@ -288,31 +287,26 @@ def measure(name: str, layer: Layer, shape: tuple[int, ...], bandwidth: float) -
         times = time_in_turn(replays, rounds=5, calls=2, settle=1)
         for key in (*candidates, COPY):
             ms = times[key] / calls if key in times else math.nan
-            rows.append(
-                Row(
-                    f"{name} {'forward + backward' if backward else 'forward'}",
-                    label,
-                    key,
-                    ms,
-                    floor_ratio=ms * bandwidth * 1e9 / moved,
-                    tb_per_s=moved / ms / 1e9,
-                    error=errors.get(key, {}),
-                    host_us=host.get(key),
-                    note=notes.get(key, ""),
-                )
+            yield Row(
+                f"{name} {'forward + backward' if backward else 'forward'}",
+                label,
+                key,
+                ms,
+                floor_ratio=ms * bandwidth * 1e9 / moved,
+                tb_per_s=moved / ms / 1e9,
+                error=errors.get(key, {}),
+                host_us=host.get(key),
+                note=notes.get(key, ""),
             )
-    return rows
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """Rows of every layer whose name contains `only`."""
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth:.2f} TB/s")
-    rows: list[Row] = []
     for name, layer in layers().items():
         if only not in name:
             continue
         for shape in layer.shapes + ([] if quick else layer.more_shapes):
-            rows += measure(name, layer, shape, bandwidth)
+            yield from measure(name, layer, shape, bandwidth)
             torch.cuda.empty_cache()
-    return rows

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -208,14 +208,12 @@ def measure(name: str, vocab: int, rounds: int) -> list[Row]:
     return rows
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """All terms over all vocabularies; `quick`: the main one; `only`: part of "logits <term> <shape>"."""
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth:.2f} TB/s")
-    rows: list[Row] = []
     for vocab in (MAIN_VOCABULARY,) if quick else (MAIN_VOCABULARY, *MORE_VOCABULARIES):
         for name in TERMS:
             if only in f"logits {name} {rows_of(vocab)} x {vocab}":
-                rows += measure(name, vocab, rounds=5 if quick else 7)
+                yield from measure(name, vocab, rounds=5 if quick else 7)
                 torch.cuda.empty_cache()
-    return rows

@@ -12,7 +12,7 @@ import contextlib
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,20 +306,18 @@ def variants(rounds: int) -> list[Row]:
     return rows
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """All cases; `quick`: the main shape with its rivals and variants; `only`: part of a case's or shape's name."""
     rounds = 5 if quick else 7
-    rows: list[Row] = []
     for term in (KL, REVERSE, JSD):
         if only in f"linear {term.type} {MAIN}":
             candidates = {"ours": lambda term=term: ours(term)}
             if term != REVERSE:
                 candidates.update(rivals(term))
-            rows += compare(MAIN, term, candidates, rounds)
+            yield from compare(MAIN, term, candidates, rounds)
     if only in "linear variants":
-        rows += variants(rounds)
+        yield from variants(rounds)
     if not quick:
         for shape in MORE:
             if only in f"linear forward_kl {shape}":
-                rows += compare(shape, KL, {"ours": lambda: ours(KL)}, rounds, exact=shape.rows <= 8192)
-    return rows
+                yield from compare(shape, KL, {"ours": lambda: ours(KL)}, rounds, exact=shape.rows <= 8192)

@@ -142,13 +142,12 @@ def measure(shape: str, processes: int, folder: Path) -> dict[str, Any]:
     return summary(metrics_of(folder, words, gpus, steps // 2, time.monotonic() + LIMIT_S))
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out all but one and the most GPUs; `only` names shapes, separated by commas."""
     import torch
 
     most = torch.cuda.device_count()
     counts = [count for count in (1, 2, 4, 8) if count <= most]
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for shape in only.split(",") if only else SHAPES:
             one = None
@@ -158,16 +157,13 @@ def run(quick: bool, only: str) -> list[Row]:
                 one = speed if count == 1 else one
                 split = ", ".join(f"{phase} {found[f'time_{phase}'] * 1e3:.1f}" for phase in PHASES)
                 note = f"{speed / one:.2f} x one GPU; {split}" if one else split
-                rows.append(
-                    Row(
-                        case="many_gpus",
-                        shape=f"{shape}, {found['tokens'] / count:,.0f} tokens a GPU and step, bf16",
-                        candidate=f"ours, {count} GPUs",
-                        ms=found["tokens"] / speed * 1e3,
-                        peak_mib=found["peak_memory_gib"] * 1024,
-                        tokens_per_s=speed,
-                        mfu=found.get("mfu"),
-                        note=note,
-                    )
+                yield Row(
+                    case="many_gpus",
+                    shape=f"{shape}, {found['tokens'] / count:,.0f} tokens a GPU and step, bf16",
+                    candidate=f"ours, {count} GPUs",
+                    ms=found["tokens"] / speed * 1e3,
+                    peak_mib=found["peak_memory_gib"] * 1024,
+                    tokens_per_s=speed,
+                    mfu=found.get("mfu"),
+                    note=note,
                 )
-    return rows

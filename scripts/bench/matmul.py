@@ -7,7 +7,7 @@ over the copy bandwidth. The fp8 layers are timed with quantisation; the product
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +29,9 @@ def rotated(layer: Callable[[torch.Tensor], object], weights: list[torch.Tensor]
     return graphed(lambda: layer(next(turn)), calls=CALLS)
 
 
-def split_k_rows(inputs: int, outputs: int, counts: tuple[int, ...], copy: float) -> list[Row]:
+def split_k_rows(inputs: int, outputs: int, counts: tuple[int, ...], copy: float) -> Iterator[Row]:
     copies = max(2, -(-(192 << 20) // (2 * inputs * outputs)))
     weights = [torch.randn(outputs, inputs, device="cuda").to(torch.bfloat16) / inputs**0.5 for _ in range(copies)]
-    rows = []
     for count in counts:
         x = torch.randn(count, inputs, device="cuda").to(torch.bfloat16)
         layers: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -46,11 +45,10 @@ def split_k_rows(inputs: int, outputs: int, counts: tuple[int, ...], copy: float
             rate = 2 * inputs * outputs * CALLS / ms / 1e9
             errors = {"y": error(layers[name](weights[0]), exact)}
             host = host_microseconds(lambda layer=layers[name]: layer(weights[0]))  # type: ignore[misc]
-            rows.append(Row("split_k", shape, name, ms / CALLS, copy / rate, tb_per_s=rate, error=errors, host_us=host))
-    return rows
+            yield Row("split_k", shape, name, ms / CALLS, copy / rate, tb_per_s=rate, error=errors, host_us=host)
 
 
-def fp8_rows(inputs: int, outputs: int, tokens: int) -> list[Row]:
+def fp8_rows(inputs: int, outputs: int, tokens: int) -> Iterator[Row]:
     linear = torch.nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     layer = Fp8Linear.from_linear(linear)
     x = torch.randn(tokens, inputs, device="cuda").to(torch.bfloat16)
@@ -71,7 +69,6 @@ def fp8_rows(inputs: int, outputs: int, tokens: int) -> list[Row]:
     exact = x[:256].double() @ linear.weight.double().T
     flop = 2 * tokens * inputs * outputs
     times = time_in_turn({**candidates, "quantise alone": lambda: quantize_rows(x)}, rounds=5, calls=5)
-    rows = []
     for name, ms in times.items():
         row = Row("fp8", f"{inputs}x{outputs}, {tokens} tokens", name, ms)
         if name in candidates:
@@ -79,18 +76,15 @@ def fp8_rows(inputs: int, outputs: int, tokens: int) -> list[Row]:
             row.note = f"{times['bf16 cuBLAS'] / ms:.2f} x bf16"
         else:
             row.tb_per_s = 3 * x.numel() / ms / 1e9
-        rows.append(row)
-    return rows
+        yield row
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """Rows of the kernels whose name (split_k, fp8) contains `only`; `quick`: 16 rows alone."""
-    rows: list[Row] = []
     copy = copy_bandwidth(2.0)
     for inputs, outputs in SHAPES:
         if only in "split_k":
-            rows += split_k_rows(inputs, outputs, (16,) if quick else (1, 4, 16, 32, 64), copy)
+            yield from split_k_rows(inputs, outputs, (16,) if quick else (1, 4, 16, 32, 64), copy)
     for inputs, outputs in SHAPES:
         if only in "fp8":
-            rows += fp8_rows(inputs, outputs, 8192)
-    return rows
+            yield from fp8_rows(inputs, outputs, 8192)

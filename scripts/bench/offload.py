@@ -5,7 +5,7 @@ The floor is the slower of the resident forward and the layers' bytes over the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def hidden_of(model: Any, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
     return run
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` takes two shapes and leaves accelerate out; `only` names shapes."""
     rate = bus_gb_per_s()
     torch.cuda.empty_cache()
@@ -49,7 +49,6 @@ def run(quick: bool, only: str) -> list[Row]:
     models = {"ours, offloaded": ours, "resident": random_model(TEACHER, 0).requires_grad_(False)}
     if not quick:
         models["accelerate cpu_offload"] = cpu_offload(random_model(TEACHER, 0).requires_grad_(False).cpu(), CUDA)
-    rows = []
     for name, (batch, length) in SHAPES.items():
         if (only and only not in name) or (quick and name == "8 x 4096"):
             continue
@@ -62,12 +61,9 @@ def run(quick: bool, only: str) -> list[Row]:
         times = time_in_turn(candidates, rounds=5, calls=2, settle=1)
         floor = max(times["resident"], moved / rate / 1e6)
         for label, call in candidates.items():
-            rows.append(
-                Row(
-                    case="offload", shape=f"{TEACHER} forward, {name} tokens, bf16", candidate=label, ms=times[label],
-                    floor_ratio=times[label] / floor, peak_mib=peak_above_inputs(call), error={"hidden": errors[label]},
-                    tokens_per_s=batch * length / times[label] * 1e3,
-                    note=f"{moved / 2**30:.1f} GiB of layers; the bus carries {rate:.1f} GB/s",
-                )
+            yield Row(
+                case="offload", shape=f"{TEACHER} forward, {name} tokens, bf16", candidate=label, ms=times[label],
+                floor_ratio=times[label] / floor, peak_mib=peak_above_inputs(call), error={"hidden": errors[label]},
+                tokens_per_s=batch * length / times[label] * 1e3,
+                note=f"{moved / 2**30:.1f} GiB of layers; the bus carries {rate:.1f} GB/s",
             )  # fmt: skip
-    return rows

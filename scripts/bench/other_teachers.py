@@ -12,7 +12,7 @@ but a tenth of the tokens shared; the plain fused KL beside it. Errors are those
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -148,6 +148,7 @@ def _measured(
     return [Row(case, str(MAIN), label, times[label], 1.0), *rows]
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """Both cases; `only`: part of a candidate's name."""
-    return [*mixture_rows(quick, only), *cross_rows(quick, only)]
+    yield from mixture_rows(quick, only)
+    yield from cross_rows(quick, only)

@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -102,16 +102,8 @@ def require_right(url: str, engine: Engine, question: TargetRequest) -> None:
         raise ValueError("served hidden states are not those of the teacher's own forward")
 
 
-def compare(
-    engine: Engine,
-    *,
-    length: int,
-    requests: int,
-    limits: Limits,
-    shape: str,
-    show: Callable[[Row], object] = lambda row: None,
-) -> list[Row]:
-    """Rows of the table, each shown as it comes: the forward, then each number of clients."""
+def compare(engine: Engine, *, length: int, requests: int, limits: Limits, shape: str) -> Iterator[Row]:
+    """Rows of the table: the forward, then each number of clients."""
     generator = np.random.default_rng(0)
     learned = np.arange(length - 1, dtype=np.int32)
     ids = generator.integers(0, engine.identity.rows, (QUESTIONS, 1, length)).astype(np.int32)
@@ -119,8 +111,7 @@ def compare(
     together = max(limits.budget // length, 1)
     own = seconds_of_forward(engine, together, length)
     rate = together * length / own
-    rows = [Row("served", shape, "its own forward", ms=own * 1e3, tokens_per_s=rate, note=f"{together} rows at once")]
-    show(rows[0])
+    yield Row("served", shape, "its own forward", ms=own * 1e3, tokens_per_s=rate, note=f"{together} rows at once")
     with running(make_app(engine, None, limits)) as url, multiprocessing.get_context("spawn").Pool(1) as process:
         require_right(url, engine, questions[0])
         for clients in CLIENTS:
@@ -133,12 +124,10 @@ def compare(
                 f"{load.received / (requests * len(learned)):,.0f} bytes a learned token"
             )
             name = f"{clients} client{'s' * (clients > 1)}"
-            rows.append(Row("served", shape, name, ms=p50, tokens_per_s=served, note=note))
-            show(rows[-1])
-    return rows
+            yield Row("served", shape, name, ms=p50, tokens_per_s=served, note=note)
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` asks fewer questions; `only` has no meaning here."""
     config, length, dtype = (
         ("llama-3.1-8b", 2048, "bfloat16") if torch.cuda.is_available() else ("smollm2-135m", 128, "auto")
@@ -146,7 +135,7 @@ def run(quick: bool, only: str) -> list[Row]:
     engine = open_engine(parse(RECIPE % (config, config, length), [f"teacher.dtype={dtype}"], name="served"), 65_536)
     held = engine.identity.dtype
     limits = Limits() if engine.device.type == "cuda" else Limits(budget=1024)
-    return compare(
+    yield from compare(
         engine, length=length, requests=64 if quick else 256, limits=limits,
         shape=f"{config}, rows of {length} tokens, {held}",
     )  # fmt: skip

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,9 +122,10 @@ def measure(rounds: int) -> list[Row]:
     return [*(Row("sharded head", str(MAIN), name, times[name], 1.0) for name in bare), *rows]
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """2, 4 and 8 ranks, as many as there are GPUs; `quick`: 2 only; `only`: part of "sharded head"."""
-    rows: list[Row] = []
+    if torch.cuda.device_count() < 2:
+        print("sharded head: needs at least two CUDA devices", file=sys.stderr)
     for ranks in (2,) if quick else (2, 4, 8):
         if ranks > torch.cuda.device_count() or only not in "sharded head":
             continue
@@ -136,10 +137,7 @@ def run(quick: bool = False, only: str = "") -> list[Row]:
             ]
             paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
             subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, check=True)
-            rows += [Row(**row) for row in json.loads(out.read_text())]
-    if not rows:
-        print("sharded head: needs at least two CUDA devices", file=sys.stderr)
-    return rows
+            yield from (Row(**row) for row in json.loads(out.read_text()))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -354,31 +354,27 @@ def candidate(pair: str, name: str, limit: float) -> dict[str, Any]:
     return {**result, "note": ", ".join(part for part in (result.get("note"), *graphs, why) if part)}
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out all but SmolLM2 and what compiles for minutes; for `only` see `chosen`."""
-    rows = list[Row]()
     limit, ends = float(os.environ.get("BENCH_LIMIT", 90)), float(os.environ.get("BENCH_SECONDS", "inf"))
     ends += time.monotonic()
     for name, candidate_name in chosen(quick, only):
         pair, began = PAIRS[name], time.monotonic()
         found = candidate(name, candidate_name, max(min(limit, ends - began), 0.1))
         ms = found.get("ms", math.nan)
-        rows.append(
-            Row(
-                case="small",
-                shape=f"{pair.teacher} to {pair.student}, {pair.batch} x {pair.length} tokens",
-                candidate=candidate_name,
-                ms=ms,
-                peak_mib=found.get("peak_mib"),
-                tokens_per_s=pair.batch * pair.length / ms * 1e3 if "ms" in found else None,
-                joules=found.get("joules"),
-                note=found["note"],
-            )
-        )
         took, joules = time.monotonic() - began, found.get("joules", math.nan)
         times = f"{ms:8.2f} ms {joules:6.1f} J  {took:4.0f} s"
         print(f"{name:<14}{candidate_name:<40}{times}  {found['note']}", flush=True)
-    return rows
+        yield Row(
+            case="small",
+            shape=f"{pair.teacher} to {pair.student}, {pair.batch} x {pair.length} tokens",
+            candidate=candidate_name,
+            ms=ms,
+            peak_mib=found.get("peak_mib"),
+            tokens_per_s=pair.batch * pair.length / ms * 1e3 if "ms" in found else None,
+            joules=found.get("joules"),
+            note=found["note"],
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -59,28 +60,26 @@ def whole_model(teacher: Any, student: Any, batch: Batch, optimizer: torch.optim
 OTHERS: dict[str, Rival] = {**RIVALS, "compile-model": whole_model}
 
 
-def rows_of(results: list[StepTime], case: str, shape: str) -> list[Row]:
+def rows_of(results: Iterable[StepTime], case: str, shape: str) -> Iterator[Row]:
     """A row for each result; one whose first loss is another than the first result's has no time."""
-    rows = []
+    first = 0.0
     for result in results:
-        error = abs(result.loss / results[0].loss - 1)
+        first = first or result.loss
+        error = abs(result.loss / first - 1)
         right = error < (0.2 if result.variant == "distill-fp8" else 0.02)
         split = ", ".join(f"{name} {ms:.1f}" for name, ms in result.phases.items())
-        rows.append(
-            Row(
-                case=case,
-                shape=shape,
-                candidate=NAMES.get(result.variant, result.variant),
-                ms=result.ms if right else math.nan,
-                peak_mib=result.peak_gib * 1024,
-                tokens_per_s=result.tokens_per_second,
-                mfu=result.mfu,
-                joules=None if math.isnan(result.joules) else result.joules,
-                error={"loss": error},
-                note=f"{split}; {result.note}" if result.note else split,
-            )
+        yield Row(
+            case=case,
+            shape=shape,
+            candidate=NAMES.get(result.variant, result.variant),
+            ms=result.ms if right else math.nan,
+            peak_mib=result.peak_gib * 1024,
+            tokens_per_s=result.tokens_per_second,
+            mfu=result.mfu,
+            joules=None if math.isnan(result.joules) else result.joules,
+            error={"loss": error},
+            note=f"{split}; {result.note}" if result.note else split,
         )
-    return rows
 
 
 def chosen(quick: bool, only: str) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -94,13 +93,11 @@ def chosen(quick: bool, only: str) -> list[tuple[str, str, tuple[str, ...]]]:
     ]  # fmt: skip
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` leaves out torch.compile and all pairs but the flagship's; `only` names a pair, variants, or both."""
-    rows = []
     for teacher, student, variants in chosen(quick, only):
         results = bench_step(
             functools.partial(pair, teacher, student), lambda words: make_batch(BATCH, LENGTH, words), Loss(),
             variants=variants, rivals=OTHERS,
         )  # fmt: skip
-        rows += rows_of(results, "step", f"{teacher} to {student}, {BATCH} x {LENGTH} tokens, bf16")
-    return rows
+        yield from rows_of(results, "step", f"{teacher} to {student}, {BATCH} x {LENGTH} tokens, bf16")

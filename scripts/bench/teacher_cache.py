@@ -98,30 +98,28 @@ def seconds_a_step(objective: Any, student: Any, rows: list[Any], batch_size: in
 
 def compare(
     teacher: Any, student: Any, *, batch_size: int, length: int, steps: int, shape: str, folder: Path
-) -> list[Row]:
+) -> Iterator[Row]:
     """Rows of the table; teacher and student are on one device, patched."""
     vocabulary = min(len(read_head(find_head(model)).weight) for model in (teacher, student))
     rows, tokens = random_rows(ROWS, length, vocabulary), batch_size * length
-    found = []
 
-    def row(name: str, seconds: float, note: str = "") -> None:
-        found.append(Row("teacher_cache", shape, name, ms=seconds * 1e3, tokens_per_s=tokens / seconds, note=note))
+    def row(name: str, seconds: float, note: str = "") -> Row:
+        return Row("teacher_cache", shape, name, ms=seconds * 1e3, tokens_per_s=tokens / seconds, note=note)
 
     student.train()
-    online = DistillationObjective(teacher, student, "forward_kl")
-    row("online", seconds_a_step(online, student, rows, batch_size, steps))
+    online = seconds_a_step(DistillationObjective(teacher, student, "forward_kl"), student, rows, batch_size, steps)
+    yield row("online", online)
     for name, hidden in ((f"top-{K} from disk", False), ("hidden states from disk", True)):
         there = folder / name.split()[0]
         seconds = write_cache(there, teacher, rows, hidden=hidden, batch_size=batch_size)
-        row(f"write {name}", seconds * tokens / (len(rows) * length))
+        yield row(f"write {name}", seconds * tokens / (len(rows) * length))
         cache = TeacherCache(there)
         objective = DistillationObjective(CachedTeacher(cache, student.device), student, "forward_kl")
         spent = seconds_a_step(objective, student, rows, batch_size, steps)
-        row(name, spent, f"{bytes_a_token(cache.manifest)} bytes a token, {found[0].ms / spent / 1e3:.2f} x online")
-    return found
+        yield row(name, spent, f"{bytes_a_token(cache.manifest)} bytes a token, {online / spent:.2f} x online")
 
 
-def run(quick: bool, only: str) -> list[Row]:
+def run(quick: bool, only: str) -> Iterator[Row]:
     """`quick` takes fewer steps; `only` has no meaning here."""
     from distill.models.attention import choose_attention
     from distill.models.patching import patch
@@ -131,7 +129,7 @@ def run(quick: bool, only: str) -> list[Row]:
     for model, role in ((teacher, "teacher"), (student, "student")):
         patch(model, role, attention=choose_attention(model, BATCH, LENGTH, backward=role == "student")[0])
     with tempfile.TemporaryDirectory() as folder:
-        return compare(
+        yield from compare(
             teacher, student, batch_size=BATCH, length=LENGTH, steps=6 if quick else 16, folder=Path(folder),
             shape=f"{TEACHER} to {STUDENT}, {BATCH} x {LENGTH} tokens, bf16",
         )  # fmt: skip

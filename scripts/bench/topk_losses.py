@@ -12,7 +12,7 @@ the full KL's time; K from 16 to 256 and hard labels in the same pass make no di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ def eager(ids: torch.Tensor, logprobs: torch.Tensor) -> Callable[[Inputs], torch
     return loss
 
 
-def run(quick: bool = False, only: str = "") -> list[Row]:
+def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """The flagship's shape; `quick`: K = 64 alone; `only`: part of a candidate's name."""
     inputs = Inputs(MAIN)
     full = FusedKLLoss(skip_ignored_rows=False)
@@ -122,4 +122,4 @@ def run(quick: bool = False, only: str = "") -> list[Row]:
         if row.candidate in times:
             row.ms = times[row.candidate]
             row.floor_ratio = row.ms / times[FLOOR]
-    return [Row("linear top-k", str(MAIN), FLOOR, times[FLOOR], 1.0), *rows]
+    yield from [Row("linear top-k", str(MAIN), FLOOR, times[FLOOR], 1.0), *rows]
