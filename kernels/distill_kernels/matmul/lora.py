@@ -187,8 +187,6 @@ def lora_linears(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """`lora_linear` of several layers that read the same x, whose weights lie side by side, as one node of autograd.
 
-    Never run on a GPU yet.
-
     Args:
         x: [..., I].
         weights: each [O_i, I], frozen; see `side_by_side`.
