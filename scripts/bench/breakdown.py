@@ -21,19 +21,17 @@ from distill_kernels.optim.adamw import FusedAdamW
 from torch.nn.functional import scaled_dot_product_attention
 
 from distill.commands.bench import Clock, make_batch, our_step
-from distill.models.attention import choose_attention
-from distill.models.patching import patch
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row
 from scripts.bench.small import Meter
-from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model
+from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model, use_kernels
 
 STEPS, SECONDS = 2, 2.0
 CLASSES = {  # the first that matches
     "optimizer": r"adamw",
     "attention": r"cudnn|fmha|flash|sdpa|_attention_kernel|_key_gradient|_query_gradient|_row_terms|_ranges",
     "loss: logits and their rows": r"_project|_row_kernel|_scale_kernel|_accumulate|_fold",
-    "products": r"nvjet|gemm|cutlass|xmma|splitk",
+    "products": r"nvjet|gemm|cutlass|xmma|splitk|_tiled_kernel",
     "norms, gates, rotary, additions": r"",
 }
 
@@ -89,9 +87,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     teacher, student = random_model(TEACHER, 0).requires_grad_(False), random_model(STUDENT, 1).train()
     batch = make_batch(BATCH, LENGTH, student.config.vocab_size)
     watch.lap("models")
-    chosen = [choose_attention(m, BATCH, LENGTH, backward=m is student)[0] for m in (teacher, student)]
-    for model, role, attention in zip((teacher, student), ("teacher", "student"), chosen, strict=True):
-        patch(model, role, attention=attention)  # type: ignore[arg-type]
+    chosen = use_kernels(teacher, student)
     optimizer = FusedAdamW(student.parameters(), lr=1e-5)
     step = our_step(DistillationObjective(teacher, student), student, batch, optimizer)
     watch.lap("choosing attention, patching")
@@ -113,12 +109,13 @@ def run(quick: bool, only: str) -> Iterator[Row]:
 
     mlp, attention = teacher.model.layers[0].mlp, teacher.config
     x = torch.randn(BATCH * LENGTH, attention.hidden_size, device="cuda", dtype=torch.bfloat16)
-    gate = torch.nn.functional.linear(x, mlp.gate_proj.weight)
+    weight = mlp.gate_proj.weight.contiguous()
+    gate = torch.nn.functional.linear(x, weight)
     heads = torch.randn(
         BATCH, attention.num_attention_heads, LENGTH, attention.head_dim, device="cuda", dtype=torch.bfloat16
     )
     operations: dict[str, Callable[[], object]] = {
-        "products": lambda: torch.nn.functional.linear(x, mlp.gate_proj.weight),
+        "products": lambda: torch.nn.functional.linear(x, weight),
         "attention": lambda: scaled_dot_product_attention(heads, heads, heads, is_causal=True),
         "norms, gates, rotary, additions": lambda: swiglu(gate, gate),
     }

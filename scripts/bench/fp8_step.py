@@ -24,19 +24,15 @@ from typing import Any
 
 import torch
 from distill_kernels.matmul import fp8_train
-from distill_kernels.matmul.fp8 import swap_linears_for_fp8
 from distill_kernels.optim.adamw import FusedAdamW
 
 from distill.commands.bench import Clock, make_batch, our_step, plain_step, timed_steps
-from distill.models.attention import choose_attention
-from distill.models.fp8_student import compute_in_fp8
 from distill.models.head import decoder_of
-from distill.models.patching import patch
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row, time_in_turn
 from scripts.bench.small import Meter
-from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model
+from scripts.bench.step import BATCH, LENGTH, STUDENT, TEACHER, random_model, use_kernels
 
 WARM, SECONDS = 5, 2.5
 TOKENS = BATCH * LENGTH
@@ -45,16 +41,8 @@ CANDIDATES = ("plain", "ours", "ours, fp8 teacher", "ours, fp8 teacher and stude
 
 def our_candidate(name: str, teacher: Any, student: Any, batch: dict[str, torch.Tensor]) -> Callable[[Clock], Any]:
     """`distill run`'s step."""
-    for model, role in ((teacher, "teacher"), (student, "student")):
-        back_end, _ = choose_attention(model, BATCH, LENGTH, backward=model is student)
-        patch(model, role, attention=back_end)  # type: ignore[arg-type]
+    use_kernels(teacher, student, fp8_teacher="fp8 teacher" in name, fp8_student=name.endswith("student"))
     objective = DistillationObjective(teacher, student, Loss())
-    if "fp8 teacher" in name:
-        swap_linears_for_fp8(teacher)
-        gc.collect()
-        torch.cuda.empty_cache()
-    if name.endswith("student"):
-        compute_in_fp8(student)
     return our_step(objective, student, batch, FusedAdamW(student.parameters(), lr=1e-5))
 
 

@@ -214,7 +214,7 @@ def _architecture(name: str) -> str:
 
 
 def rows_of(shape: str, pair: Pair, results: Sequence[tuple[str, dict[str, float], str]]) -> list[Row]:
-    """What was measured, each beside TRL's best where there is one."""
+    """What was measured, each beside TRL's best of those before it where there is one."""
     speeds = {name: figures["learned"] / figures["ms"] * 1e3 for name, figures, _ in results}
     peaks = {name: figures["peak_mib"] for name, figures, _ in results}
     best = max((name for name in speeds if name in TRL), key=lambda name: speeds[name], default=None)
@@ -253,7 +253,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
             said = [line.removeprefix("graphs").strip() for line in done.stdout.splitlines() if "graphs  " in line]
             results.append((name, figures, ", ".join(said)))
             print(f"{shape} {name}: {json.dumps(figures)}", flush=True)
-        yield from rows_of(shape, pair, results)
+            yield rows_of(shape, pair, results)[-1]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Heads cut over the vocabulary of 2, 4 and 8 GPUs: time over each rank's own products, peak memory, gradient errors.
+"""Heads cut over the vocabulary of 1, 2, 4 and 8 GPUs: time over each rank's own products, memory, gradient errors.
 
 The same 8,192 tokens are on every rank, with 1/P of all heads. The floor of P ranks is what one rank's slices need:
 the bare products of losses.py on V/P columns, timed in turn with the loss (a teacher of K tokens: the student's alone).
 Errors are those of dx and of the rank's rows of dW against fp64. The case starts one process a GPU and reads what the
-first one found.
+first one found. One rank, of which nothing is cut off, times the path of a cut vocabulary beside that of one GPU.
 
 Predicted for two H200 before any run, where one needs 20.8 ms (bucket), 19.0 (sampled) and two teachers 45.5, and the
 forward KL cut in two takes 1.5 ms more than half: 11.9, 11.0 and, of a second teacher as wide as the first, 24.9 ms.
@@ -62,26 +62,32 @@ def losses_of(inputs: Inputs, own: slice, group: Any) -> dict[str, tuple[Callabl
     inputs.w = inputs.w.detach()[own].clone().requires_grad_()
     inputs.w_teacher, second = inputs.w_teacher[own].clone(), second[own].clone()
     inputs.shape = MAIN._replace(vocab=own.stop - own.start)
-    losses: dict[str, Callable[[Inputs], torch.Tensor]] = {}
-    for name, (terms, stats) in CASES.items():
-        module = FusedDistillationLoss(terms, skip_ignored_rows=False)
-
-        def loss(i: Inputs, module=module, stats=stats) -> torch.Tensor:
-            out = module(i.x, i.w, i.x_teacher, i.w_teacher, i.labels, return_stats=stats, tp_group=group)
-            return out[0] if stats else out
-
-        losses[name] = loss
-    for name, module in tops.items():
-        losses[name] = lambda i, m=module: m(i.x, i.w, ids, given, i.labels, tp_group=group)
     both = FusedDistillationLoss([KL], skip_ignored_rows=False)
 
-    def of_two(i: Inputs) -> torch.Tensor:
-        pairs = zip((i.w_teacher, second), SHARES, strict=True)
-        teachers = [TeacherHead(i.x_teacher, weight, share) for weight, share in pairs]
-        return both(i.x, i.w, labels=i.labels, teachers=teachers, tp_group=group)
+    def over(group: Any) -> dict[str, Callable[[Inputs], torch.Tensor]]:
+        losses: dict[str, Callable[[Inputs], torch.Tensor]] = {}
+        for name, (terms, stats) in CASES.items():
+            module = FusedDistillationLoss(terms, skip_ignored_rows=False)
 
-    losses["two teachers"] = of_two
-    return {name: (loss, exact.get(name)) for name, loss in losses.items()}
+            def loss(i: Inputs, module=module, stats=stats) -> torch.Tensor:
+                out = module(i.x, i.w, i.x_teacher, i.w_teacher, i.labels, return_stats=stats, tp_group=group)
+                return out[0] if stats else out
+
+            losses[name] = loss
+        for name, module in tops.items():
+            losses[name] = lambda i, m=module: m(i.x, i.w, ids, given, i.labels, tp_group=group)
+
+        def of_two(i: Inputs) -> torch.Tensor:
+            pairs = zip((i.w_teacher, second), SHARES, strict=True)
+            teachers = [TeacherHead(i.x_teacher, weight, share) for weight, share in pairs]
+            return both(i.x, i.w, labels=i.labels, teachers=teachers, tp_group=group)
+
+        return losses | {"two teachers": of_two}
+
+    losses = over(group)
+    if dist.get_world_size() == 1:
+        losses |= {f"{name}, not cut": loss for name, loss in over(None).items()}
+    return {name: (loss, exact.get(name.removesuffix(", not cut"))) for name, loss in losses.items()}
 
 
 def exact_mixture(inputs: Inputs, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +115,13 @@ def measure(rounds: int) -> list[Row]:
     for name, (loss, exact) in losses.items():
         steps[name] = inputs.run(loss)
         rows.append(
-            Row("sharded head", str(MAIN), f"{name}, {ranks} ranks", math.nan, peak_mib=inputs.peak(steps[name]))
+            Row(
+                "sharded head",
+                str(MAIN),
+                f"{name}, {ranks} rank{'s' * (ranks > 1)}",
+                math.nan,
+                peak_mib=inputs.peak(steps[name]),
+            )
         )
         if exact is not None:
             rows[-1].error = gradient_errors(inputs, steps[name], exact)
@@ -123,11 +135,9 @@ def measure(rounds: int) -> list[Row]:
 
 
 def run(quick: bool = False, only: str = "") -> Iterator[Row]:
-    """2, 4 and 8 ranks, as many as there are GPUs; `quick`: 2 only; `only`: part of "sharded head"."""
-    if torch.cuda.device_count() < 2:
-        print("sharded head: needs at least two CUDA devices", file=sys.stderr)
-    for ranks in (2,) if quick else (2, 4, 8):
-        if ranks > torch.cuda.device_count() or only not in "sharded head":
+    """1, 2, 4 and 8 ranks, as many as there are GPUs; `quick`: 1 and 2; `only`: part of "sharded head, 2"."""
+    for ranks in (1, 2) if quick else (1, 2, 4, 8):
+        if ranks > torch.cuda.device_count() or only not in f"sharded head, {ranks}":
             continue
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rows.json"

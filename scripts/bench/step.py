@@ -7,6 +7,7 @@ Every variant's very first loss must be that of the first variant, up to roundin
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -49,6 +50,33 @@ def random_model(name: str, seed: int, **settings: Any) -> Any:
 def pair(teacher: str = TEACHER, student: str = STUDENT) -> tuple[Any, Any]:
     """A fresh teacher and student."""
     return random_model(teacher, 0).requires_grad_(False), random_model(student, 1)
+
+
+def use_kernels(teacher: Any, student: Any, *, fp8_teacher: bool = False, fp8_student: bool = False) -> list[str]:
+    """Prepare both for steps of `BATCH` rows as `distill run` does; the attention of teacher and student."""
+    from distill_kernels.matmul.fp8 import swap_linears_for_fp8
+
+    from distill.models.attention import choose_attention
+    from distill.models.fp8_student import compute_in_fp8
+    from distill.models.joined import join_siblings, joins_on
+    from distill.models.patching import patch
+    from distill.models.teacher_layout import interleave
+
+    models = (teacher, student)
+    chosen = [choose_attention(model, BATCH, LENGTH, backward=model is student)[0] for model in models]
+    patch(teacher, "teacher", attention=chosen[0])
+    patch(student, "student", attention=chosen[1])
+    if fp8_teacher:
+        swap_linears_for_fp8(teacher)
+        gc.collect()
+        torch.cuda.empty_cache()
+    else:
+        interleave(teacher)
+    if fp8_student:
+        compute_in_fp8(student)
+    for model in models if joins_on(torch.device("cuda")) else ():
+        join_siblings(model, trains=True)
+    return chosen
 
 
 def whole_model(teacher: Any, student: Any, batch: Batch, optimizer: torch.optim.Optimizer) -> Step:

@@ -4,11 +4,13 @@
     python -m scripts.study --data gsm8k_train.jsonl --out /tmp/study --quick       the whole path, tiny, on a CPU
     python -m scripts.study --out scripts/study/results --only-verdict              tables and plot from the rows
     python -m scripts.study --plan teachers --data gsm8k_train.jsonl --out scripts/study/results --device cuda
+    python -m scripts.study --plan fp8 --sources python-stdlib --out scripts/study/results --device cuda
 
 A configuration whose row is in FOLDER is not run again: stopped at any moment, the same command goes on. Several GPUs
 take a --share each, into folders of their own, whose rows are put together by hand (cat). FOLDER gets
 <gpu>.jsonl (a row a run), verdict.md and study.svg; of the plan `teachers`, which compares cached teachers and the
-student's own words on GSM8K, <gpu>-teachers.jsonl, teachers.md and teachers.svg.
+student's own words on GSM8K, <gpu>-teachers.jsonl, teachers.md and teachers.svg; of the plan `fp8`, which puts a
+student of 15 layers, its teacher or both into fp8, <gpu>-fp8.jsonl, fp8.md and fp8.svg.
 """
 
 from __future__ import annotations
@@ -64,9 +66,10 @@ def plan_of(name: str) -> Plan:
         )  # fmt: skip
     from scripts.study import plot, runs, verdict
 
+    fp8 = name == "fp8"
     return Plan(
-        setups, runs.Bench, runs.run_one, verdict.markdown, verdict.overview, plot.draw, ".jsonl",
-        ("verdict.md", "study.svg"),
+        setups, runs.Bench, runs.run_one, verdict.markdown, verdict.markdown if fp8 else verdict.overview, plot.draw,
+        "-fp8.jsonl" if fp8 else ".jsonl", ("fp8.md", "fp8.svg") if fp8 else ("verdict.md", "study.svg"),
     )  # fmt: skip
 
 
@@ -84,13 +87,14 @@ def share(text: str) -> tuple[int, int]:
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
     """What was asked for."""
-    from scripts.study.plan import KNOWN, OBJECTIVES
+    from scripts.study.plan import KNOWN
     from scripts.study.teachers import BASES
 
     parser = argparse.ArgumentParser(
         prog="python -m scripts.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plan", choices=("objectives", "teachers"), default="objectives", help="what is compared")
+    plans = ("objectives", "teachers", "fp8")
+    parser.add_argument("--plan", choices=plans, default=plans[0], help="what is compared")
     parser.add_argument("--data", type=Path, help="GSM8K's training split, jsonl of question and answer")
     parser.add_argument("--out", type=Path, required=True, help="folder of rows, tables and plot")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -99,7 +103,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=None, help="10 and 15; of the plan teachers 15")
     parser.add_argument("--parts", nargs="+", choices=tuple(BASES), default=list(BASES), help="of the plan teachers")
-    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), metavar="NAME", help=", ".join(KNOWN))
+    parser.add_argument("--objectives", nargs="+", default=None, metavar="NAME", help=", ".join(KNOWN))
     parser.add_argument("--sources", nargs="+", choices=("gsm8k", "python-stdlib"), default=["gsm8k", "python-stdlib"])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="recipe settings of every run")
     parser.add_argument(
@@ -127,13 +131,15 @@ def sources(args: argparse.Namespace) -> dict[str, tuple[str, ...]]:
 
 def setups(args: argparse.Namespace) -> list[Any]:
     """The configurations, in the order of running."""
-    from scripts.study.plan import QUICK, grid
+    from scripts.study.plan import FP8, OBJECTIVES, QUICK, grid
 
     more = [*(QUICK if args.quick else ()), f"train.device={args.device}", *args.set]
-    layers = args.layers or [10, 15]
+    fp8 = args.plan == "fp8"
+    layers = args.layers or ([15] if fp8 else [10, 15])
+    objectives = args.objectives or (["forward KL", *FP8] if fp8 else list(OBJECTIVES))
     return grid(
-        sources(args), layers=layers[:1] if args.quick else layers, objectives=args.objectives,
-        seeds=1 if args.quick else args.seeds, more=more, probe_rates=not (args.quick or args.no_rates),
+        sources(args), layers=layers[:1] if args.quick else layers, objectives=objectives,
+        seeds=1 if args.quick else args.seeds, more=more, probe_rates=not (args.quick or args.no_rates or fp8),
     )  # fmt: skip
 
 
@@ -180,7 +186,7 @@ def train(args: argparse.Namespace, plan: Plan) -> None:
             print(f"{number}/{len(waiting)} {setup}: no row, since it broke: {str(error).splitlines()[0]}", flush=True)
             continue
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, **facts}) + "\n")
+            file.write(json.dumps({"plan": args.plan, **row, **facts}) + "\n")
         took = time.perf_counter() - start
         longest = max(longest, took) if number > 2 else took  # the first also reads data and compiles kernels
         kl = row["after"]["forward_kl"]

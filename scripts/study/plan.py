@@ -31,7 +31,13 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "reverse KL, half on-policy": ("loss.terms=[{type: reverse_kl}]", ON_POLICY),
     "JSD, half on-policy": ("loss.terms=[{type: jsd, beta: 0.5}]", ON_POLICY),
 }
-KNOWN = OBJECTIVES | EXTRAS
+# what fp8 costs, each judged against the teacher in bf16; asked for by name or as the plan fp8
+FP8: dict[str, tuple[str, ...]] = {
+    "forward KL, fp8 teacher": ("teacher.dtype=fp8",),
+    "forward KL, fp8 student": ("student.compute=fp8",),
+    "forward KL, both fp8": ("teacher.dtype=fp8", "student.compute=fp8"),
+}
+KNOWN = OBJECTIVES | EXTRAS | FP8
 WITHOUT_PROMPTS = ("python-stdlib",)
 # one learning rate for all would favour whatever it suits: two objectives also at half and twice of it, one seed
 LEARNING_RATES = {"learning rate x 0.5": 0.5, "learning rate x 2": 2.0}
@@ -118,7 +124,7 @@ def grid(
         for data in sources
         for depth in layers
         for objective in objectives
-        if objective in OBJECTIVES or data not in WITHOUT_PROMPTS
+        if objective not in EXTRAS or data not in WITHOUT_PROMPTS
     ]
     if probe_rates:
         rate = load(RECIPE, more).train.learning_rate

@@ -24,7 +24,9 @@ from distill.data.load import Splits, load_data
 from distill.evaluation.evaluate import evaluate
 from distill.evaluation.judge import Judgement, judge
 from distill.generation.on_policy import on_policy_of
+from distill.models import fp8_student
 from distill.models.attention_choice import AttentionChoices
+from distill.models.fp8_teacher import quantise
 from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.models.patching import patch
 from distill.models.precision import resolve_device, resolve_precision
@@ -48,6 +50,8 @@ class Bench:
     def __init__(self, setups: Sequence[Setup], held_out: int = 128) -> None:
         self.held_out = held_out
         first = setups[0].recipe()
+        if first.teacher.dtype == "fp8":  # who judges is not in fp8
+            first = first.model_copy(update={"teacher": first.teacher.model_copy(update={"dtype": "auto"})})
         self.device = resolve_device(first.train)
         self.precision = resolve_precision(first, self.device)
         self.teacher = load_teacher(first.teacher, device=self.device, dtype=self.precision.teacher)
@@ -56,6 +60,7 @@ class Bench:
         self._splits: dict[str, Splits] = {}
         self._before: dict[tuple[str, int], Judgement] = {}
         self._attention: dict[int, AttentionChoices] = {}
+        self._in_fp8: Any = None
         for setup in setups:
             if setup.layers not in self.cuts:
                 section = setup.recipe().student
@@ -73,10 +78,22 @@ class Bench:
         return self._splits[setup.data]
 
     def student(self, setup: Setup, recipe: Recipe) -> Any:
-        """A fresh student with our kernels."""
+        """A fresh student with our kernels, and computing in fp8 if the recipe says so."""
         student = copy.deepcopy(self.cuts[setup.layers])
         self._use_kernels(student, "student", recipe)
+        if recipe.student.compute == "fp8":
+            fp8_student.GAINS_FROM = 0  # what it costs is asked, also of layers that are too small to gain
+            fp8_student.compute_in_fp8(student)
         return student
+
+    def teacher_for(self, recipe: Recipe) -> Any:
+        """Who is learned from: the bench's teacher, which always judges, or its copy in fp8."""
+        if recipe.teacher.dtype != "fp8":
+            return self.teacher
+        if self._in_fp8 is None:
+            self._in_fp8 = copy.deepcopy(self.teacher)
+            quantise(self._in_fp8, recipe.teacher.fp8_skip)
+        return self._in_fp8
 
     def judge(self, student: Any, setup: Setup, recipe: Recipe) -> Judgement:
         """Held-out figures with intervals."""
@@ -134,6 +151,24 @@ class Quality(TrainerCallback):
         )
 
 
+class Judged(Quality):
+    """Looks at the student as it is judged in the end: against the loaded teacher, whatever it learns from."""
+
+    def point(self) -> dict[str, float]:
+        """The student's held-out figures as it stands."""
+        assert self.trainer is not None
+        train_section, bench = self.recipe.train, self.bench
+        return point_of(
+            judge(
+                self.trainer.model,
+                bench.teacher,
+                self.rows,
+                batch_size=train_section.batch_size,
+                autocast=bench.precision.autocast,
+            )
+        )
+
+
 class Training(NamedTuple):
     """What one training took: seconds off all evaluations, and the tokens that were learned."""
 
@@ -184,8 +219,9 @@ def run_one(setup: Setup, bench: Bench) -> dict[str, Any]:
     recipe = setup.recipe()
     student, splits = bench.student(setup, recipe), bench.splits(setup)
     before = bench.before(student, setup, recipe)
-    quality = Quality(bench, setup, recipe)
-    took = train(recipe, bench, student, splits, quality)
+    teacher = bench.teacher_for(recipe)
+    quality = (Quality if teacher is bench.teacher else Judged)(bench, setup, recipe)
+    took = train(recipe, bench, student, splits, quality, teacher=teacher)
     row = row_of(setup, recipe, before, bench.judge(student, setup, recipe), quality.curve, took)
     del quality, student
     free(bench)

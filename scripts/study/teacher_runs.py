@@ -33,7 +33,7 @@ from distill.teachers.cache.teacher import CachedTeacher
 from distill.teachers.model import LoadedTeacher
 from distill.teachers.opening import Pair
 from distill.teachers.vocabulary import Vocabulary
-from scripts.study.runs import Bench, Quality, free, point_of, row_of, train
+from scripts.study.runs import Bench, Judged, free, row_of, train
 from scripts.study.teachers import OWN, K, TeacherSetup
 
 LONGEST = 256  # tokens of an answer that is judged
@@ -98,24 +98,6 @@ class TeacherBench(Bench):
             max_new_tokens=LONGEST,
         )  # fmt: skip
         return engine_for("distill", model, settings)
-
-
-class Judged(Quality):
-    """Looks at the student as it is judged in the end: against the loaded teacher, whatever it learns from."""
-
-    def point(self) -> dict[str, float]:
-        """The student's held-out figures as it stands."""
-        assert self.trainer is not None
-        train_section, bench = self.recipe.train, self.bench
-        return point_of(
-            judge(
-                self.trainer.model,
-                bench.teacher,
-                self.rows,
-                batch_size=train_section.batch_size,
-                autocast=bench.precision.autocast,
-            )
-        )
 
 
 def run_one(setup: TeacherSetup, bench: TeacherBench) -> dict[str, Any]:
