@@ -1,6 +1,9 @@
 """Steps that are replayed from CUDA graphs: the bits of launched ones, whatever else a run does meanwhile."""
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -263,6 +266,41 @@ def test_a_gradient_in_use_is_copied_and_a_second_backward_refused():
         hidden.float().sum().backward()
     graphs.release()
     assert "forward" not in vars(decoder) or decoder.forward.__name__ != "graphed"
+
+
+AFTER_OTHERS = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from distill.models.graphs import DecoderGraphs
+from distill.models.head import decoder_of
+
+config = AutoConfig.from_pretrained("recipes/architectures/llama-3.2-1b", num_hidden_layers=2)
+model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
+decoder, graphs = decoder_of(model), DecoderGraphs()
+graphs.add("student", decoder, trains=True)
+graphs.enabled = True
+ids = torch.arange(2048, device="cuda").view(4, 512)
+def gradients():
+    model.zero_grad()
+    decoder(input_ids=ids, use_cache=False).last_hidden_state.float().square().sum().backward()
+    return [p.grad.clone() for p in decoder.layers.parameters()]
+for _ in range(2):
+    right = gradients()
+assert graphs.replays == 1
+torch._C._cuda_clearCublasWorkspaces()  # as the decode loop does before it captures
+torch.cuda.empty_cache()
+taken = torch.full((1 << 28,), 3.0, device="cuda")
+assert all(map(torch.equal, gradients(), right)) and graphs.replays == 2
+assert taken.min() == taken.max() == 3
+"""
+
+
+@pytest.mark.gpu
+def test_replays_outlive_the_workspaces_of_others():
+    """In a process of its own, which a graph that writes to memory given back would end."""
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", AFTER_OTHERS], capture_output=True, text=True, cwd=root, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 class Clock:

@@ -32,6 +32,7 @@ from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedSteps
 from distill.generation.seats import Seats, fetched, sent
 from distill.models.attention import soft_cap_kept
+from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
 from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
@@ -339,24 +340,10 @@ class DecodeLoop(Engine):
         seats.column.zero_()
         graph = torch.cuda.CUDAGraph()
         # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
-        with _own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        with own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             for _ in range(STEPS):
                 self._step(seats, temperature)
         seats.graph, seats.captured = graph, depends_on
-
-
-@contextlib.contextmanager
-def _own_workspace() -> Iterator[None]:
-    """cuBLAS's workspaces that are made inside belong to the graph that is captured there, and to nothing else.
-
-    They are kept by stream, and all captures share one: a graph would go on using what lies in an earlier graph's
-    memory, which is given back with that graph, or when somebody (torch.compile's graphs) drops all workspaces.
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _waits_for_the_host(step: Any) -> str | None:

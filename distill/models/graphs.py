@@ -56,7 +56,7 @@ class DecoderGraphs:
         self.enabled = False
         self.refused: dict[str, str] = {}
         self.replays = 0
-        self.stream = torch.cuda.Stream()  # with a cuBLAS workspace that nobody else uses
+        self.stream = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
         self._decoders: list[_GraphedDecoder] = []
         self._unfinished: weakref.ref[_Forward] | None = None
@@ -184,13 +184,14 @@ class _Captured:
             with _random_numbers_kept(), _without_random_state_of_checkpoints(decoder):
                 self._warm_up(call)
                 self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-                with self._capturing(self.forward):
-                    output = call().last_hidden_state
-                if trains:
-                    self.upstream = torch.empty_like(output)
-                    with self._capturing(self.backward):
-                        gradients = torch.autograd.grad(output, self._leaves, self.upstream, allow_unused=True)
-                    self.gradients: Sequence[torch.Tensor | None] = gradients
+                with own_workspace():
+                    with self._capturing(self.forward):
+                        output = call().last_hidden_state
+                    if trains:
+                        self.upstream = torch.empty_like(output)
+                        with self._capturing(self.backward):
+                            gradients = torch.autograd.grad(output, self._leaves, self.upstream, allow_unused=True)
+                        self.gradients: Sequence[torch.Tensor | None] = gradients
             self.output = output.detach()
 
     def __call__(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -273,6 +274,20 @@ class _Replay(torch.autograd.Function):
         captured.graphs._handed_out = captured
         # fresh views, which autograd makes the parameters' gradients without a copy
         return None, *(None if gradient is None else gradient.detach() for gradient in captured.gradients)
+
+
+@contextlib.contextmanager
+def own_workspace() -> Iterator[None]:
+    """cuBLAS's workspaces that are made inside belong to the graph that is captured there, and to nothing else.
+
+    They are kept by stream, and all captures share one: a graph would go on using what lies in an earlier graph's
+    memory, which is given back with that graph, or when somebody (torch.compile's graphs) drops all workspaces.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _unsuited(decoder: nn.Module) -> str | None:
