@@ -109,7 +109,7 @@ HEADLINES = (
         "on the student's own words, 8B to 1B",
         ("on_policy", "8b-to-1b, 64 prompts x 256 new tokens"),
         "ours",
-        ("TRL, 16 x 4",),
+        ("TRL, 16 x 4", "TRL, 64 x 1", "TRL, 16 x 4, liger", "TRL, 16 x 4, static cache"),
         "tokens_per_s",
     ),
     Headline("8B to 1B, teacher on disk", ("teacher_cache", _STEP), "top-64 from disk", ("online",), "tokens_per_s"),
