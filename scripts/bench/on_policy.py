@@ -248,7 +248,7 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                 figures = json.loads(done.stdout.splitlines()[-1])
             except (subprocess.TimeoutExpired, json.JSONDecodeError, IndexError) as error:
                 trace = [] if isinstance(error, subprocess.TimeoutExpired) else done.stderr.splitlines()
-                print(f"on_policy: {shape}, {name}: {chr(10).join(trace[-6:]) or error}", file=sys.stderr, flush=True)
+                print(f"on_policy: {shape}, {name}: {chr(10).join(trace[-60:]) or error}", file=sys.stderr, flush=True)
                 continue
             said = [line.removeprefix("graphs").strip() for line in done.stdout.splitlines() if "graphs  " in line]
             results.append((name, figures, ", ".join(said)))
