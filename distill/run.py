@@ -311,7 +311,7 @@ def _held_out(
 ) -> HeldOut:
     """Figures on the held-out rows; a student that is wrapped by FSDP is called through its wrapper."""
     return evaluate(
-        trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model,  # type: ignore[arg-type]
+        trainer.model_wrapped if trainer.is_fsdp_enabled else trainer.model,
         pair.teacher,
         splits.validation,
         batch_size=recipe.train.batch_size,
@@ -328,10 +328,8 @@ def _before(
     if path.exists():
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            figures: dict[str, Any] = {
-                name: math.nan if value is None else value
-                for name, value in trainer.objective.measure.read(record["held_out"]).items()
-            }
+            figures: dict[str, Any] = trainer.objective.measure.read(record["held_out"])
+            figures = {name: math.nan if value is None else value for name, value in figures.items()}
             return HeldOut(**figures), dict(record["answers"])
         except (ValueError, KeyError, TypeError):
             log.warning("%s is damaged; its figures are made again", path)

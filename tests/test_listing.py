@@ -10,14 +10,14 @@ from tiny import tiny_model
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
-from distill.training.listing import Listing, parameters_of, unlist
+from distill.training.listing import list_parts, parameters_of, unlist
 from distill.training.trainer import DistillationTrainer
 
 
 @pytest.fixture
 def model():
     made = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.5))
-    Listing(made)
+    list_parts(made)
     return made
 
 
@@ -62,7 +62,7 @@ def test_what_ends_leaves_nothing(model):
 def test_methods_of_somebody_else_stay():
     made = tiny_model().eval()
     made.train = lambda mode=True: made
-    Listing(made)
+    list_parts(made)
     assert not made.train().training
     unlist(made)
     del made.train

@@ -111,9 +111,8 @@ def make_plan(loaded: Loaded, settings: Settings) -> dict[str, Any]:
     """
     if not settings.hidden and settings.k > loaded.columns:
         raise ValueError(f"--top-k: expected at most {loaded.columns}, the size of the vocabulary, got {settings.k}")
-    origin = Origin(
-        loaded.recipe, loaded.splits.report.digest, loaded.tokenizer, loaded.ids_below, loaded.pair.layer_indices
-    )
+    digest, layers = loaded.splits.report.digest, loaded.pair.layer_indices
+    origin = Origin(loaded.recipe, digest, loaded.tokenizer, loaded.ids_below, layers)
     return plan_of(origin, settings, loaded.teacher, loaded.columns)
 
 

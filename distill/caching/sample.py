@@ -181,17 +181,15 @@ def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int
     lines = whole.splitlines()
     if len(lines) > len(prompts):
         raise ValueError(f"--out: {out} holds {len(lines):,} lines, more than there are prompts; give another file")
-    for number, line in enumerate(lines):
+    for number, (line, prompt) in enumerate(zip(lines, prompts, strict=False), 1):
         row: Any = None
         with contextlib.suppress(ValueError):
             row = json.loads(line)
-        if not prompts[number].is_asked_by(row):
-            raise ValueError(
-                f"--out: line {number + 1} of {out} does not answer prompt {number + 1}; give another file"
-            )
+        if not prompt.is_asked_by(row):
+            raise ValueError(f"--out: line {number} of {out} does not answer prompt {number}; give another file")
         if row.get("sampled") != settings:
             raise ValueError(
-                f"--out: line {number + 1} of {out} was made with {row.get('sampled')}, and now it is {settings}; "
+                f"--out: line {number} of {out} was made with {row.get('sampled')}, and now it is {settings}; "
                 "give another file"
             )
     if len(whole) < len(content):
@@ -250,9 +248,8 @@ def _load(recipe: Recipe, who: str, *, in_shards: bool = False) -> Any:
     teacher = load_teacher(maker_section(recipe), device=device, dtype=dtype) if needs_teacher else None
     model: Any = teacher
     if who == "student":
-        model = load_student(
-            recipe.student.model_copy(update={"lora": None}), teacher=teacher, device=device, dtype=dtype
-        )
+        section = recipe.student.model_copy(update={"lora": None})
+        model = load_student(section, teacher=teacher, device=device, dtype=dtype)
     if runs_our_kernels(device):
         patch(model, "teacher", attention=None)
     return bare(model).eval()

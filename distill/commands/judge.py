@@ -246,15 +246,8 @@ def report(
     if as_json:
         found = read_run(folder)
         record = {when: found.measure.written(figures) for when, figures in found.held_out.items()}
-        say_json(
-            {
-                "run": str(folder),
-                "measure": found.measure.name,
-                "held_out": record,
-                "result": found.result,
-                "metrics": found.metrics,
-            }
-        )
+        figures = {"measure": found.measure.name, "held_out": record, "result": found.result, "metrics": found.metrics}
+        say_json({"run": str(folder), **figures})
         return
     if output is not None:
         _require_a_file("--output", output)

@@ -99,39 +99,30 @@ def _print(report: Preflight, measured: Any) -> None:
     console.say("\n".join(lines) + "\n")
     rows = [[name, f"{value / GIB:.2f}"] for name, value in memory.parts.items() if value >= 0.005 * GIB]
     moment = max(memory.moments, key=lambda name: memory.moments[name])
-    rows += [
-        [f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"],
-        ["the device has", f"{device.memory_bytes / GIB:.2f}"],
-    ]
+    rows.append([f"peak, in the {moment}", f"{memory.peak / GIB:.2f}"])
+    rows.append(["the device has", f"{device.memory_bytes / GIB:.2f}"])
     ours = device.family is None or device.family in FAMILIES
     title = "memory of each GPU" if device.cuda and ours else "memory (arithmetic of our kernels; PyTorch takes more)"
     console.show_table([title, "GiB"], rows, numbers=True)
     console.say(f"not all at once; full logits would take {memory.logits_avoided / GIB:.1f} GiB more")
     if measured is not None:
         console.say("")
-        console.show_table(
-            ["one step here", "predicted", "measured"],
-            [
-                ["peak GiB", f"{memory.peak / GIB:.2f}", f"{measured.peak / GIB:.2f}"],
-                ["seconds", _number(report.seconds_per_step), f"{measured.seconds:.2f}"],
-            ],
-            numbers=True,
-        )
+        peaks = ["peak GiB", f"{memory.peak / GIB:.2f}", f"{measured.peak / GIB:.2f}"]
+        seconds = ["seconds", _number(report.seconds_per_step), f"{measured.seconds:.2f}"]
+        console.show_table(["one step here", "predicted", "measured"], [peaks, seconds], numbers=True)
     console.say("")
     if report.flops_per_step is not None:
         console.say(f"arithmetic  {report.flops_per_step / 1e12:,.1f} TFLOP a step")
     if report.seconds_per_step is not None:
-        rest = (
-            f", {_duration(report.seconds)} for {counted(report.steps or 0, 'step')}"
-            if report.seconds is not None
-            else ""
-        )
-        console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} (assuming {_assumed(report)})")
+        whole = report.seconds
+        rest = "" if whole is None else f", {_duration(whole)} for {counted(report.steps or 0, 'step')}"
+        bus = ", and 80 % of its PCIe link while the layers travel" if report.moved else ""
+        assumed = f"(assuming half of the GPU's bf16 peak{bus})"
+        console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
     if report.host:
         held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
-        console.say(
-            f"offload     {held} of host memory for the teacher's layers; {moved} a step over the bus to each GPU"
-        )
+        layers = f"{held} of host memory for the teacher's layers"
+        console.say(f"offload     {layers}; {moved} a step over the bus to each GPU")
     console.say(f"disk        {report.disk / GIB:.1f} GiB of {report.disk_free / GIB:.1f} GiB free")
     if report.advice:
         title = "to save memory" if report.fits else "to make it fit"
@@ -171,11 +162,6 @@ def _print_offers(offers: list[Offer], longer: list[float | None]) -> None:
     for offer, ms in best:
         price = "" if ms is None else f" for {ms:.2f} ms"
         console.say(f"KL {offers[0].kl:.4f} to {offer.kl:.4f}{price}: teacher.fp8_skip=[{','.join(offer.skip)}]")
-
-
-def _assumed(report: Preflight) -> str:
-    bus = ", and 80 % of its PCIe link while the layers travel" if report.moved else ""
-    return f"half of the GPU's bf16 peak{bus}"
 
 
 def _number(value: float | None) -> str:

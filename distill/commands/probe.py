@@ -18,6 +18,7 @@ from transformers import PrinterCallback
 from distill.core.console import working
 from distill.data.collator import Collator, padding_token
 from distill.models.cards import family_in, runs_our_kernels
+from distill.models.patching import patch
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
 from distill.teachers.base import open_context
@@ -54,13 +55,11 @@ def probe(recipe: Recipe) -> Measured:
     quick: dict[str, Any] = {"steps": 2, "epochs": None, "save_every": None, "eval_every": None, "log_every": 1}
     update = {"source": "synthetic", "sources": [], "max_rows": max(rows, 8), "cache": False}
     data = recipe.data.model_copy(update=update)
-    recipe = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update=quick | {"report_to": []}), "data": data}
-    )
+    train = recipe.train.model_copy(update=quick | {"report_to": []})
+    recipe = recipe.model_copy(update={"train": train, "data": data})
     with contextlib.ExitStack() as opened:
         with working("loading both models"):
-            context = open_context(recipe)
-            source = source_of(recipe)
+            context, source = open_context(recipe), source_of(recipe)
             vocabulary = source.vocabulary()
             pair = opened.enter_context(opened_pair(source, vocabulary, context))
             splits = vocabulary.read(data, 0)
@@ -112,8 +111,6 @@ def probe_fp8(recipe: Recipe) -> list[Offer]:
         if not isinstance(teacher, LoadedTeacher):
             return []
         if runs_our_kernels(device) and device.type == "cuda":
-            from distill.models.patching import patch
-
             patch(teacher.model, "teacher", attention=context.attention.of(teacher.model, "teacher"))
         collate = Collator(padding_token(vocabulary.tokenizer, teacher.model.config), omit_plain_positions=True)
         batch = collate([rows[index] for index in range(min(recipe.train.batch_size, len(rows)))])

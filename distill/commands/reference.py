@@ -52,14 +52,12 @@ def settings() -> list[Setting]:
     found: dict[str, Setting] = {}
     for name, node, is_required in _fields(schema, schema["$defs"], "", ()):
         kind, other = _type(node), found.get(name)
-        default = "" if "$ref" in node else node.get("default", "")
+        default = "required" if is_required else "" if "$ref" in node else node.get("default", "")
         default = default if isinstance(default, str) else json.dumps(default)
         if other is not None:  # a field that several types of term have
             kind = " | ".join(dict.fromkeys([*other.type.split(" | "), *kind.split(" | ")]))
         meaning = other.meaning if other is not None and other.meaning else node["description"]
-        found[name] = Setting(
-            name, kind, "required" if is_required else default, meaning, node["x-since"], OTHER_TOOLS.get(name, {})
-        )
+        found[name] = Setting(name, kind, default, meaning, node["x-since"], OTHER_TOOLS.get(name, {}))
     return list(found.values())
 
 
@@ -84,9 +82,8 @@ def find_settings(name: str) -> list[Setting]:
         if matches := [setting for path, setting in paths.items() if test(path)]:
             return matches
     hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))
-    raise ValueError(
-        f"no setting is called {name!r}; " + (hint if hint.startswith("did") else "distill settings lists them all")
-    )
+    hint = hint if hint.startswith("did") else "distill settings lists them all"
+    raise ValueError(f"no setting is called {name!r}; {hint}")
 
 
 def json_schema() -> Node:

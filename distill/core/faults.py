@@ -112,6 +112,11 @@ def refuse(expected: str, value: object) -> str:
     return f"expected {expected}, got {show(value)}"
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an exception says; its class's name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def differences(
     locked: Mapping[str, object], now: Mapping[str, object], prefix: str = ""
 ) -> Iterator[tuple[str, object, object]]:
@@ -197,18 +202,16 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         return f"{head}unknown field; {_unknown(path, section, model, names)}"
     if kind == "missing":
         return f"{head}required, and missing"
-    if kind == "union_tag_not_found":
-        return f"{head}type is missing; known: {', '.join(_tags(model, path))}"
-    if kind == "union_tag_invalid":
-        tags = _tags(model, path)
-        tag = context.get("tag")
+    if kind in ("union_tag_not_found", "union_tag_invalid"):
+        tags, tag = _literals(model, [*path, "type"]), context.get("tag")
+        if kind == "union_tag_not_found":
+            return f"{head}type is missing; known: {', '.join(tags)}"
         return f"{head}unknown type {show(tag)}; {_value_meant('type', tag, tags, names)}"
     if kind == "literal_error":
         options = _literals(model, path)
         hint = _value_meant(path[-1], came, options, names)
-        return f"{head}expected one of {', '.join(options)}, got {show(came)}" + (
-            f"; {hint}" if hint.startswith("did") else ""
-        )
+        hint = f"; {hint}" if hint.startswith("did") else ""
+        return f"{head}expected one of {', '.join(options)}, got {show(came)}{hint}"
     if kind == "value_error":
         return f"{head}{context['error']}"
     if kind in BOUNDS:
@@ -249,17 +252,10 @@ def _sections(annotation: object) -> list[type[BaseModel]]:
 def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
     """The values that the field at `path` may take."""
     sections = [model]
-    for name in path[:-1]:
-        if not name.isdigit():
-            sections = [
-                s for m in sections if name in m.model_fields for s in _sections(m.model_fields[name].annotation)
-            ]
+    for name in (part for part in path[:-1] if not part.isdigit()):
+        sections = [s for m in sections if name in m.model_fields for s in _sections(m.model_fields[name].annotation)]
     fields = [section.model_fields[path[-1]] for section in sections if path[-1] in section.model_fields]
     return [str(v) for f in fields for p in _annotation_parts(f.annotation) for v in get_args(p)]
-
-
-def _tags(model: type[BaseModel], path: list[str]) -> list[str]:
-    return _literals(model, [*path, "type"])
 
 
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[str]]:

@@ -63,12 +63,10 @@ def end_with_launcher() -> None:
 
 def forget_accelerates_settings(environment: MutableMapping[str, str]) -> None:
     """Take out of the environment what `accelerate config` said of how to train; the first process names it."""
-    for name, field in ACCELERATES.items():
+    for name, ours in ACCELERATES.items():
         value = environment.pop(name, "no")
         if value.lower() not in ("no", "false", "0", "") and is_first():
-            log.warning(
-                "%s=%s, of accelerate's configuration, is not used: the recipe decides (%s)", name, value, field
-            )
+            log.warning("%s=%s, of accelerate's configuration, is not used: the recipe decides (%s)", name, value, ours)
 
 
 def visible_gpus() -> int:

@@ -35,9 +35,7 @@ def sums_of(folder: Path, *, skip: str = "\0") -> dict[str, dict[str, object]]:
     names = [name for name in names if name != MANIFEST and not name.startswith((".", skip))]
     with ThreadPoolExecutor(THREADS) as pool:  # hashing and reading leave Python to the others
         sums = list(pool.map(lambda name: checksum(folder / name), names))
-    return {
-        name: {"bytes": (folder / name).stat().st_size, SUM: value} for name, value in zip(names, sums, strict=True)
-    }
+    return {name: {"bytes": (folder / name).stat().st_size, SUM: each} for name, each in zip(names, sums, strict=True)}
 
 
 def write_manifest(folder: Path, **more: object) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from distill.core.faults import first_line
 from distill.data.limits import limited
 from distill.data.sources import RowFault
 
@@ -70,9 +71,8 @@ class ChatTemplate:
         self.marked = bool(_MARKER.search(source))
         self.special_tokens = dict(tokenizer.special_tokens_map)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = re.compile(
-            "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)) or r"\Z."
-        )
+        added.sort(key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, added)) or r"\Z.")
         if len(self.source) > TEMPLATE_SOURCE:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
@@ -147,13 +147,10 @@ class ChatTemplate:
             RowFault: no assistant turn, or the template refuses these messages.
             TemplateError: the template's text for the first turns is not a prefix of its text for all.
         """
-        turns = [
-            number
-            for number, message in enumerate(messages)
-            if message.get("role") == "assistant" and number >= first_trained
-        ]
+        roles = [message.get("role") for message in messages]
+        turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= first_trained]
         if not turns:
-            raise RowFault("no assistant turn", "roles: " + ", ".join(str(m.get("role")) for m in messages[:8]))
+            raise RowFault("no assistant turn", f"roles: {', '.join(map(str, roles[:8]))}")
         if self.marked:
             return self._from_markers(messages, tools, train_on, turns[0] if first_trained else 0)
         whole = self.render(messages, tools).text
@@ -275,9 +272,8 @@ class ChatTemplate:
     def _refusal(self, messages: Sequence[Message], number: int, part: str, whole: str, *, closed: bool = False) -> str:
         """Why turn `number` cannot be told: `part`, the text before it (with it, if `closed`), is not in `whole`."""
         later = any(message.get("role") == "assistant" for message in messages[number + 1 :])
-        same = next(
-            (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole))
-        )
+        differing = (at for at, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b)
+        same = next(differing, min(len(part), len(whole)))
         return (
             "data.chat_template: what the assistant wrote cannot be told from this template, since its text for the "
             f"first {number + closed} messages is not the beginning of its text for the whole chat: they part after "
@@ -290,7 +286,7 @@ class ChatTemplate:
 def _reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return f"it takes more than {TEMPLATE_BYTES >> 20:,} MiB of memory for one chat"
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

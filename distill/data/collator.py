@@ -87,9 +87,8 @@ class PlainRows:
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
         """Complete the rows and collate them."""
-        return self.collator(
-            [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
-        )
+        rows = [{"position_ids": range(len(row["input_ids"])), "labels": row["input_ids"], **row} for row in rows]
+        return self.collator(rows)
 
 
 def padding_token(*owners: object) -> int:

@@ -109,9 +109,8 @@ def load_rows(
     def read(part: Part) -> tuple[Documents, DataReport, str]:
         data = part.data
         source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
-        format = detect(
-            columns_of(source), data.fields, data.format, source=source.name, has_template=None not in templates
-        )
+        columns, templated = columns_of(source), None not in templates
+        format = detect(columns, data.fields, data.format, source=source.name, has_template=templated)
         documents, tally, key, cached = tokenised(
             source, encoder_for(format, part), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
@@ -182,9 +181,8 @@ def columns_of(source: Source) -> tuple[str, ...]:
             names.update(dict.fromkeys(map(str, row)))
     if not names:
         fault = next(iter(source.rows()), None)
-        raise ValueError(
-            f"data.source: {source.name} holds no usable row" + (f" ({fault})" if fault else ": it is empty")
-        )
+        why = f" ({fault})" if fault else ": it is empty"
+        raise ValueError(f"data.source: {source.name} holds no usable row{why}")
     return tuple(names)
 
 
@@ -197,9 +195,7 @@ def _check(documents: Documents, tally: Tally, source: Source, field: str) -> No
             f"{dropped:,} dropped{tally.reasons and f': {tally.reasons}'}"
         )
     if dropped * 10 > tally.rows_read:
-        logger.warning(
-            "%s: %s of %s rows dropped: %s", source.name, f"{dropped:,}", f"{tally.rows_read:,}", tally.reasons
-        )
+        logger.warning("%s: %s rows dropped: %s", source.name, f"{dropped:,} of {tally.rows_read:,}", tally.reasons)
     if tally.merged * 2 > tally.rows_read:
         logger.warning(
             "%s: prompts end in a way that the tokenizer merges with the answer in %s of %s rows; the merged token is "

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from distill.core.faults import first_line
 from distill.core.files import near_path
 from distill.recipe.shipped import shipped_folder
 
@@ -258,10 +259,8 @@ def _read_json(path: Path) -> Iterator[Row | RowFault]:
         content = lists[0] if len(lists) == 1 else [content]
     if not isinstance(content, list):
         raise ValueError(f"data.source: {path}: expected a list of objects; got {type(content).__name__}")
-    for number, row in enumerate(content, 1):
-        yield (
-            row if isinstance(row, dict) else RowFault("not a JSON object", f"{path.name}, item {number}: {row!r:.60}")
-        )
+    for place, row in enumerate(content, 1):
+        yield row if isinstance(row, dict) else RowFault("not a JSON object", f"{path.name}, item {place}: {row!r:.60}")
 
 
 def _read_csv(path: Path) -> Iterator[Row | RowFault]:
@@ -311,9 +310,8 @@ def _read_arrow(path: Path) -> Iterator[Row | RowFault]:
                 reader = ipc.open_stream(file)
             except ArrowInvalid:
                 reader = ipc.open_file(file)
-        yield from _rows_of(
-            reader if hasattr(reader, "read_next_batch") else map(reader.get_batch, range(reader.num_record_batches))
-        )
+        is_stream = hasattr(reader, "read_next_batch")
+        yield from _rows_of(reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)))
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[Row]:
@@ -323,7 +321,7 @@ def _rows_of(batches: Iterable[Any]) -> Iterator[Row]:
             batch.validate(full=True)
             yield from batch.to_pylist()
     except ValueError as error:  # which Arrow's errors are
-        raise EOFError(_first_line(error)) from error
+        raise EOFError(_reason(error)) from error
 
 
 @contextlib.contextmanager
@@ -332,7 +330,7 @@ def _opening(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.source: {path} cannot be read as {kind}: {_first_line(error)}") from error
+        raise ValueError(f"data.source: {path} cannot be read as {kind}: {_reason(error)}") from error
 
 
 READERS = {
@@ -370,7 +368,7 @@ def _load_saved(path: Path, field: str) -> Any:
     try:
         return datasets.load_from_disk(str(path))
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{field}: {path} cannot be read as a saved data set: {_first_line(error)}") from error
+        raise ValueError(f"{field}: {path} cannot be read as a saved data set: {_reason(error)}") from error
 
 
 def _load_hub(name: str, subset: str | None, split: str, field: str) -> Any:
@@ -382,18 +380,16 @@ def _load_hub(name: str, subset: str | None, split: str, field: str) -> Any:
         try:
             return datasets.load_dataset(name, subset, split=split)
         except datasets.exceptions.DatasetNotFoundError as error:
-            raise ValueError(f"{field}: {_first_line(error)}; {local}") from error
+            raise ValueError(f"{field}: {_reason(error)}; {local}") from error
         except (ConnectionError, OfflineModeIsEnabled, HfHubHTTPError, TimeoutError) as error:
-            raise ValueError(
-                f"{field}: the hub cannot be reached for {name!r} ({_first_line(error)}); {local}"
-            ) from error
+            raise ValueError(f"{field}: the hub cannot be reached for {name!r} ({_reason(error)}); {local}") from error
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
             hint = "data.subset or data.split" if "onfig" in str(error) or "split" in str(error) else field
-            raise ValueError(f"{hint}: {name!r} cannot be loaded: {_first_line(error)}; {local}") from error
+            raise ValueError(f"{hint}: {name!r} cannot be loaded: {_reason(error)}; {local}") from error
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+def _reason(error: BaseException) -> str:
+    return first_line(error).rstrip(".")
 
 
 @contextlib.contextmanager

@@ -183,7 +183,8 @@ class Encoder(RowEncoder):
                 else:
                     partly.append((number, *self.spans(sample)))
                     tally.see_roles(sample.messages or ())
-        yield from self._encode_texts(texts, tally)
+        for (number, text), blocks in groupby(self._blocks_of(texts), key=lambda block: block[0]):
+            yield from self._cut(number, text, (ids for _, ids in blocks), tally)
         for number, text, ids, labels in self.encode_partly(partly, tally):
             if (labels := labels[: self.max_length]).max() == IGNORE_INDEX:
                 tally.drop(number, RowFault("prompt longer than data.max_length", f"{len(ids)} tokens"))
@@ -205,10 +206,6 @@ class Encoder(RowEncoder):
             sample.messages, sample.tools, train_on=self.train_on, first_trained=sample.first_trained
         )
         return clean(rendered.text), rendered.spans, True
-
-    def _encode_texts(self, texts: Sequence[tuple[int, str]], tally: Tally) -> Iterator[Piece]:
-        for (number, text), group in groupby(self._blocks_of(texts), key=lambda block: block[0]):
-            yield from self._cut(number, text, (ids for _, ids in group), tally)
 
     def _blocks_of(self, texts: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], np.ndarray]]:
         """The texts block by block, each with its text and its ids, int32; some blocks a call of the tokenizer."""

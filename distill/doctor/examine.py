@@ -63,11 +63,8 @@ class Line(NamedTuple):
 def environment_lines(folder: Path = Path()) -> list[Line]:
     """Versions, GPUs, Triton, memory and disk."""
     facts = environment()
-    lines = [
-        Line(name, True, facts.get(name, ""))
-        for name in ("distill", "python", "system", "torch", "transformers", "datasets", "accelerate", "peft")
-        if name in facts
-    ]
+    names = ("distill", "python", "system", "torch", "transformers", "datasets", "accelerate", "peft")
+    lines = [Line(name, True, facts[name]) for name in names if name in facts]
     lines += [*_gpus(facts), _triton(), _memory(), _disk(folder), _hub()]
     return lines
 
@@ -226,11 +223,7 @@ def _with_rollouts(subject: Subject, recipe: Recipe, pair: Pair, format: str) ->
     rollouts = StudentRollouts.of_recipe(recipe, subject.student, pair.tokenizer, objective.columns)
     documents = subject.documents()
     answers = rollouts.answered(subject.student, documents, len(documents))
-    learned = [
-        (row, prompt)
-        for row, prompt in zip(answers, prompts_of(documents), strict=True)
-        if first_learned(row) is not None
-    ]
+    learned = [each for each in zip(answers, prompts_of(documents), strict=True) if first_learned(each[0]) is not None]
     if len(learned) < 2:
         raise ValueError(f"data.on_policy: expected at least 2 answers of the student's, got {len(learned)}")
     rows: list[Any] = [row for row, _ in learned]

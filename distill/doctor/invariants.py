@@ -112,10 +112,8 @@ def accumulation_changes_nothing(subject: Subject) -> Finding:
     alone = subject.documents()
     together, apart = (subject.rollouts.answered(subject.student, alone, n) for n in (len(alone), 1))
     same = sum(one == other for one, other in zip(together, apart, strict=False))
-    detail = (
-        f"{finding.detail}; {same} of {len(alone)} answers of the student's own are the same together and one by one"
-    )
-    return finding._replace(passed=same == len(together) == len(apart), detail=detail)
+    agreeing = f"{same} of {len(alone)} answers of the student's own are the same together and one by one"
+    return finding._replace(passed=same == len(together) == len(apart), detail=f"{finding.detail}; {agreeing}")
 
 
 def packing_changes_nothing(subject: Subject) -> Finding:
@@ -180,9 +178,8 @@ def patching_changes_nothing(subject: Subject) -> Finding:
     finally:
         for model in subject.models:
             unpatch(model)
-    return _judged(
-        "patching", f"loss and gradients with {swapped} modules on our kernels", subject, _differences(patched, plain)
-    )
+    what = f"loss and gradients with {swapped} modules on our kernels"
+    return _judged("patching", what, subject, _differences(patched, plain))
 
 
 def workspace_changes_nothing(subject: Subject) -> Finding:
@@ -213,9 +210,8 @@ def both_read_the_same(subject: Subject) -> Finding:
 
         return hook
 
-    hooks = [
-        decoder.register_forward_pre_hook(remember(place), with_kwargs=True) for place, (decoder, _) in enumerate(reads)
-    ]
+    decoders = enumerate(decoder for decoder, _ in reads)
+    hooks = [decoder.register_forward_pre_hook(remember(place), with_kwargs=True) for place, decoder in decoders]
     try:
         with torch.no_grad(), subject.quiet():
             subject.student(**objective.compare(batch))
@@ -342,9 +338,8 @@ def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
             folder, max_steps=1, per_device_train_batch_size=batch_size, gradient_accumulation_steps=count,
             report_to="none", disable_tqdm=True, use_cpu=subject.device.type == "cpu", save_strategy="no",
         )  # fmt: skip
-        trainer = DistillationTrainer(
-            subject.student, subject.teacher, arguments, loss=subject.loss, vocab_size=subject.vocab_size
-        )
+        loss, columns = subject.loss, subject.vocab_size
+        trainer = DistillationTrainer(subject.student, subject.teacher, arguments, loss=loss, vocab_size=columns)
         trainer.current_gradient_accumulation_steps = count
         collate: Any = trainer.data_collator
         batches = [

@@ -71,7 +71,7 @@ def resume_is_exact(subject: Subject) -> Finding:
         differing = [file for file in ("optimizer.pt", "scheduler.pt") if not _same(*(_read(e / file) for e in ends))]
         if not _same(*(_read(end / "rng_state.pth") for end in ends)):
             differing.append("random state")
-        if not _same(*(dict(t.model.named_parameters()) for t in (straight, resumed))):  # type: ignore[union-attr]
+        if not _same(*(dict(t.model.named_parameters()) for t in (straight, resumed))):
             differing.insert(0, "weights")
         losses = [{e["step"]: e["loss"] for e in t.state.log_history if "loss" in e} for t in (straight, resumed)]
         if losses[0] != losses[1]:

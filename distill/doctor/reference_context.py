@@ -64,7 +64,8 @@ class ContextReference(Reference):
                 private = _only_in(other[c : d - len(answer)], prompt)
                 if not private:
                     return False, "the teacher reads nothing that the student does not"
-                if (leaked := _common_run(prompt, private)) >= max(FEW, len(private) / 2):
+                leaked = SequenceMatcher(None, prompt, private, autojunk=False).find_longest_match().size
+                if leaked >= max(FEW, len(private) / 2):
                     return False, f"{leaked} tokens that only the teacher should read stand in the student's prompt"
                 more += len(private)
         return same, f"{detail}; answers are the same tokens to both, and {more} before them are the teacher's alone"
@@ -81,8 +82,3 @@ def _only_in(longer: list[int], shorter: list[int]) -> list[int]:
     backwards = zip(longer[::-1], shorter[::-1], strict=False)
     end = next((at for at, pair in enumerate(backwards) if pair[0] != pair[1]), len(shorter))
     return longer[start : len(longer) - min(end, most)]
-
-
-def _common_run(one: list[int], other: list[int]) -> int:
-    """Length of the longest run of tokens that stands in both."""
-    return SequenceMatcher(None, one, other, autojunk=False).find_longest_match().size

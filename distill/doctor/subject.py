@@ -113,9 +113,8 @@ class Subject:
         """The same at temperature 2 where the recipe's is 1, at which T is the same as its square; else None."""
         if self.loss.temperature != 1.0 or not is_soft(self.loss):
             return None
-        return replace(
-            self, teacher=self.reference.warm(), loss=self.loss.model_copy(update={"temperature": 2.0}), small=None
-        )
+        loss = self.loss.model_copy(update={"temperature": 2.0})
+        return replace(self, teacher=self.reference.warm(), loss=loss, small=None)
 
     # ---------------------------------------------------- objective and data
 

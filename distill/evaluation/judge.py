@@ -98,11 +98,9 @@ def judge(
             labels = batch["labels"].flatten()[keep + 1]
             document = (batch["position_ids"] == 0).flatten().cumsum(0)[keep]  # padding is one of its own
             documents, owner = document.unique(return_inverse=True)
-            body = {name: batch[name] for name in ("input_ids", "position_ids")}
+            body = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
             with as_trained(device, autocast):
-                hidden = [
-                    decoder_of(model)(**body, use_cache=False).last_hidden_state.flatten(0, 1)[keep] for model in models
-                ]
+                hidden = [decoder_of(model)(**body).last_hidden_state.flatten(0, 1)[keep] for model in models]
             totals = torch.zeros(len(documents), len(FIGURES), dtype=torch.float64, device=device)
             for start in range(0, len(labels), CHUNK):
                 part = slice(start, start + CHUNK)

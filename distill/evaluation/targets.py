@@ -17,8 +17,10 @@ from distill.models.load import load_student, load_teacher, load_tokenizer
 from distill.recipe import Data, ModelSection, Recipe, Student, Teacher, Validation, load
 from distill.recipe.compatibility import require_command
 from distill.teachers.cache.teacher import section_to_load
+from distill.teachers.cross.data import load_cross_data
 from distill.teachers.measure import KL, Measure
 from distill.teachers.registry import measure_of, source_of
+from distill.teachers.sharded import load_sharded_teacher
 
 CONFIGS = ("config.json", "adapter_config.json")  # of a student, of an adapter alone
 
@@ -123,8 +125,6 @@ def load_its_teacher(target: Target, teacher: str | None, *, in_shards: bool = F
     section, device = its_teacher(target, teacher), device_here()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if in_shards:
-        from distill.teachers.sharded import load_sharded_teacher
-
         device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         return load_sharded_teacher(section, device=device, dtype=dtype)[0]
     return load_teacher(section, device=device, dtype=dtype)
@@ -168,16 +168,13 @@ def held_out_rows(
     def read(section: Data, seed: int) -> Sequence[Any]:
         if teacher_tokenizer is None:
             return load_data(section, tokenizer, seed=seed).validation
-        from distill.teachers.cross.data import load_cross_data
-
         return load_cross_data(section, tokenizer, teacher_tokenizer, seed=seed).validation
 
     if data is not None:
         held_out = Validation(fraction=0.999, max_rows=max_rows)
-        own = {} if target.recipe is None else _as_read_by(target.recipe.data, data)
-        return read(
-            Data(source=data, max_length=max_length, cache=False, validation=held_out, packing=packing, **own), 0
-        )
+        own: dict[str, Any] = {} if target.recipe is None else _as_read_by(target.recipe.data, data)
+        own |= {"validation": held_out, "packing": packing, "max_length": max_length}
+        return read(Data(source=data, cache=False, **own), 0)
     if target.recipe is None:
         raise ValueError("--data: needed with a model; a run knows what it held out")
     section = target.recipe.data

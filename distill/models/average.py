@@ -52,9 +52,7 @@ class RunningAverage:
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint."""
         state, own = load_file(checkpoint / FILE), dict(self.model.named_parameters())
-        self.weights = {
-            name: p.detach().copy_(state[name]) if _is_wide(p) else state[name].to(p.device) for name, p in own.items()
-        }
+        self.weights = {n: p.detach().copy_(state[n]) if _is_wide(p) else state[n].to(p.device) for n, p in own.items()}
         self._write(own)
 
     def _write(self, own: Mapping[str, nn.Parameter]) -> None:

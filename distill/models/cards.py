@@ -124,13 +124,10 @@ def path_of(family: str) -> str:
         which = "GPUs older than Ampere (sm_80)" if family == OLDER else "GPUs of its architecture"
         return f"PyTorch computes: our kernels do not run on {which}"
     known = FAMILIES[family]
-    tiles = "tiles by TMA" if known.tma else "tiles through pointers"
-    loss = (
-        "linear losses in one kernel with their products"
-        if known.tma
-        else "linear losses by the library's products and a fold"
-    )
-    return f"Triton kernels, {tiles}, {loss}; {tried(family)}"
+    how = "tiles through pointers, linear losses by the library's products and a fold"
+    if known.tma:
+        how = "tiles by TMA, linear losses in one kernel with their products"
+    return f"Triton kernels, {how}; {tried(family)}"
 
 
 def tried(family: str) -> str:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from distill.core.faults import first_line
 from distill.core.labels import IGNORE_INDEX, shift_labels
 from distill.models.head import Head, LogitTransform, find_head, probe_logits, read_head, why_not_fusable
 from distill.models.patching import replace_forward
@@ -61,9 +62,8 @@ class _Source:
             head = find_head(self.model)
             self._check(head)
             shape = [*self.hidden.shape[:-1], self.columns]
-            log_once(
-                self.logged, "logits", "outputs.logits are used: %s of them are computed, which the loss did not", shape
-            )
+            line = "outputs.logits are used: %s of them are computed, which the loss did not"
+            log_once(self.logged, "logits", line, shape)
             kind = self.hidden.device.type
             with torch.autocast(kind, self.autocast, enabled=self.autocast is not None):
                 self.logits[graph] = self.transform.applied(head.module(self.hidden))
@@ -291,6 +291,6 @@ def _differs(model: PreTrainedModel, fused: FusedLoss) -> str | None:
     try:
         ours = fused.forward(model, model.forward, inputs).loss.item()
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # a forward of another make
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return first_line(error)
     close = abs(ours - own) <= 8 * torch.finfo(weight.dtype).eps * max(abs(own), 1.0)  # type: ignore[arg-type]
     return None if close else f"it comes out as {ours:.6g} where the model says {own:.6g}"

@@ -133,9 +133,8 @@ def load_student(
                 "student.from_teacher: layers cannot be cut out of a quantised teacher; give the teacher in bfloat16, "
                 "or name a student that is cut already by student.model"
             )
-        student = _place(
-            cut_layers(teacher, layer_indices(section.from_teacher, layers_of(teacher.config)), dtype), device
-        )
+        indices = layer_indices(section.from_teacher, layers_of(teacher.config))
+        student = _place(cut_layers(teacher, indices, dtype), device)
     student.config.use_cache = False
     student.train().requires_grad_(True)
     return add_lora(student, section.lora) if section.lora is not None else student

@@ -44,7 +44,8 @@ def mark(decoder: nn.Module, layer: nn.Module, undo: list[Callable[[], None]], v
         undo: gets what takes it back.
         verdicts: of `PatchReport`: what was tried on a model of the same parts, and what is tried here.
     """
-    if not is_wide(layer):
+    width = sum(p.numel() for p in row_parameters(layer)) if hasattr(layer.self_attn, "o_proj") else 0
+    if width < WIDE:  # so little is spent on each row that leaving some out is not worth it
         return
     if "output_rows" not in verdicts and not any(parameter.is_meta for parameter in decoder.parameters()):
         verdicts["output_rows"] = computes_rows(decoder, layer)
@@ -64,12 +65,6 @@ def output_rows(decoder: nn.Module, rows: torch.Tensor | None, tokens: int) -> d
     if layer is None or rows is None or not 0 < rows.numel() <= MOST * tokens:
         return {}
     return {} if layer._compiled_call_impl is not None else {NAME: OutputRows(layer, rows)}
-
-
-def is_wide(layer: nn.Module) -> bool:
-    """Whether a layer spends so much on each row that leaving some out is worth it."""
-    known = hasattr(layer.self_attn, "o_proj")
-    return known and sum(p.numel() for p in row_parameters(layer)) >= WIDE
 
 
 def row_parameters(layer: nn.Module) -> list[nn.Parameter]:

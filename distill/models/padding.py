@@ -111,16 +111,13 @@ def cumulative_lengths(ones: torch.Tensor, starts: torch.Tensor) -> tuple[torch.
     zeros, total = ~ones.flatten(), ones.numel()
     begins = torch.stack([starts.flatten() | zeros, zeros], 1).flatten()
     at = torch.arange(total, dtype=torch.int32, device=ones.device)
-    target = torch.where(
-        begins, begins.cumsum(0) - 1, 2 * total
-    )  # what begins nothing writes what the last entry holds
-    both = []
-    for second in (at + 1, at):
+    target = torch.where(begins, begins.cumsum(0) - 1, 2 * total)  # what begins nothing writes the last entry's value
+
+    def lengths(second: torch.Tensor) -> torch.Tensor:
         values = torch.where(begins, torch.stack([at, second], 1).flatten(), total)
-        both.append(
-            torch.full((2 * total + 1,), total, dtype=torch.int32, device=ones.device).scatter_(0, target, values)
-        )
-    return both[0], both[1]
+        return values.new_full((2 * total + 1,), total).scatter_(0, target, values)
+
+    return lengths(at + 1), lengths(at)
 
 
 def add_to_hidden(output: Any, number: torch.Tensor) -> object:

@@ -147,10 +147,9 @@ def _same_behaviour(before: nn.Module, after: nn.Module, number: int) -> None:
             f"student.from_teacher: layer {number} has other parts in its new position; choose other layers"
         )
     for name, module in old.items():
-        settings = {
-            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
-        }
-        for key, value in settings.items():
+        for key, value in vars(module).items():
+            if not isinstance(value, bool | int | float | str | None):
+                continue
             if "idx" in key or key in ("training",) or key.startswith("_"):
                 continue
             if getattr(new[name], key, None) != value:

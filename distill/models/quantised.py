@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distill.core.faults import first_line
 from distill.models.head import find_head, read_head
 from distill.models.source import ModelSource
 from distill.recipe import ModelSection
@@ -113,8 +114,7 @@ def explained(config: Any) -> Iterator[None]:
     except (ImportError, RuntimeError, NotImplementedError) as error:
         if found is None:
             raise
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"it is quantised ({method_of(found)}): {first}") from error
+        raise ValueError(f"it is quantised ({method_of(found)}): {first_line(error)}") from error
 
 
 def check_quantised(model: nn.Module, section: ModelSection, field: str) -> None:

@@ -180,13 +180,11 @@ def ragged_attention(
         if sliding_window is not None:
             seen &= slot >= lengths - sliding_window
         key, value = key[:, :, :filled], value[:, :, :filled]
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=seen[:, None, None], scale=scaling, enable_gqa=grouped
-        )
+        mask = seen[:, None, None]
+        out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
     elif ragged_cache.decoding:
-        out = decode_attention(
-            query, key, value, ragged_cache.lengths, scale=scaling, window=sliding_window, softcap=softcap
-        )
+        lengths = ragged_cache.lengths
+        out = decode_attention(query, key, value, lengths, scale=scaling, window=sliding_window, softcap=softcap)
     elif kernels or sliding_window is not None or softcap is not None:
         out = flash_attention(query, key, value, scale=scaling, window=sliding_window, softcap=softcap)
     else:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.core.faults import first_line
 from distill.core.files import near_path
 from distill.models.guard import check_folder, check_gguf
 from distill.recipe import ModelSection
@@ -142,7 +143,6 @@ def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         causes = list(_chain(error))
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         instead = f"download it elsewhere and give the local folder, as in {field}: /models/{Path(spec).name}"
         if any("trust_remote_code" in str(cause) for cause in causes):
             reason = f"the model brings its own Python code; set trust_remote_code beside {field} if you trust it"
@@ -158,9 +158,9 @@ def loading(spec: str, source: ModelSource, field: str) -> Iterator[None]:
             offline = " (offline mode is on)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
             reason = f"no such folder, and the hub cannot be reached{offline} or has no safetensors of it; {instead}"
         elif isinstance(error, ValueError | OSError | RuntimeError):
-            reason = first
+            reason = first_line(error)
         else:
-            reason = f"{type(error).__name__}: {first}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"{field}: cannot load {spec}: {reason}") from error
 
 

@@ -81,9 +81,8 @@ class Verdict:
     @property
     def extensible(self) -> bool:
         """Whether all that is missing is tokens of the teacher's that the student could be given."""
-        return bool(self.teacher_only) and not (
-            self.differing or self.student_only or self.teacher_tokens > self.teacher_rows
-        )
+        other = self.differing or self.student_only or self.teacher_tokens > self.teacher_rows
+        return bool(self.teacher_only) and not other
 
     def __str__(self) -> str:
         if not self.compatible:

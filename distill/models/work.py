@@ -45,11 +45,8 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
         """Forward 2, backward to the input 2, to the weight 2 more where it is trained."""
         return float(sum(p.numel() * (2 + (2 + 2 * p.requires_grad) * trains) for p in parameters))
 
-    return Work(
-        cost(body),
-        cost([*linear.parameters(), *rows]),
-        4.0 * (3 if trains else 1) * config.num_hidden_layers * heads * width,
-    )
+    pair = 4.0 * (3 if trains else 1) * config.num_hidden_layers * heads * width
+    return Work(cost(body), cost([*linear.parameters(), *rows]), pair)
 
 
 def total_work(works: Iterable[Work | None]) -> Work | None:

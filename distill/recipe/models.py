@@ -175,17 +175,12 @@ class Teacher(ModelSection):
     @model_validator(mode="after")
     def _has_a_source(self) -> Self:
         if self.is_cached != (self.path is not None):
-            wrong = (
-                "path is missing: the folder that distill cache wrote"
-                if self.is_cached
-                else ("path belongs to type: cache; a model is named by model")
-            )
-            raise ValueError(wrong)
+            if self.is_cached:
+                raise ValueError("path is missing: the folder that distill cache wrote")
+            raise ValueError("path belongs to type: cache; a model is named by model")
         if not self.is_loaded and self.dtype in EIGHT_BITS:
-            made = (
-                "cache; the cache was made in its own dtype" if self.is_cached else "server; give it to distill serve"
-            )
-            raise ValueError(f"dtype: {self.dtype} has no meaning with type: {made}")
+            why = "the cache was made in its own dtype" if self.is_cached else "give it to distill serve"
+            raise ValueError(f"dtype: {self.dtype} has no meaning with type: {self.type}; {why}")
         if not self.is_loaded and self.offload is not None:
             raise ValueError(f"offload: cpu has no meaning with type: {self.type}; no teacher is loaded")
         if self.keep is not None and not self.is_loaded:

@@ -176,9 +176,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, of_run: bool = Fals
     except FileNotFoundError:
         raise RecipeError([f"{path}: no such recipe; `distill recipes` lists those that ship"]) from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = (
-            "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None) or error
-        )
+        undecoded = isinstance(error, UnicodeDecodeError)
+        reason = "not UTF-8 text" if undecoded else getattr(error, "strerror", None) or error
         raise RecipeError([f"{str(path)!r}: cannot be read as a recipe: {reason}"]) from None
     return parse(text, overrides, name=path.stem, origin=str(path), of_run=of_run)
 

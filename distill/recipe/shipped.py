@@ -71,13 +71,8 @@ def find_architecture(config: str, field: str = "config") -> Path:
     for candidate in candidates:
         if _is_file(candidate):
             return candidate
-    known = shipped_architectures()
-    raise RecipeError(
-        [
-            f"{field}: expected a config.json, a folder with one, or a shipped architecture, got {config!r}; "
-            f"{did_you_mean(config, known)}"
-        ]
-    )
+    expected = "expected a config.json, a folder with one, or a shipped architecture"
+    raise RecipeError([f"{field}: {expected}, got {config!r}; {did_you_mean(config, shipped_architectures())}"])
 
 
 def copy_recipe(name: str, destination: Path | None = None) -> Path:

@@ -75,9 +75,8 @@ def differently_judged(runs: Sequence[Run]) -> list[str]:
     first: dict[Measure, tuple[str, dict[str, object]]] = {}
     for run in runs:
         recipe = parse(run.recipe, name=run.folder.name, of_run=True)
-        settings = {
-            name: value for name, value in settings_of_steps(recipe, 1).items() if f"{name}.".startswith(JUDGED_BY)
-        }
+        steps = settings_of_steps(recipe, 1)
+        settings = {name: value for name, value in steps.items() if f"{name}.".startswith(JUDGED_BY)}
         if recipe.teacher.init != "random":
             settings.pop("teacher.config", None)
         if recipe.teacher.model is None:  # a cache that names no model: nothing is known of it here

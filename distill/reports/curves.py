@@ -99,9 +99,7 @@ def draw_curves(
     """
     charts = [(panel, lines) for panel, lines in charts_of(rows, measure) if not keys or panel.key in keys]
     size = Size(width=250, height=190, font=15)
-    drawn = [
-        (panel.title, line_chart(lines, panel.title, from_zero=panel.from_zero, size=size)) for panel, lines in charts
-    ]
+    drawn = [(p.title, line_chart(lines, p.title, from_zero=p.from_zero, size=size)) for p, lines in charts]
     if drawn:
         legend = {line.name: line for _, lines in charts for line in lines}
         write_text(path, picture(drawn, title=title, legend=list(legend.values()), size=size, theme=theme))

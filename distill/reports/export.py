@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.core.faults import RecipeError
+from distill.core.faults import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
 from distill.evaluation.targets import CONFIGS, in_folder, load_merged
 from distill.reports.gguf_file import write_gguf
@@ -125,10 +125,6 @@ def push(folder: Path, repository: str, *, private: bool = True) -> str:
         api.create_repo(repository, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
     except (HfHubHTTPError, HFValidationError, ValueError) as error:
-        raise RecipeError([f"--push: {repository}: {_reason(error)} (hf auth login logs in){again}"]) from error
+        raise RecipeError([f"--push: {repository}: {first_line(error)} (hf auth login logs in){again}"]) from error
     except unreachable as error:
-        raise RecipeError([f"--push: {repository}: the hub cannot be reached ({_reason(error)}){again}"]) from error
-
-
-def _reason(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RecipeError([f"--push: {repository}: the hub cannot be reached ({first_line(error)}){again}"]) from error

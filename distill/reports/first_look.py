@@ -42,9 +42,8 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
         batch: collated by it, on the device; the same in all processes.
     """
     teacher = objective.teacher
-    if teacher.ahead or not (
-        teacher.models and teacher.judges_new_rows and teacher.format.needs_targets(objective.loss)
-    ):
+    answers = teacher.models and teacher.judges_new_rows and not teacher.ahead
+    if not (answers and teacher.format.needs_targets(objective.loss)):
         return []
     labels = shift_labels(within_documents(batch["labels"], batch.get("position_ids"))).flatten()
     rows = (labels != IGNORE_INDEX).nonzero()[:, 0]
@@ -54,9 +53,8 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
             shares[route] = (tokens == labels[own]).float().mean().item(), len(own)
     if not shares:
         return []
-    figures = ", ".join(
-        f"{share:.1%} of {count:,}{route and f' by {route}'}" for route, (share, count) in shares.items()
-    )
+    each = (f"{share:.1%} of {count:,}{route and f' by {route}'}" for route, (share, count) in shares.items())
+    figures = ", ".join(each)
     low = min(share for share, _ in shares.values()) < FEW
     advice = "; that is little: are template and language of the data the teacher's own?" if low else ""
     return [f"{'answers':<12}the teacher's likeliest token is the data's: {figures} held-out tokens{advice}"]

@@ -217,12 +217,9 @@ def split_name(spec: dict[str, Any]) -> str:
         parts.append(kind)
     name = SPLITS.get(tuple(parts))
     if spec["model"]["type"] != "BPE" or name is None or spec.get("normalizer") not in (None, {"type": "NFC"}):
-        raise RecipeError(
-            [
-                f"--gguf: this tokenizer ({spec['model']['type']}, text split by {' then '.join(parts)}) has no name "
-                f"in the format; written are byte-level BPE tokenizers that split like {', '.join(SPLITS.values())}"
-            ]
-        )
+        this = f"this tokenizer ({spec['model']['type']}, text split by {' then '.join(parts)})"
+        known = f"written are byte-level BPE tokenizers that split like {', '.join(SPLITS.values())}"
+        raise RecipeError([f"--gguf: {this} has no name in the format; {known}"])
     return name
 
 

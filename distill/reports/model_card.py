@@ -141,11 +141,8 @@ def _explanation(before: HeldOut, after: HeldOut, measure: Measure) -> str:
             "rest by sorted probabilities, so that the two divergences are not KL. Share of the gap closed: "
             f"**{100 * gap_closed(before, after):.1f} %**."
         )
-    stored = (
-        ""
-        if measure == KL
-        else f"The teacher was read from a cache, so that these are not the KL but the {measure.name}. "
-    )
+    cached = f"The teacher was read from a cache, so that these are not the KL but the {measure.name}. "
+    stored = "" if measure == KL else cached
     return (
         f"Means over {after.tokens:,} held-out tokens, in nats; the student against the teacher's next-token "
         f"distributions. {stored}Share of the gap closed, (before - after) / before: "

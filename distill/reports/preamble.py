@@ -91,19 +91,11 @@ def _line_of(schedule: Schedule) -> str:
 def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tuple[list[str], list[list[str]], str]:
     """Heading, rows and the closing line of the table of held-out figures."""
     heading = ["held out", f"{measure.name} to teacher", "agreement", "perplexity"]
-    rows = [
-        ["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"],
-        *(
-            [title, f"{row.forward_kl:.4f}", f"{row.agreement:.1%}", f"{row.student_perplexity:,.2f}"]
-            for title, row in (("student before", before), ("student after", after))
-        ),
-    ]
-    return (
-        heading,
-        rows,
-        f"gap closed  {gap_closed(before, after):.1%} of the {measure.name}, over "
-        f"{counted(after.tokens, f'held-out {measure.unit}')}",
-    )
+    rows = [["teacher", f"{0:.4f}", "100.0%", f"{after.teacher_perplexity:,.2f}"]]
+    for title, row in (("student before", before), ("student after", after)):
+        rows.append([title, f"{row.forward_kl:.4f}", f"{row.agreement:.1%}", f"{row.student_perplexity:,.2f}"])
+    tokens = counted(after.tokens, f"held-out {measure.unit}")
+    return heading, rows, f"gap closed  {gap_closed(before, after):.1%} of the {measure.name}, over {tokens}"
 
 
 def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:

@@ -115,13 +115,8 @@ def read_run(folder: Path) -> Run:
             raise RecipeError([f"{path}: cannot be read: {error}"]) from None
         return value if isinstance(value, dict) else {}
 
-    return Run(
-        folder,
-        (folder / RECIPE_FILE).read_text(encoding="utf-8"),
-        read_metrics(folder / "metrics.jsonl"),
-        read("before.json"),
-        read(RESULT_FILE),
-    )
+    recipe, metrics = (folder / RECIPE_FILE).read_text(encoding="utf-8"), read_metrics(folder / "metrics.jsonl")
+    return Run(folder, recipe, metrics, read("before.json"), read(RESULT_FILE))
 
 
 def write_report(folder: Path, destination: Path | None = None) -> Path:
@@ -193,13 +188,10 @@ def _summary(run: Run) -> str:
     after, before = run.held_out.get("after"), run.held_out.get("before")
     if after:
         was = f"; it was {before['forward_kl']:.4f}" if before else ""
-        cards.append(
-            (f"{name} to teacher", f"{after['forward_kl']:.4f}", f"{run.measure.each}, 0 is a perfect match{was}")
-        )
-    if "gap_closed" in run.result and run.result["gap_closed"] is not None:
-        cards.append(
-            ("gap closed", f"{run.result['gap_closed']:.1%}", f"of the {name} to the teacher is gone after training")
-        )
+        perfect = f"{run.measure.each}, 0 is a perfect match{was}"
+        cards.append((f"{name} to teacher", f"{after['forward_kl']:.4f}", perfect))
+    if (closed := run.result.get("gap_closed")) is not None:
+        cards.append(("gap closed", f"{closed:.1%}", f"of the {name} to the teacher is gone after training"))
     if after:
         was = f"; it was {before['agreement']:.1%}" if before else ""
         cards.append(("agreement", f"{after['agreement']:.1%}", f"of held-out {run.measure.unit}s {AGREES}{was}"))

@@ -130,9 +130,8 @@ class Service:
         given = request.headers.get("authorization", "").encode()
         if self._token is None or hmac.compare_digest(given, self._token):
             return None
-        return JSONResponse(
-            {"error": "expected Authorization: Bearer and this server's token"}, 401, {"www-authenticate": "Bearer"}
-        )
+        error = {"error": "expected Authorization: Bearer and this server's token"}
+        return JSONResponse(error, 401, {"www-authenticate": "Bearer"})
 
     async def health(self, request: Request) -> Response:
         """Whether it runs, and how much waits; needs no token."""
@@ -229,18 +228,16 @@ class Service:
         except (Full, TeacherGone) as busy:
             raise _later(busy) from None
         made: asyncio.Future[Any] = asyncio.wrap_future(future)
-        left: asyncio.Future[Any] = asyncio.ensure_future(
-            request.receive()
-        )  # after the body the next message is that the client has left
+        # after the body the next message is that the client has left
+        left: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
+        seconds = self.limits.answer_seconds
         try:
-            done, _ = await asyncio.wait(
-                {made, left}, timeout=self.limits.answer_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait({made, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if made in done:
                 return made.result()
             if left in done:
                 raise ClientDisconnect
-            raise Refused(504, f"no answer within {self.limits.answer_seconds:g} s")
+            raise Refused(504, f"no answer within {seconds:g} s")
         except (Full, TeacherGone) as busy:
             raise _later(busy) from None
         except torch.OutOfMemoryError:

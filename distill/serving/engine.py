@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from distill.core.environment import environment
 from distill.data.packing import best_fit
+from distill.data.token_cache import tokenizer_hash
 from distill.models.head import HeadWeights, bare
 from distill.models.host_copy import HostCopy, to_device
 from distill.models.packed import keeps_apart
@@ -81,9 +82,8 @@ class Options(NamedTuple):
             WireError: naming the option.
         """
         columns = self.columns or rows
-        allowed = (
-            ("auto", "float16", "float32") if self.top_k is not None else tuple(d for d in DTYPES if d != "float16")
-        )
+        hidden = tuple(dtype for dtype in DTYPES if dtype != "float16")
+        allowed = hidden if self.top_k is None else ("auto", "float16", "float32")
         if not 0 < columns <= rows:
             raise WireError(f"columns: expected 1 to {rows}, got {columns}")
         if self.top_k is not None and not 0 < self.top_k <= min(MOST_TOP_K, columns):
@@ -163,8 +163,6 @@ class Engine:
     def _identity(
         self, section: TeacherSection, tokenizer: PreTrainedTokenizerBase, template: str | None, most_tokens: int
     ) -> Identity:
-        from distill.data.token_cache import tokenizer_hash
-
         config, (rows, width) = bare(self.model).config.get_text_config(), self.weights.weight.shape  # type: ignore[union-attr,operator]
         longest = getattr(config, "max_position_embeddings", None)
         return Identity(
@@ -185,15 +183,13 @@ class Engine:
         else:
             ids = torch.tensor(tokenizer(inspect.getsource(textwrap))["input_ids"])[:FP8_TOKENS]
             ids = ids % len(self.weights.weight)
-        hidden = torch.cat(
-            [self.forward({"input_ids": part[None].to(self.device)})[0] for part in ids.split(min(longest, 256))]
-        )
+        parts = ids[None].to(self.device).split(min(longest, 256), dim=1)
+        hidden = torch.cat([self.forward({"input_ids": part})[0] for part in parts])
         sent = hidden_of({name: t.cpu() for name, t in fp8_rows(hidden).items()}, hidden.dtype).to(self.device)
         total, columns = 0.0, len(self.weights.weight)
         for one, other in zip(hidden.split(64), sent.split(64), strict=True):
-            logp, logq = (
-                log_probabilities(h, self.weights, self.transform, columns, 1.0)[1].double() for h in (one, other)
-            )
+            pair = (log_probabilities(h, self.weights, self.transform, columns, 1.0)[1] for h in (one, other))
+            logp, logq = (logprobs.double() for logprobs in pair)
             total += float((logp.exp() * (logp - logq)).sum())
         return total / len(hidden)
 

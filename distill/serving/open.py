@@ -32,6 +32,7 @@ from distill.serving.sharded import ShardedEngine
 from distill.teachers.base import open_context
 from distill.teachers.cache.identity import text_hashes
 from distill.teachers.model import LoadedTeacher
+from distill.teachers.opening import patch_model
 from distill.teachers.registry import source_of
 
 TOKEN_VARIABLE = "DISTILL_SERVE_TOKEN"
@@ -93,12 +94,8 @@ def open_engine(recipe: Recipe, most_tokens: int, budget: int = 16_384) -> Engin
         teacher = source.open(context, vocabulary)
     assert isinstance(teacher, LoadedTeacher)
     if context.device.type == "cuda" and not sharded:  # else it was patched while it was cut
-        from distill.models.patching import patch
-        from distill.models.teacher_layout import interleave
-
-        choices = AttentionChoices(recipe)
-        report = patch(teacher.model, "teacher", attention=choices.of(teacher.model, "teacher"))
-        report.swapped.update(interleave(teacher.model))
+        attention = AttentionChoices(recipe).of(teacher.model, "teacher")
+        report = patch_model(teacher.model, "teacher", attention, compiles=False)
         console.say(f"{'kernels':<12}teacher: {report}")
     teacher.quantise()
     template: Any = text_hashes(recipe, vocabulary.tokenizer)["template"]

@@ -32,6 +32,7 @@ from distill.planning.ranks import is_sharded_on_ranks
 from distill.recipe import Recipe
 from distill.teachers.base import OpenContext
 from distill.teachers.model import LoadedTeacher, ModelSource
+from distill.teachers.opening import patch_model
 from distill.teachers.ranks.link import HIDDEN, LOGITS, Pair, TeacherFacts, TeacherLink
 from distill.teachers.server.wire import TargetRequest
 from distill.training.failures import explained
@@ -84,12 +85,8 @@ def load_teacher_ranks(recipe: Recipe, context: OpenContext) -> LoadedTeacher:
         raise ValueError(problem)
     teacher = LoadedTeacher(source.load(context), fp8=recipe.teacher.dtype == "fp8", skip=recipe.teacher.fp8_skip)
     if runs_our_kernels(device) and device.type == "cuda" and not sharded:
-        from distill.models.patching import patch
-        from distill.models.teacher_layout import interleave
-
-        patch(teacher.model, "teacher", attention=context.attention.of(teacher.model, "teacher"))
-        if not recipe.train.compile:
-            interleave(teacher.model)
+        attention = context.attention.of(teacher.model, "teacher")
+        patch_model(teacher.model, "teacher", attention, compiles=recipe.train.compile)
     teacher.quantise()
     if recipe.train.compile:
         compile_layers(teacher.model)

@@ -188,24 +188,18 @@ class ModelSource(TeacherSource):
         """See the head of this file."""
         precision, shape = context.precision, self.meta().shape
         size = precision.teacher.itemsize
+        layers = float(shape.layered * size) if self.section.offload is not None else 0.0
+        in_16_bits = find_skipped(self.meta().model, self.section.fp8_skip).weights  # beside those in fp8
+        whole = whole_bytes(self, precision) if self.section.dtype == "fp8" else 0.0
         return Footprint(
-            weights=weight_bytes(self.section, shape, precision) + self._left_out() * (size - 1),
+            weights=weight_bytes(self.section, shape, precision) + in_16_bits * (size - 1),
             gathered=max(2 * shape.linear / shape.layers, shape.head) * size if context.sharded else 0.0,
-            host=float(shape.layered * size) if self.section.offload is not None else 0.0,
-            moved=float(shape.layered * size) if self.section.offload is not None else 0.0,
-            loading=self._loading(context) if self.section.dtype == "fp8" else 0.0,
+            host=layers,
+            moved=layers,
+            loading=whole if whole <= USABLE * context.memory_bytes else 0.0,  # else it comes layer by layer
             token_bytes=size * shape.hidden,
             work=self.meta().work,
         )
-
-    def _left_out(self) -> int:
-        """Weights of linear layers that stay in 16 bits beside those in fp8."""
-        return find_skipped(self.meta().model, self.section.fp8_skip).weights
-
-    def _loading(self, context: FootprintContext) -> float:
-        """Bytes of the whole teacher in 16 bits beside the student; 0 where that does not fit and goes by layers."""
-        whole = whole_bytes(self, context.precision)
-        return whole if whole <= USABLE * context.memory_bytes else 0.0
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
         """In 8 bits, or in host memory; none of one that is held so already."""

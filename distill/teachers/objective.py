@@ -234,13 +234,8 @@ class DistillationObjective:
                     call = HeadCall(hidden, head, loss_inputs, shifted, valid_rows)
                     overlap = self.teacher.format.overlap(self.pairing, call, sample)
                     shares = shares if overlap is None else overlap
-                sums = (
-                    gap.abs().masked_fill(~known, 0.0).sum(),
-                    known.sum(),
-                    shares.sum(),
-                    gap.new_full((), len(shares)),
-                )
-                output["drawn"] = torch.stack(sums)
+                total, compared = gap.abs().masked_fill(~known, 0.0).sum(), gap.new_full((), len(shares))
+                output["drawn"] = torch.stack((total, known.sum(), shares.sum(), compared))
             return output
 
         return call_head(find_head(student), hidden, compute)

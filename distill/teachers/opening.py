@@ -12,13 +12,16 @@ from torch import nn
 from distill.core import console
 from distill.core.ranks import is_first
 from distill.models.adapters import add_lora
+from distill.models.attention import stop_fused_attention, use_fused_attention
 from distill.models.attention_choice import AttentionChoices
 from distill.models.cards import family_in, path_of, runs_our_kernels
 from distill.models.fp8_student import fp8_problem
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
 from distill.models.packed import keeps_apart
+from distill.models.patching import PatchReport, Role, patch
 from distill.models.sharding import is_sharded
+from distill.models.teacher_layout import interleave
 from distill.recipe import Recipe
 from distill.teachers.base import OpenContext, Teacher, TeacherSource
 from distill.teachers.plugin import Plugin, PluginFormat
@@ -77,9 +80,8 @@ def open_pair(source: TeacherSource, vocabulary: Vocabulary, context: OpenContex
     recipe, section = source.recipe, source.recipe.student
     vocabulary.prepare()
     device = context.device
-    for problem in source.problems(
-        cuda=device.type == "cuda", sharded=context.sharing.teacher_sharded, family=family_in(device)
-    ):
+    sharded = context.sharing.teacher_sharded
+    for problem in source.problems(cuda=device.type == "cuda", sharded=sharded, family=family_in(device)):
         raise ValueError(problem)
     if refusal := fp8_problem(section, family_in(device)):
         raise ValueError(refusal)
@@ -150,8 +152,6 @@ def keeps_apart_by_ours(model: Any) -> bool:
 
     Some models do not tell their own attention where documents end, but hand it on to ours (AFMoE, OPT).
     """
-    from distill.models.attention import stop_fused_attention, use_fused_attention
-
     if not getattr(bare(model), "_supports_attention_backend", False):
         return False
     decoder = decoder_of(model)
@@ -162,11 +162,16 @@ def keeps_apart_by_ours(model: Any) -> bool:
         stop_fused_attention(bare(model), decoder)
 
 
+def patch_model(model: nn.Module, role: Role, attention: str | None, *, compiles: bool) -> PatchReport:
+    """Put our kernels into a model; gate and up of a teacher's layers lie row by row in turn unless it is compiled."""
+    report = patch(model, role, attention=attention)
+    if role == "teacher" and not compiles:
+        report.swapped.update(interleave(model))
+    return report
+
+
 def patch_models(pair: Pair, choices: AttentionChoices) -> None:
     """Put our kernels into all models (a sharded teacher has them already), where they run on the GPU there is."""
-    from distill.models.patching import patch
-    from distill.models.teacher_layout import interleave
-
     if not runs_our_kernels(device := next(pair.student.parameters()).device):
         if is_first():
             console.say(f"{'kernels':<12}{torch.cuda.get_device_name(device)}: {path_of(family_in(device) or '')}")
@@ -174,10 +179,9 @@ def patch_models(pair: Pair, choices: AttentionChoices) -> None:
     for number, (field, model) in enumerate(pair.models()):
         if is_sharded(model):
             continue
-        role: Any = field if field == "student" else "teacher"
-        report = patch(model, role, attention=choices.of(model, role, 0 if role == "student" else number))
-        if role == "teacher" and not choices.recipe.train.compile:
-            report.swapped.update(interleave(model))
+        role: Role = "student" if field == "student" else "teacher"
+        attention = choices.of(model, role, 0 if role == "student" else number)
+        report = patch_model(model, role, attention, compiles=choices.recipe.train.compile)
         if is_first():
             console.say(f"{'kernels':<12}{role}: {report}")
 

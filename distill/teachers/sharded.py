@@ -62,7 +62,9 @@ def load_sharded_teacher(
     devices = [device] if device.type == "cuda" else []
     if attention is not None:
         with torch.random.fork_rng(devices), device:
-            small = AutoModelForCausalLM.from_config(_two_layers(config), **options).eval()
+            # two layers are enough for every kind of module, in models that alternate two kinds of layers too
+            two = range(min(2, config.get_text_config().num_hidden_layers))
+            small = AutoModelForCausalLM.from_config(cut_config(config, two), **options).eval()
         backend = attention(small)
         report = patch(model, "teacher", attention=backend, judged=patch(small, "teacher", attention=backend).verdicts)
         del small
@@ -79,11 +81,6 @@ def load_sharded_teacher(
         source = on_the_first(lambda: load_teacher(section, device="cpu", dtype=dtype))
         _fill(model, source, device)
     return model, report
-
-
-def _two_layers(config: Any) -> Any:
-    """Enough layers for every kind of module, in models that alternate two kinds of layers too."""
-    return cut_config(config, range(min(2, config.get_text_config().num_hidden_layers)))
 
 
 def _draw(model: Any, seed: int) -> None:

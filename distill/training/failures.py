@@ -64,9 +64,8 @@ def out_of_memory(recipe: Recipe, error: BaseException, folder: Path | None = No
     """
     lossless, lossy = _ways_without_loss(recipe), _ways_of_a_new_run(recipe)
     whole = checkpoints(folder) if folder is not None and folder.is_dir() else []
-    first = ". ".join(str(error).splitlines()[0].split(". ")[:2]).rstrip(
-        "."
-    )  # then come figures and torch's own advice
+    sentences = str(error).splitlines()[0].split(". ")  # from the third on figures and torch's own advice
+    first = ". ".join(sentences[:2]).rstrip(".")
     fault = f"the GPU is out of memory: {first}; "
     ranked = "`distill check` ranks the ways by the GiB they save"
     if not whole or folder is None:
@@ -94,9 +93,8 @@ def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
         share = "half" if 2 * smaller == train.batch_size else f"{smaller}/{train.batch_size}"
         ways[override] = f"train.batch_size from {train.batch_size} to {smaller}, {share} of the activations ({keeps})"
     if not train.gradient_checkpointing:
-        ways["train.gradient_checkpointing=true"] = (
-            "train.gradient_checkpointing to true, one layer's activations at a time"
-        )
+        words = "train.gradient_checkpointing to true, one layer's activations at a time"
+        ways["train.gradient_checkpointing=true"] = words
     return ways | {way.override: way.words for way in _smaller_teachers(recipe) if way.same_targets}
 
 
@@ -121,12 +119,10 @@ def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
 
 
 def _disk(code: int, where: object, folder: Path) -> str:
-    advice = (
-        f"({_free(folder) / GIB:.1f} GiB free); make room there"
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        else "; make it writable, or start in another folder"
-    )
-    return f"{where}: {DISK[code]} {advice}{_continue(folder)}".replace(" ;", ";")
+    advice = "; make it writable, or start in another folder"
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = f" ({_free(folder) / GIB:.1f} GiB free); make room there"
+    return f"{where}: {DISK[code]}{advice}{_continue(folder)}"
 
 
 def _free(folder: Path) -> int:

@@ -32,7 +32,7 @@ from distill.core.faults import RunError
 from distill.core.ranks import is_first
 from distill.models.joined import joins_on
 from distill.teachers.base import Batch
-from distill.training.listing import Listing, parameters_of
+from distill.training.listing import list_parts, parameters_of
 
 log = logging.getLogger(__name__)
 
@@ -259,13 +259,11 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """The model is wrapped and placed as it will stay."""
-        Listing(self.trainer.model)
+        list_parts(self.trainer.model)
 
     def on_pre_optimizer_step(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Gradients are there and not used yet."""
-        model = self.trainer.model
-        assert model is not None
-        self.trainer.health.before_step(model, self.trainer.optimizer, state.global_step + 1)
+        self.trainer.health.before_step(self.trainer.model, self.trainer.optimizer, state.global_step + 1)
 
     def on_epoch_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """What the teacher said may be read by all processes."""

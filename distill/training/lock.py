@@ -23,7 +23,7 @@ import numpy as np
 from torch import nn
 
 from distill.core.environment import environment
-from distill.core.faults import RecipeError, differences
+from distill.core.faults import RecipeError, differences, show
 from distill.data.chat import load_template
 from distill.models.attention import BACKENDS
 from distill.models.fingerprint import model_identity
@@ -142,9 +142,4 @@ def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin
     """
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
     for name, old, new in differences(imposed, now):
-        raise RecipeError([f"{origin}: {name} differs: locked {_short(old)}, here {_short(new)}"])
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:56] + "..."
+        raise RecipeError([f"{origin}: {name} differs: locked {show(old)}, here {show(new)}"])

@@ -133,19 +133,10 @@ class Meter:
         """
         phases = self.phases.seconds()
         steps = max(self.phases.steps, 1)
-        here = [
-            self._sums,
-            self._counts,
-            self._drawn,
-            self._work[None],
-            self._counts.new_tensor([self._tokens, 1.0, *phases.values()]),
-        ]
-        values = reduce(torch.cat(here)).tolist()
-        count = len(self._sums)
-        sums, (trained, compared, pairs, gap, drawn, common, examined, work, tokens, ranks, *times) = (
-            values[:count],
-            values[count:],
-        )
+        host = self._counts.new_tensor([self._tokens, 1.0, *phases.values()])
+        values = reduce(torch.cat([self._sums, self._counts, self._drawn, self._work[None], host])).tolist()
+        sums, rest = values[: len(self._sums)], values[len(self._sums) :]
+        trained, compared, pairs, gap, drawn, common, examined, work, tokens, ranks, *times = rest
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
         divergence = self.divergence if compared or not trained else (None, 1.0)

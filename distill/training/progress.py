@@ -99,16 +99,8 @@ class ProgressReport(TrainerCallback):
         self._start, self._start_step = time.perf_counter(), state.global_step
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(None),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("left"),
-            console=self.console,
-            expand=True,
-            transient=True,
-        )
+        columns = BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("left")
+        self._bar = Progress(TextColumn("training"), *columns, console=self.console, expand=True, transient=True)
         self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step)
         with terminal_may_be_lost():
             self._bar.start()
@@ -137,9 +129,8 @@ class ProgressReport(TrainerCallback):
     def _show(self, text: str) -> None:
         """A line, above the bar where there is one."""
         with terminal_may_be_lost():
-            self.console.print(
-                "\n".join(wrap_line(text, self.console.width)), highlight=False, markup=False, soft_wrap=True
-            )
+            lines = "\n".join(wrap_line(text, self.console.width))
+            self.console.print(lines, highlight=False, markup=False, soft_wrap=True)
 
     def on_train_end(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Take the bar down."""

@@ -20,12 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from distill.core.faults import RunError, TeacherGone
@@ -83,6 +78,7 @@ class DistillationTrainer(Trainer):
     """
 
     loss_is_scaled_for_ga = True
+    model: nn.Module
 
     def __init__(
         self,
@@ -318,7 +314,6 @@ class DistillationTrainer(Trainer):
 
     def _held_out(self, batches: Any) -> dict[str, float]:
         model, objective = self.model_wrapped if self.is_in_train else self.model, self.objective
-        assert model is not None
         training = model.training
         model.eval()
         sums = torch.zeros(number_of_sums(objective.routes) + 2, dtype=torch.float64, device=self.args.device)

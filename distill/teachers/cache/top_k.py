@@ -144,12 +144,10 @@ def completed(statistics: Any, targets: TopKTargets, weight: float) -> Any:
         weight: of the divergence in the loss.
     """
     if isinstance(statistics, TokenStats):
-        divergence = (
-            statistics.divergence if targets.surplus is None else statistics.divergence - weight * targets.surplus
-        )
-        return statistics._replace(
-            divergence=divergence, teacher_entropy=targets.entropy, teacher_label_logprob=targets.label_logprob
-        )
+        stored = statistics._replace(teacher_entropy=targets.entropy, teacher_label_logprob=targets.label_logprob)
+        if targets.surplus is None:
+            return stored
+        return stored._replace(divergence=statistics.divergence - weight * targets.surplus)
     *first, reverse = statistics
     return (*completed(TokenStats(*first), targets, weight), reverse)
 

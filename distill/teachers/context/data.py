@@ -112,18 +112,14 @@ class ContextEncoder(Encoder):
         if sample.messages is None:
             prompt = sample.prompt or ""
             joint = prompt[len(prompt.rstrip()) :]
-            return sample._replace(
-                prompt=f"{prompt.rstrip()}\n\n{text}{joint}" if place == "after" else f"{text}\n\n{prompt}"
-            )
-        turns = [
-            number
-            for number, message in enumerate(sample.messages)
-            if message["role"] == "assistant" and number >= sample.first_trained
-        ]
+            after = f"{prompt.rstrip()}\n\n{text}{joint}"
+            return sample._replace(prompt=after if place == "after" else f"{text}\n\n{prompt}")
+        roles = [message["role"] for message in sample.messages]
+        turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= sample.first_trained]
         assert turns, "held by the student's reading"
         first = turns[-1] if self.train_on == "last" else turns[0]
-        role = ("system", "developer") if place == "system" else ("user",)
-        at = [number for number in range(first) if sample.messages[number]["role"] in role]
+        holders = ("system", "developer") if place == "system" else ("user",)
+        at = [turn for turn in range(first) if roles[turn] in holders]
         messages = list(sample.messages)
         if place == "system" and not at:
             return sample._replace(

@@ -128,11 +128,8 @@ def common_boundaries(student_ends: np.ndarray, teacher_ends: np.ndarray) -> tup
     """
     common = np.intersect1d(student_ends, teacher_ends)
     common = np.concatenate([[0], common[common > 0]]).astype(np.int64)
-    return (
-        common,
-        np.searchsorted(student_ends, common, side="right"),
-        np.searchsorted(teacher_ends, common, side="right"),
-    )
+    of_student, of_teacher = (np.searchsorted(ends, common, side="right") for ends in (student_ends, teacher_ends))
+    return common, of_student, of_teacher
 
 
 def shared_tokens(

@@ -114,9 +114,9 @@ class Reader:
 
     def closes(self, part: Part, ids: np.ndarray, at: int) -> bool:
         """Whether token `at` is the special one that closes `part`."""
-        return (
-            part.closing is not None and at < len(ids) and ids[at] == self.tokenizer.convert_tokens_to_ids(part.closing)
-        )
+        if part.closing is None or at >= len(ids):
+            return False
+        return ids[at] == self.tokenizer.convert_tokens_to_ids(part.closing)
 
     def closing(self) -> int | None:
         """The token that ends an assistant's turn, by the template; None where no special token does."""

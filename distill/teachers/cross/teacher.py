@@ -130,11 +130,8 @@ class CrossSource(ModelSource):
 
     def footprint(self, context: FootprintContext) -> Footprint:
         """The model's; the loss's chunks are cut by the device's memory."""
-        return (
-            super()
-            .footprint(context)
-            ._replace(workspace=context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES, wide_head_gradient=True)
-        )
+        workspace = context.memory_bytes / CHUNK_SHARE * ELEMENT_BYTES
+        return super().footprint(context)._replace(workspace=workspace, wide_head_gradient=True)
 
     def smaller(self, family: str | None = None) -> list[SmallerTeacher]:
         """In host memory: fp8 does not work across tokenizers."""

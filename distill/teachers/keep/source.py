@@ -118,10 +118,8 @@ class KeepSource(ModelSource):
         if self._dtype is None:
             self._dtype = resolve_precision(self.recipe, resolve_device(self.recipe.train)).teacher
         dtype = settings.dtype or str(self._dtype).removeprefix("torch.")
-        kind = "hidden" if settings.hidden else "top_k"
-        return bytes_a_token(
-            {"kind": kind, "dtype": dtype, "hidden": shape.hidden, "k": settings.k, "vocabulary": shape.vocabulary}
-        )
+        kind = {"kind": "hidden" if settings.hidden else "top_k", "dtype": dtype, "k": settings.k}
+        return bytes_a_token({**kind, "hidden": shape.hidden, "vocabulary": shape.vocabulary})
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> KeptTeacher | StoredTeacher:  # type: ignore[override]
         """Open what is stored, and load the model where anything is missing.

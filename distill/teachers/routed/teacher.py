@@ -328,14 +328,9 @@ class RoutedSource(MixtureSource):
         owned = list(zip(self.routes, parts, strict=True))
         works = [[part.work for own, part in owned if own == route] for route in set(self.routes)]
         work = [total for own in works if (total := total_work(own)) is not None]
-        return (
-            super()
-            .footprint(context)
-            ._replace(
-                work=max(work, key=lambda each: each.of(1, 1, 1)) if len(work) == len(works) else None,
-                token_bytes=2 * sum(part.token_bytes for part in parts),
-            )
-        )
+        costliest = max(work, key=lambda each: each.of(1, 1, 1)) if len(work) == len(works) else None
+        token_bytes = 2 * sum(part.token_bytes for part in parts)
+        return super().footprint(context)._replace(work=costliest, token_bytes=token_bytes)
 
     def title(self) -> str:
         named = zip(self.routes, self.members, strict=True)

@@ -15,6 +15,7 @@ import contextlib
 import http.client
 import json
 import logging
+import os
 import queue
 import random
 import threading
@@ -61,8 +62,6 @@ def token_of(path: str | None) -> str | None:
     Raises:
         ValueError: the file cannot be read.
     """
-    import os
-
     if path is None:
         return os.environ.get("DISTILL_SERVE_TOKEN")
     try:

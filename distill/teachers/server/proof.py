@@ -50,9 +50,8 @@ def prove(teacher: LogitReading, query: TargetRequest) -> str:
     if len(query.rows) and (compared := teacher.exchange.proof(query)) is not None:
         return compared
     if not teacher.exchange.most_logits or not len(query.rows):
-        return "its logits are not compared: " + (
-            "nothing is learned here" if teacher.exchange.most_logits else "it sends none"
-        )
+        why = "nothing is learned here" if teacher.exchange.most_logits else "it sends none"
+        return f"its logits are not compared: {why}"
     expected = own_logits(teacher.exchange, query)
     off, allowed = _sparse(teacher, query, expected) if teacher.head is None else _dense(teacher, query, expected)
     if not off <= allowed:

@@ -124,9 +124,9 @@ class ServerTeacher(Teacher):
 
     def targets(self, batch: Batch) -> torch.Tensor | TopKTargets:
         """Each at its position; 0 where nothing is learned."""
-        values, shape = self.values(self._asked(batch)), batch["input_ids"].shape
-        device = batch["input_ids"].device
-        values = {name: _moved(value, device) for name, value in values.items()}
+        values, shape, device = self.values(self._asked(batch)), batch["input_ids"].shape, batch["input_ids"].device
+        if device.type != "cpu":
+            values = {name: to_device(value, device) for name, value in values.items()}
         rows = batch["valid_rows"] if "valid_rows" in batch else _rows(batch)
         if self.head is not None:
             return spread(values["hidden"], rows, shape)
@@ -156,9 +156,8 @@ class ServerTeacher(Teacher):
             yield "the head of the served teacher", self.head.weights.weight
 
     def parameters_text(self) -> str:
-        values = (
-            "hidden states" if self.head is not None else f"top {self.exchange.spec.top_k} ({self.exchange.spec.tail})"
-        )
+        spec = self.exchange.spec
+        values = "hidden states" if self.head is not None else f"top {spec.top_k} ({spec.tail})"
         return f"{values} from {', '.join(self.section.urls)}"
 
     def to(self, device: torch.device) -> None:
@@ -196,10 +195,6 @@ class ServerTeacher(Teacher):
 
 def _rows(batch: Batch) -> torch.Tensor:
     return valid_rows(within_documents(batch["labels"], batch.get("position_ids")))
-
-
-def _moved(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value if device.type == value.device.type else to_device(value, device)
 
 
 def _nothing(spec: TargetSpec) -> TargetTensors:

@@ -99,9 +99,8 @@ class VllmExchange(ServerExchange):
                 for place in _checked(choice, piece).query.tolist()
             ]
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise TeacherGone(
-                f"teacher.url: an answer that is none of vLLM's: {type(error).__name__}: {error}"
-            ) from None
+            fault = f"{type(error).__name__}: {error}"
+            raise TeacherGone(f"teacher.url: an answer that is none of vLLM's: {fault}") from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
         return require_sound(_completed(torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(),
                                         torch.from_numpy(label).float()), len(query.rows), self.spec)  # fmt: skip

@@ -131,7 +131,8 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
         WireError: it is none.
     """
     if not json_body:
-        arrays = {name: _array(tensor) for name, tensor in tensors_of(body).items()}
+        tensors = tensors_of(body)
+        arrays = {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
     else:
         try:
             tree = json.loads(body)
@@ -144,9 +145,8 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
     _require(fine, f"body: expected input_ids, rows and at most position_ids; got {given}")
     for name, array in arrays.items():
         dimensions = 1 if name == "rows" else 2
-        _require(
-            array.ndim == dimensions or not array.size, f"{name}: expected {dimensions} dimensions, got {array.ndim}"
-        )
+        fine = array.ndim == dimensions or not array.size
+        _require(fine, f"{name}: expected {dimensions} dimensions, got {array.ndim}")
         _require(array.dtype.kind in "iu", f"{name}: expected whole numbers, got {array.dtype}")
         _require(not array.size or -(2**31) <= array.min() <= array.max() < 2**31, f"{name}: expected int32")
         arrays[name] = array.astype(np.int32).reshape(-1) if dimensions == 1 else array.astype(np.int32)
@@ -197,10 +197,6 @@ def parts_of(tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     flat = (tensor.contiguous().flatten().view(torch.uint8).numpy().data for _, tensor in ordered)
     return [len(text).to_bytes(8, "little") + text, *flat]
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.numpy() if tensor.dtype != torch.bfloat16 else tensor.float().numpy()
 
 
 def _require(holds: bool, message: str) -> None:
