@@ -236,11 +236,16 @@ def rows_of(shape: str, pair: Pair, results: Sequence[tuple[str, dict[str, float
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
-    """`quick` keeps to one of TRL's ways; `only` names a part of the pair's and the candidate's name."""
+    """`quick` keeps to one of TRL's ways; `only`: pairs with candidates ("smollm2 ours; smollm2 ours, graphs"), or a
+    part of their names."""
+    everything = [f"{shape} {name}" for shape in PAIRS for name in (*TRL, *OURS)]
+    entries = [entry.strip() for entry in only.split(";")]
     for shape, pair in PAIRS.items():
         results = []
         for name in (*TRL, *OURS):
-            if only not in f"{shape} {name}" or (quick and name not in QUICK[shape]):
+            whole = f"{shape} {name}"
+            asked = any(entry == whole or (entry not in everything and entry in whole) for entry in entries)
+            if not asked or (quick and name not in QUICK[shape]):
                 continue
             command = [sys.executable, "-m", "scripts.bench.on_policy", shape, name]
             try:
