@@ -79,6 +79,7 @@ def fused_attention(
         [B, T, H, D] and None (no attention weights).
     """
     refuse_sinks(kwargs)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotation by fp32 angles widens them
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
     if attention_mask is not None or dropout > 0 or query.shape[2] != key.shape[2] or query.shape[-1] > MAX_HEAD_DIM:
@@ -126,8 +127,9 @@ def newest_over_cache(
     refuse_sinks(kwargs)
     assert cache_lengths is not None, "the model's layers do not hand keyword arguments to their attention"
     out = decode_attention(
-        query, key, value, cache_lengths, scale=scaling, window=sliding_window, softcap=softcap, starts=cache_starts
-    )
+        query.to(key.dtype), key, value, cache_lengths, scale=scaling, window=sliding_window, softcap=softcap,
+        starts=cache_starts,
+    )  # fmt: skip
     return out.transpose(1, 2), None
 
 

@@ -44,7 +44,7 @@ class PreallocatedLayer(CacheLayerMixin):
                 f"PreallocatedCache: keys and values of one head size are supported, got {size} and "
                 f"{value_states.shape[-1]}"
             )
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device = value_states.dtype, key_states.device
         self.cache = KVCache(batch, self.max_length, heads, size, dtype=self.dtype, device=self.device)
         self.is_initialized = True
 

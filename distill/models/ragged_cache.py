@@ -51,7 +51,7 @@ class RaggedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         _, heads, _, size = key_states.shape
         shape = (self.owner.batch, self.owner.slots, heads, size)
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device = value_states.dtype, key_states.device
         # zeros, so that slots which a padded prompt leaves untouched never hold a NaN
         self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.values = torch.zeros_like(self.keys)
@@ -170,6 +170,7 @@ def ragged_attention(
     if ragged_cache.calls is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         ragged_cache.calls[module] = AttentionCall(scale, sliding_window, softcap)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotation by fp32 angles widens them
     grouped = query.shape[1] != key.shape[1]
     kernels = runs_on_triton(query) and query.dtype != torch.float64  # which none of them takes
     if ragged_cache.decoding and not kernels and softcap is None:
