@@ -267,10 +267,14 @@ def test_flops_of_a_model_by_hand():
     model = tiny_model(layers=2, hidden=32)
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32
     body = 2 * layer + 32
-    assert work_of(model, trains=False) == Work(2 * body, 2 * 259 * 32, 4 * 2 * 32)
-    assert work_of(model, trains=True) == Work(6 * body, 6 * 259 * 32, 12 * 2 * 32)
+    ends = 2 * ((32 + 32) * 2 + (32 + 16) * 2 + 3 * (32 + 64))  # numbers that go into and come out of products
+    assert work_of(model, trains=False) == Work(2 * body, 2 * 259 * 32, 4 * 2 * 32, 4 * ends, 4 * (259 + 32))
+    assert work_of(model, trains=True) == Work(6 * body, 6 * 259 * 32, 12 * 2 * 32, 12 * ends, 12 * (259 + 32))
     lora = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
-    assert work_of(lora, trains=True) == Work(4 * body + 6 * 2 * 2 * (32 + 32), 4 * 259 * 32, 12 * 2 * 32)
+    rank = 2 * ((32 + 2) + (2 + 32))
+    assert work_of(lora, trains=True) == Work(
+        4 * body + 6 * 2 * 2 * (32 + 32), 4 * 259 * 32, 12 * 2 * 32, 8 * ends + 12 * rank, 8 * (259 + 32)
+    )
 
 
 def test_mfu_by_hand(monkeypatch):

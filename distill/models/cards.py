@@ -23,6 +23,7 @@ class Card(NamedTuple):
         bf16, fp8: dense tensor-core TFLOP/s summed in fp32; None where there is no such product.
         family: as `distill_kernels.launch` calls it.
         link: GB/s that its PCIe link carries in one direction, after encoding; 16 lanes but for the L4.
+        peers: GB/s to the GPUs of its host in one direction, by NVLink or Infinity Fabric; None where that is PCIe.
     """
 
     memory_gib: float
@@ -31,6 +32,7 @@ class Card(NamedTuple):
     fp8: float | None
     family: str
     link: float
+    peers: float | None = None
 
     @property
     def flops(self) -> float | None:
@@ -47,21 +49,21 @@ CARDS = {
     "V100 16GB": Card(15.8, 900, None, None, OLDER, PCIE_3),
     "V100 32GB": Card(31.7, 900, None, None, OLDER, PCIE_3),
     "A10G": Card(22.1, 600, 70, None, "sm_86", PCIE_4),
-    "A100 80GB": Card(79.2, 2039, 312, None, "sm_80", PCIE_4),
-    "A100 40GB": Card(39.4, 1555, 312, None, "sm_80", PCIE_4),
+    "A100 80GB": Card(79.2, 2039, 312, None, "sm_80", PCIE_4, 300),
+    "A100 40GB": Card(39.4, 1555, 312, None, "sm_80", PCIE_4, 300),
     "L4": Card(22.0, 300, 121, 242, "sm_89", PCIE_4 / 2),
     "L40": Card(44.4, 864, 181, 362, "sm_89", PCIE_4),
     "L40S": Card(44.4, 864, 362, 733, "sm_89", PCIE_4),
-    "H100": Card(79.1, 3350, 989.4, 1979, "sm_90", PCIE_5),
+    "H100": Card(79.1, 3350, 989.4, 1979, "sm_90", PCIE_5, 450),
     "H100 PCIe": Card(79.1, 2039, 756, 1513, "sm_90", PCIE_5),
-    "H100 NVL": Card(93.1, 3938, 835, 1671, "sm_90", PCIE_5),
-    "H200": Card(139.8, 4800, 989.4, 1979, "sm_90", PCIE_5),
-    "B200": Card(178.0, 8000, 2250, 4500, "sm_100", PCIE_5),
+    "H100 NVL": Card(93.1, 3938, 835, 1671, "sm_90", PCIE_5, 300),
+    "H200": Card(139.8, 4800, 989.4, 1979, "sm_90", PCIE_5, 450),
+    "B200": Card(178.0, 8000, 2250, 4500, "sm_100", PCIE_5, 900),
     "RTX 3090": Card(23.6, 936, 71, None, "sm_86", PCIE_4),
     "RTX 4090": Card(23.5, 1008, 165.2, 330.3, "sm_89", PCIE_4),
     "RTX 5090": Card(31.4, 1792, 209.5, 419, "sm_120", PCIE_5),
     "RTX PRO 6000": Card(95.0, 1792, 503.8, 1007.6, "sm_120", PCIE_5),
-    "MI300X": Card(191.7, 5300, 1307.4, 2614.9, "gfx942", PCIE_5),
+    "MI300X": Card(191.7, 5300, 1307.4, 2614.9, "gfx942", PCIE_5, 448),
 }
 # how far the kernels' paths of a family were tried
 TRIED = {"sm_90": "run on an H100 and an H200"}

@@ -10,14 +10,18 @@ from torch import nn
 from distill.models.head import attention_sizes, bare, decoder_of, find_head
 from distill.models.output_rows import MARK, row_parameters
 from distill.models.quantised import as_built
+from distill.models.shape import Shape
 
 
 class Work(NamedTuple):
-    """FLOPs of one model in training or inference: a token, a trained token, a pair of query and key."""
+    """FLOPs of one model, trained or not, by token, learned token, and pair of query and key; and bytes through memory,
+    in 16 bits: inputs and outputs of products, each twice, by the product and by the layer on its other side."""
 
     token: float
     trained: float
     pair: float
+    token_bytes: float = 0.0
+    trained_bytes: float = 0.0
 
     def of(self, tokens: float, trained: float, pairs: float) -> float:
         """FLOPs of that many tokens, trained tokens and pairs."""
@@ -41,12 +45,19 @@ def work_of(model: nn.Module, *, trains: bool) -> Work | None:
     body = [p for p in decoder.parameters() if id(p) not in apart]
     heads, _, width = attention_sizes(config)
 
-    def cost(parameters: list[nn.Parameter]) -> float:
-        """Forward 2, backward to the input 2, to the weight 2 more where it is trained."""
-        return float(sum(p.numel() * (2 + (2 + 2 * p.requires_grad) * trains) for p in parameters))
+    def cost(parameters: list[nn.Parameter]) -> tuple[float, float]:
+        """FLOPs: forward 2, backward to the input 2, to the weight 2 more where it is trained; and bytes."""
+        passes = [(p, 2.0 + (2 + 2 * p.requires_grad) * trains) for p in parameters]
+        return sum(p.numel() * n for p, n in passes), sum(2 * sum(p.shape) * n for p, n in passes if p.dim() > 1)
 
+    (token, token_bytes), (trained, trained_bytes) = cost(body), cost([*linear.parameters(), *rows])
     pair = 4.0 * (3 if trains else 1) * config.num_hidden_layers * heads * width
-    return Work(cost(body), cost([*linear.parameters(), *rows]), pair)
+    return Work(token, trained, pair, token_bytes, trained_bytes)
+
+
+def head_work(shape: Shape) -> Work:
+    """Of a frozen head alone, where a teacher's hidden states come from elsewhere."""
+    return Work(0.0, 2.0 * shape.head, 0.0, 0.0, 4.0 * (shape.hidden + shape.vocabulary))
 
 
 def total_work(works: Iterable[Work | None]) -> Work | None:

@@ -1,8 +1,8 @@
 """What a run is planned for: this machine's GPU, one named, a size, or a CPU; and the rate of its bus.
 
 An offloaded teacher's layers cross the bus once in every micro-batch, while the layer before computes, so that its
-forward takes max(arithmetic, bytes / rate). The rate is taken to be 80 % of what the GPU's PCIe link is made for in one
-direction; of a GPU that is not listed nothing is said.
+forward takes max(arithmetic, bytes / rate). The rate, and that between GPUs, is taken to be 80 % of what the link is
+made for in one direction; of a GPU that is not listed nothing is said.
 """
 
 from __future__ import annotations
@@ -36,21 +36,11 @@ class Device(NamedTuple):
     cuda: bool = True
 
     @property
-    def flops(self) -> float | None:
-        """Dense bf16 peak, FLOP/s."""
-        return None if self.card is None else self.card.flops
-
-    @property
     def path(self) -> str:
         """What computes on it, for people; empty where its family is not known."""
         if not self.cuda:
             return "PyTorch computes: the kernels' references, on a CPU"
         return "" if self.family is None else path_of(self.family)
-
-    @property
-    def bus_rate(self) -> float | None:
-        """Bytes/s to it."""
-        return None if self.card is None else REACHED * self.card.link * 1e9
 
 
 def find_device(name: str | None) -> Device:

@@ -32,8 +32,8 @@ from distill.models.source import resolve_tokenizer_source
 from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
 from distill.planning.memory import Memory, step_memory
-from distill.planning.ranks import choose_ranks, ranks_fault, teacher_side, training_ranks
-from distill.planning.sharing import as_requested, sharing_of
+from distill.planning.ranks import choose_ranks, ranks_fault, training_ranks
+from distill.planning.sharing import as_requested, sharing_of, teacher_side
 from distill.planning.situation import Situation
 from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import FUSED, require_arguments, small_data_notes, total_steps

@@ -5,68 +5,32 @@ what one layer's forward makes of a micro-batch, and the answers of a step that 
 that fits (their forwards then wait for nobody), else shards.
 
 With s and t the device-seconds that a step takes of the student and of the teacher, W devices take (s + t) / W where
-all of them do both, and max(s / (W - N), t / N) with N ranks for the teacher: never less. So ranks of its own win
-where the models do not fit together, or not in what else they would have to be: an fp8 teacher that no device holds
-beside a student and that cannot be cut. `auto` takes them where this arithmetic says so, on GPUs whose rates it knows.
+all of them do both, and max(s / (W - N), t / N) with N ranks for the teacher: never less but for what they exchange. So
+they win where the models do not fit together, or not in what else they would have to be: an fp8 teacher that no device
+holds beside a student and that cannot be cut. `auto` takes them where `step_time` says so, on GPUs of known rates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from distill.core.units import GIB
-from distill.models.sharding import ALONE
 from distill.planning.devices import Device, find_device
-from distill.planning.memory import step_memory
-from distill.planning.sharing import sharing_of
+from distill.planning.sharing import TeacherSide, sharing_of, teacher_side
 from distill.planning.situation import Situation
 from distill.planning.step_time import StepTokens, step_time
 from distill.planning.steps import accumulation_steps
-from distill.recipe import Parallel, Recipe, load
+from distill.recipe import Recipe, load
 from distill.recipe.teachers import kind_of
 from distill.teachers.losses import is_soft
-
-
-class TeacherSide(NamedTuple):
-    """What each of the teacher's ranks holds.
-
-    Attributes:
-        sharded: shards of one teacher; else a copy each.
-        held: bytes.
-        fits: whether a device has them.
-    """
-
-    sharded: bool
-    held: float
-    fits: bool
 
 
 def training_ranks(recipe: Recipe, processes: int) -> int:
     """Of so many processes, those that train."""
     return processes - (recipe.parallel.teacher_ranks or 0)
-
-
-def teacher_side(situation: Situation) -> TeacherSide:
-    """How the teacher's ranks hold it, on devices such as the training ranks'."""
-    recipe, ranks = situation.recipe, situation.recipe.parallel.teacher_ranks or 1
-    plain = situation.of(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=ranks)
-    copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), plain.source.shapes()[0]
-    tokens = recipe.train.batch_size * recipe.data.max_length
-    wide = 2 * shape.hidden + shape.query + 2 * shape.key_value + 3 * shape.intermediate
-    answers = 2 * situation.accumulation * tokens * shape.hidden * situation.world / ranks
-    work = situation.precision.teacher.itemsize * (tokens * wide + answers)
-    ways = {
-        False: max(copied.weights + work, copied.loading),
-        True: copied.weights / ranks + cut.gathered + work,
-    }
-    layout = recipe.parallel.teacher_layout
-    can_shard = ranks > 1 and not plain.source.problems(cuda=True, sharded=True)
-    sharded = layout == "sharded" or (layout == "auto" and can_shard and ways[False] > situation.usable)
-    return TeacherSide(sharded, ways[sharded], ways[sharded] <= situation.usable)
 
 
 def is_sharded_on_ranks(recipe: Recipe, device: torch.device, students: int) -> bool:
@@ -96,7 +60,7 @@ def choose_ranks(situation: Situation, device: Device) -> Recipe:
     """
     recipe, world = situation.recipe, situation.world
     by_itself = recipe.parallel.teacher == "auto" and kind_of(recipe) == "model" and is_soft(recipe.loss)
-    if not (by_itself and world > 1 and device.cuda and device.flops):
+    if not (by_itself and world > 1 and device.card and device.card.flops):
         return recipe
     sharing = sharing_of(situation)
     works = sharing.fits and not situation.source.problems(
@@ -106,7 +70,7 @@ def choose_ranks(situation: Situation, device: Device) -> Recipe:
     best = recipe
     for candidate in _with_ranks(situation):
         seconds = _seconds_a_token(candidate, device)
-        if seconds < least and teacher_side(candidate).fits and _student_fits(candidate):
+        if seconds < least and teacher_side(candidate).fits and sharing_of(candidate).fits:
             least, best = seconds, candidate.recipe
     return best
 
@@ -134,11 +98,6 @@ def _with_ranks(situation: Situation) -> Iterator[Situation]:
         except ValueError:
             continue
         yield situation.of(recipe.model_copy(update={"parallel": parallel}))._replace(world=world - ranks)
-
-
-def _student_fits(situation: Situation) -> bool:
-    sharing = ALONE if situation.world == 1 else sharing_of(situation)
-    return step_memory(situation, sharded=sharing.student_sharded).peak <= situation.usable
 
 
 def _seconds_a_token(situation: Situation, device: Device) -> float:

@@ -21,7 +21,8 @@ from distill.models.cards import family_in
 from distill.models.sharding import ALONE, Sharing, Strategy
 from distill.planning.memory import step_memory
 from distill.planning.situation import Situation
-from distill.recipe import Recipe
+from distill.recipe import Parallel, Recipe
+from distill.teachers.footprint import Footprint
 from distill.teachers.registry import source_of
 
 
@@ -39,6 +40,22 @@ class Needs(NamedTuple):
     gathered: float
     copied: float
     sharded: float
+
+
+class TeacherSide(NamedTuple):
+    """What each of the teacher's ranks holds.
+
+    Attributes:
+        sharded: shards of one teacher; else a copy each.
+        held: bytes.
+        fits: whether a device has them.
+        footprint: of a whole copy.
+    """
+
+    sharded: bool
+    held: float
+    fits: bool
+    footprint: Footprint
 
 
 def plan_sharing(recipe: Recipe, device: torch.device, world: int) -> Sharing:
@@ -114,3 +131,22 @@ def choose_sharing(
             return Sharing(student, in_shards, True)
     student, in_shards, _ = allowed[-1]
     return Sharing(student, in_shards, False)
+
+
+def teacher_side(situation: Situation) -> TeacherSide:
+    """How the teacher's ranks hold it, on devices such as the training ranks'."""
+    recipe, ranks = situation.recipe, situation.recipe.parallel.teacher_ranks or 1
+    plain = situation.of(recipe.model_copy(update={"parallel": Parallel()}))._replace(world=ranks)
+    copied, cut, shape = plain.footprint(), plain.footprint(sharded=True), plain.source.shapes()[0]
+    tokens = recipe.train.batch_size * recipe.data.max_length
+    wide = 2 * shape.hidden + shape.query + 2 * shape.key_value + 3 * shape.intermediate
+    answers = 2 * situation.accumulation * tokens * shape.hidden * situation.world / ranks
+    work = situation.precision.teacher.itemsize * (tokens * wide + answers)
+    ways = {
+        False: max(copied.weights + work, copied.loading),
+        True: copied.weights / ranks + cut.gathered + work,
+    }
+    layout = recipe.parallel.teacher_layout
+    can_shard = ranks > 1 and not plain.source.problems(cuda=True, sharded=True)
+    sharded = layout == "sharded" or (layout == "auto" and can_shard and ways[False] > situation.usable)
+    return TeacherSide(sharded, ways[sharded], ways[sharded] <= situation.usable, copied)

@@ -25,6 +25,7 @@ from distill.models.load import load_student, load_teacher
 from distill.models.meta import meta_config, meta_model, meta_student
 from distill.models.pruning import layer_indices, layers_of
 from distill.models.shape import Shape
+from distill.models.work import head_work
 from distill.recipe import ModelSection, Recipe, Student
 from distill.recipe import Teacher as TeacherSection
 from distill.teachers.base import Batch, Collate, CutStudent, OpenContext, Pairing, TargetFormat, Teacher, TeacherSource
@@ -303,7 +304,7 @@ class ServerSource(TeacherSource):
         if k is not None:
             return Footprint(token_bytes=k * (6 + 8), logits=False)
         number = context.precision.teacher.itemsize if self.is_vllm else getattr(torch, self.identity.dtype).itemsize
-        return Footprint(weights=float(shape.head * number), token_bytes=2 * number * shape.hidden)
+        return Footprint(float(shape.head * number), token_bytes=2 * number * shape.hidden, work=head_work(shape))
 
     def title(self) -> str:
         known: Identity | None = self.__dict__.get("identity")  # a report is written where no server runs any more
