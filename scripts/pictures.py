@@ -23,7 +23,7 @@ from distill.core.files import write_text
 from distill.reports.curves import draw_curves
 from distill.reports.svg_plot import label, standalone
 from distill.training.progress import read_metrics
-from scripts.readme import ROOT, newest_rows
+from scripts.readme import GPU, ROOT, newest_rows
 
 ASSETS = ROOT / "docs" / "assets"
 THEMES = ("light", "dark")
@@ -105,7 +105,7 @@ def losses(rows: Sequence[Mapping[str, Any]], theme: str) -> str:
 def draw(assets: Path = ASSETS) -> None:
     """Write all pictures to a folder, from the rows in the repository."""
     for theme in THEMES:
-        write_text(assets / f"losses-{theme}.svg", losses(newest_rows(), theme))
+        write_text(assets / f"losses-{theme}.svg", losses(newest_rows(gpu=GPU), theme))
         metrics = read_metrics(ASSETS / "tutorial.jsonl")
         draw_curves(metrics, assets / f"tutorial-{theme}.svg", "first", keys=("kl", "agreement"), theme=theme)
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "bench" / "results"
 END = "<!-- end rows -->"
+GPU = "NVIDIA H200"  # whose rows are shown where a comment names no other: gpu="NVIDIA H100 80GB HBM3"
 # by marker: the plan, and the line in front of its tables
 STUDIES = {
     "<!-- study -->": (
@@ -150,9 +151,9 @@ def all_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
-def newest_rows(folder: Path = RESULTS) -> list[dict[str, Any]]:
-    """The newest row of each (GPU, case, shape, candidate), in order of first appearance."""
-    kept = {_key(row): row for row in all_rows(folder)}
+def newest_rows(folder: Path = RESULTS, gpu: str = "") -> list[dict[str, Any]]:
+    """The newest row of each (GPU, case, shape, candidate), of one GPU or of all, in order of first appearance."""
+    kept = {_key(row): row for row in all_rows(folder) if gpu in ("", row["gpu"])}
     return list(kept.values())
 
 
@@ -166,7 +167,8 @@ def compared(line: Headline, rows: list[dict[str, Any]]) -> tuple[dict[str, Any]
     Raises:
         ValueError: a row is missing.
     """
-    found = {row["candidate"]: row for row in rows if (row["case"], row["shape"]) == line.where and line.figure in row}
+    here = [row for row in rows if (row["gpu"], row["case"], row["shape"]) == (GPU, *line.where)]
+    found = {row["candidate"]: row for row in here if line.figure in row}
     if missing := {line.ours, *line.rivals} - found.keys():
         raise ValueError(f"no benchmark row of {line.where} for {sorted(missing)}")
     more = line.figure == "tokens_per_s"
@@ -240,7 +242,7 @@ def block(settings: str, rows: list[dict[str, Any]]) -> str:
     Raises:
         ValueError: no row answers to the comment.
     """
-    wanted = dict(part.split("=", 1) for part in shlex.split(settings))
+    wanted = {"gpu": GPU} | dict(part.split("=", 1) for part in shlex.split(settings))
     columns = wanted.pop("columns").split(",")
     candidates = [name.strip() for name in wanted.pop("candidates", "").split(";") if name.strip()]
     chosen = [row for row in rows if all(str(row.get(key)) == value for key, value in wanted.items())]

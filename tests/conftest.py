@@ -209,6 +209,14 @@ def _leave_few(items):
                 item.add_marker(pytest.mark.full)
 
 
+def pytest_report_teststatus(report):
+    """With -v a failure says why where it happens: a run that is killed prints no list of them."""
+    if report.failed and report.when == "call":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = "" if crash is None else f" ({crash.message.splitlines()[0][:160]})"
+        return "failed", "F", f"FAILED{why}"
+
+
 def pytest_collection_finish():
     """What is loaded stays: no collection of garbage, which `accelerate` asks for in every run, looks at it again."""
     gc.collect()
@@ -229,6 +237,15 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _gpu_shared():
+    """A file's tests leave a GPU's memory to other workers: a dozen that keep what they took once fill 80 GiB."""
+    yield
+    if HAS_GPU:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
