@@ -32,7 +32,7 @@ from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedSteps
 from distill.generation.seats import Seats, fetched, sent
 from distill.models.attention import soft_cap_kept
-from distill.models.graphs import own_workspace
+from distill.models.graphs import WORKSPACES, own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
 from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
@@ -271,10 +271,11 @@ class DecodeLoop(Engine):
         ids = torch.full((seats.batch, length), self.pad, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
-        self.decoder(
-            input_ids=sent(ids, self.device), position_ids=torch.arange(length, device=self.device)[None],
-            past_key_values=seats.cache, use_cache=True, ragged_cache=seats.cache,
-        )  # fmt: skip
+        with WORKSPACES:
+            self.decoder(
+                input_ids=sent(ids, self.device), position_ids=torch.arange(length, device=self.device)[None],
+                past_key_values=seats.cache, use_cache=True, ragged_cache=seats.cache,
+            )  # fmt: skip
 
     def _step(self, seats: Seats, temperature: float) -> None:
         """One token of every sequence. Reads and writes the seats' buffers only, and never waits."""
