@@ -10,7 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from distill.generation.decode_loop import STEPS, DecodeLoop, EngineSettings, why_not
+from distill.generation.decode_loop import STEPS, DecodeLoop, EngineSettings
+from distill.generation.seats import Seats
+from distill.generation.trial import why_not
 from distill.models.attention import keep_soft_cap, use_fused_attention
 from distill.models.head import decoder_of
 from distill.models.patching import patch
@@ -264,6 +266,76 @@ def test_replays_of_several_tokens_end_where_single_ones_do(limit):
         )
         assert several.tokens == one.tokens and several.truncated == one.truncated
         assert several.log_probs == [pytest.approx(each, abs=1e-9) for each in one.log_probs]
+
+
+@pytest.fixture
+def steps_and_readings(monkeypatch):
+    """How many tokens of all sequences were made, and how many prompts were read among others that went on."""
+    counts, step, take = {"steps": 0, "read": 0}, DecodeLoop._step, Seats.seat_among_others
+
+    def counted_step(self, *args):
+        counts["steps"] += 1
+        step(self, *args)
+
+    def counted_take(self, seats, *args):
+        counts["read"] += len(seats)
+        take(self, seats, *args)
+
+    monkeypatch.setattr(DecodeLoop, "_step", counted_step)
+    monkeypatch.setattr(Seats, "seat_among_others", counted_take)
+    return counts
+
+
+MANY = [[(7 * n + k) % 259 for k in range(1 + 5 * n % 11)] for n in range(13)]
+LIMITS = [3, 20, 1, 6, 17, 0, 9, 2, 4, 11, 1, 5, 8]
+
+
+@pytest.mark.parametrize("way", [DecodeLoop, "replayed"])
+def test_who_is_finished_makes_place_for_those_who_wait(way, steps_and_readings):
+    """Answers and their log-probabilities are those of each prompt alone, by fewer steps than batch after batch."""
+    model = tiny_model(dtype=torch.float64)
+    loop = (Replayed if way == "replayed" else way)(model, EngineSettings(2, [*range(0, 259, 13)], log_probs=True))
+    seeds = [3 * n + 1 for n in range(13)]
+    alone = [
+        loop.generate([prompt], max_new_tokens=[limit], temperature=1.0, seeds=[seed])
+        for prompt, limit, seed in zip(MANY, LIMITS, seeds, strict=True)
+    ]
+    steps_and_readings.update(steps=0, read=0)
+    found = loop.generate(MANY, max_new_tokens=LIMITS, temperature=1.0, seeds=seeds, batch_size=4)
+    assert found.tokens == [each.tokens[0] for each in alone]
+    assert found.truncated == [each.truncated[0] for each in alone] and len({*found.truncated}) == 2
+    for ours, each in zip(found.log_probs, alone, strict=True):
+        assert ours == pytest.approx(each.log_probs[0], abs=1e-9)
+    lengths = [len(tokens) for _, tokens in sorted(zip(map(len, MANY), found.tokens, strict=True)) if tokens]
+    in_batches = sum(max(lengths[at : at + 4]) for at in range(0, len(lengths), 4))
+    assert steps_and_readings["read"] >= 4
+    if way is DecodeLoop:
+        assert steps_and_readings["steps"] < 0.8 * in_batches
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_kernels_serve_those_who_took_a_free_place(kernel_device, fused, steps_and_readings):
+    model = tiny_model(dtype=torch.bfloat16 if kernel_device.type == "cuda" else torch.float32).to(kernel_device)
+    use_fused_attention(model, decoder_of(model))
+    loop = DecodeLoop(model, EngineSettings(2, [], fused=fused))
+    prompts, limits = MANY[1:6], [3, 1, 2, 1, 2]
+    found = loop.generate(prompts, max_new_tokens=limits, batch_size=2)
+    assert steps_and_readings["read"] > 0
+    expected = theirs(model.float().cpu(), prompts, 3, eos_token_id=[])[0]
+    if kernel_device.type == "cpu":
+        assert found.tokens == [tokens[:limit] for tokens, limit in zip(expected, limits, strict=True)]
+    assert [len(tokens) for tokens in found.tokens] == limits
+
+
+@pytest.mark.gpu
+def test_a_captured_step_goes_on_while_others_take_places():
+    model = tiny_model().cuda()
+    loop = DecodeLoop(model, EngineSettings(2, [], log_probs=True))
+    many, limits = MANY * 3, [limit + 20 for limit in LIMITS * 3]
+    found = loop.generate(many, max_new_tokens=limits, batch_size=4)
+    assert loop.buffers[-1].graph is not None
+    expected = DecodeLoop(model.double().cpu(), EngineSettings(2, [])).generate(many, max_new_tokens=limits)
+    assert found.tokens == expected.tokens
 
 
 @pytest.mark.gpu

@@ -30,13 +30,13 @@ def ahead(folder, **settings):
 
 def watched(monkeypatch):
     """The names of the threads that answered, in order."""
-    names, answer = [], DecodeLoop._answer_batch
+    names, answer = [], DecodeLoop._answer_in_turn
 
     def answer_and_tell(self, *args):
         names.append(threading.current_thread().name.partition("_")[0])
         return answer(self, *args)
 
-    monkeypatch.setattr(DecodeLoop, "_answer_batch", answer_and_tell)
+    monkeypatch.setattr(DecodeLoop, "_answer_in_turn", answer_and_tell)
     return names
 
 
@@ -72,14 +72,14 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_drawn_ahead(tmp_path):
 
 
 def test_the_threads_fault_ends_the_run(tmp_path, monkeypatch):
-    answer = DecodeLoop._answer_batch
+    answer = DecodeLoop._answer_in_turn
 
     def fail(self, *args):
         if threading.current_thread() is not threading.main_thread():
             raise RunError("no memory left")
         return answer(self, *args)
 
-    monkeypatch.setattr(DecodeLoop, "_answer_batch", fail)
+    monkeypatch.setattr(DecodeLoop, "_answer_in_turn", fail)
     made = ahead(tmp_path)
     with pytest.raises(RunError, match="no memory left"):
         made.train()
@@ -88,13 +88,13 @@ def test_the_threads_fault_ends_the_run(tmp_path, monkeypatch):
 
 def test_an_evaluation_waits_for_what_is_drawn(tmp_path, monkeypatch):
     begun, go_on, drawn = threading.Event(), threading.Event(), []
-    answer = DecodeLoop._answer_batch
+    answer = DecodeLoop._answer_in_turn
 
     def slow(self, *args):
         if threading.current_thread() is not threading.main_thread():
             begun.set()
             assert go_on.wait(60)
-        answers = list(answer(self, *args))
+        answers = answer(self, *args)
         drawn.append(threading.current_thread().name)
         return answers
 
@@ -106,7 +106,7 @@ def test_an_evaluation_waits_for_what_is_drawn(tmp_path, monkeypatch):
                 made.evaluate(made.train_dataset)
                 assert len(drawn) == 2
 
-    monkeypatch.setattr(DecodeLoop, "_answer_batch", slow)
+    monkeypatch.setattr(DecodeLoop, "_answer_in_turn", slow)
     made = ahead(tmp_path, max_steps=2, callbacks=[Evaluates()])
     made.train()
     assert made.state.global_step == 2
@@ -150,7 +150,7 @@ def test_beside_a_training_step_a_gpu_draws_the_same(tmp_path, monkeypatch, grap
     def draw_ahead(trainer):
         student = trainer.objective.student
         snapshot = Snapshot(student)
-        engine = DecodeLoop(snapshot.model, EngineSettings(2, [], max_length=64, max_new_tokens=32))
+        engine = DecodeLoop(snapshot.model, EngineSettings(2, [], max_length=64))
         trainer.on_policy = OnPolicy(
             engine, fraction=1.0, max_new_tokens=32, temperature=1.0, seed=3, max_length=64, student=student,
             snapshot=snapshot, ahead=1,

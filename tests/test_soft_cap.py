@@ -10,7 +10,8 @@ from tiny import save_tiny, tiny_config, tiny_model
 from transformers import Gemma2PreTrainedModel, TrainingArguments, VaultGemmaPreTrainedModel
 
 from distill.generation import decode_loop
-from distill.generation.decode_loop import DecodeLoop, EngineSettings, why_not
+from distill.generation.decode_loop import DecodeLoop, EngineSettings
+from distill.generation.trial import why_not
 from distill.models import ragged_cache
 from distill.models.adoption import AutoFusedModelForCausalLM
 from distill.models.attention import keep_soft_cap, soft_cap_kept, stop_fused_attention, use_fused_attention

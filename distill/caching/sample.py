@@ -126,9 +126,8 @@ def sample(
     model = _load(recipe, who, in_shards=processes > 1)
     widest = max(len(prompt.ids) for prompt in usable.prompts)
     made_for = settings_for(
-        model, tokenizer, template, vocab_size=len(tokenizer), max_length=min(longest, widest + most),
-        max_new_tokens=most,
-    )  # fmt: skip
+        model, tokenizer, template, vocab_size=len(tokenizer), max_length=min(longest, widest + most)
+    )
     engine: Engine
     if processes > 1:
         engine = AnswersTogether(TransformersEngine(model, made_for, together=True))

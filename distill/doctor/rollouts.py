@@ -63,8 +63,7 @@ class StudentRollouts:
     def by(self, student: nn.Module, fraction: float | None = None, log_probs: bool = False) -> OnPolicy:
         """What replaces answers by those of `student`."""
         settings = EngineSettings(
-            self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length,
-            max_new_tokens=self.max_new_tokens, log_probs=log_probs,
+            self.pad, self.ends, vocab_size=self.vocab_size, max_length=self.max_length, log_probs=log_probs
         )  # fmt: skip
         engine = engine_for(self.engine, student, settings, trains=True)
         return OnPolicy(

@@ -10,8 +10,9 @@ from distill_kernels.launch import runs_on_triton
 from transformers.generation.streamers import BaseStreamer
 
 from distill.generation.answers import Turn, encode_prompt
-from distill.generation.decode_loop import DecodeLoop, why_not
+from distill.generation.decode_loop import DecodeLoop
 from distill.generation.engines import as_asked, end_tokens, settings_for
+from distill.generation.trial import why_not
 from distill.models.triton_only import use_triton_only
 
 

@@ -9,6 +9,9 @@ cache that is copied. Here a step has fixed shapes and addresses (`RaggedCache`:
 there is neither padding nor a mask), sampling and book-keeping happen on the device, and the host looks for finished
 sequences every few tokens only. On a GPU the whole step is one CUDA graph; on a CPU the same step runs as it is.
 
+Batching is continuous: who is finished makes place for prompts that wait, which are read together once a part of the
+places is free, so that long answers do not keep a whole batch.
+
 The last token of a prompt is fed by the first step, so that logits are only ever made for one position a sequence, by
 the model's own forward with all that it does to them.
 """
@@ -19,6 +22,7 @@ import abc
 import contextlib
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,7 +35,6 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedSteps
 from distill.generation.seats import Seats, fetched, sent
-from distill.models.attention import soft_cap_kept
 from distill.models.graphs import WORKSPACES, own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
@@ -42,6 +45,7 @@ log = logging.getLogger(__name__)
 LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
 STEPS = 4  # tokens of one replay: between two the host is needed, which may be busy with a training step
 SLOTS_STEP = 128
+WORTH_READING = 0.25  # of the seats are free before those who wait are read: a reading holds up all others
 MOST_BUFFERS = 2  # captured steps, each with its cache
 
 
@@ -69,8 +73,8 @@ class EngineSettings(NamedTuple):
         ends: tokens that end an answer.
         autocast: dtype that the model computes in where that is not its weights'.
         vocab_size: only the first so many tokens are generated; None for all of the head.
-        max_length, max_new_tokens: prompt and answer together, and new tokens, that buffers are made for at least:
-            on a GPU fixed sizes are captured once.
+        max_length: prompt and answer together, that buffers are made for at least: on a GPU fixed sizes are captured
+            once.
         log_probs: give the tokens' log-probabilities too.
         fused: a step by few kernels, for models of their form; None where they were measured to be faster: nowhere yet.
     """
@@ -80,7 +84,6 @@ class EngineSettings(NamedTuple):
     autocast: torch.dtype | None = None
     vocab_size: int | None = None
     max_length: int = 1
-    max_new_tokens: int = 1
     log_probs: bool = False
     fused: bool | None = None
 
@@ -93,6 +96,13 @@ class Request(NamedTuple):
     seeds: list[int]
     temperature: float
     batch_size: int
+
+    def of(self, numbers: Sequence[int]) -> Request:
+        """The part of it with these prompts, in this order."""
+        return self._replace(
+            prompts=[self.prompts[n] for n in numbers], limits=[self.limits[n] for n in numbers],
+            seeds=[self.seeds[n] for n in numbers],
+        )  # fmt: skip
 
 
 class Engine(abc.ABC):
@@ -154,7 +164,7 @@ class DecodeLoop(Engine):
     The model's weights may change between calls, as they do in training; its mode is put to eval and given back.
 
     Args:
-        model: A causal language model of transformers, bare or inside PEFT, not sharded; see `why_not`.
+        model: A causal language model of transformers, bare or inside PEFT, not sharded; see `trial.why_not`.
     """
 
     def __init__(self, model: nn.Module, settings: EngineSettings) -> None:
@@ -180,51 +190,71 @@ class DecodeLoop(Engine):
 
     def prepare(self, request: Request) -> Callable[[], Generated]:
         """Buffers, and steps captured; what is returned replays them on a stream of its own."""
-        prompts, limits, seeds, temperature, batch_size = request
+        prompts, limits = request.prompts, request.limits
         # neighbours of like length waste least
         order = sorted((number for number, limit in enumerate(limits) if limit > 0), key=lambda n: len(prompts[n]))
-        batches: list[tuple[list[int], Request, Seats]] = []
+        chosen = request.of(order)
         with self._ready():
-            for start in range(0, len(order), batch_size):
-                chosen = order[start : start + batch_size]
-                batch = Request(
-                    [prompts[n] for n in chosen], [limits[n] for n in chosen], [seeds[n] for n in chosen], temperature,
-                    batch_size,
-                )  # fmt: skip
-                batches.append((chosen, batch, self._seats_for(batch)))
+            seats = self._seats_for(chosen) if order else None
         now = None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
 
         def answer_all() -> Generated:
             result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
+            if seats is None:
+                return result
             with self._on_own_stream(now), self._ready():
-                for chosen, batch, seats in batches:
-                    for number, (tokens, truncated, log_probs) in zip(
-                        chosen, self._answer_batch(batch, seats), strict=True
-                    ):
-                        result.tokens[number], result.truncated[number] = tokens, truncated
-                        result.log_probs[number] = log_probs
+                answers = self._answer_in_turn(chosen, seats)
+            for place, number in enumerate(order):
+                result.tokens[number], result.truncated[number] = answers.tokens[place], answers.truncated[place]
+                result.log_probs[number] = answers.log_probs[place]
             return result
 
         return answer_all
 
-    def _answer_batch(self, request: Request, seats: Seats) -> Iterator[tuple[list[int], bool, list[float]]]:
-        prompts, limits, seeds, temperature, _ = request
-        self._read_prompts(prompts, seats)
-        seats.seat(prompts, limits, seeds, self.pad)
-        look_every = LOOK_EVERY if self.device.type == "cuda" else 1
-        at_once, most = 1 if seats.graph is None else STEPS, max(limits)
-        for made in range(at_once, most + at_once, at_once):
-            if seats.graph is not None:
-                seats.graph.replay()
-            else:
-                self._step(seats, temperature)
-            if made % look_every == 0 and made < most and bool(fetched(seats.done)[0].all()):
-                break
-        results = fetched(seats.answers, seats.made, seats.ended, seats.log_probs)
-        answers, lengths, ended, log_probs = (tensor.tolist() for tensor in results)
-        if not self.settings.log_probs:
-            log_probs = [[]] * len(prompts)
-        return ((answers[n][: lengths[n]], not ended[n], log_probs[n][: lengths[n]]) for n in range(len(prompts)))
+    def _answer_in_turn(self, request: Request, seats: Seats) -> Generated:
+        """Who is finished makes place for the next prompts, as soon as a part of the seats is free."""
+        prompts, limits, _, temperature, _ = request
+        answers = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
+        waiting, seated = deque(range(len(prompts))), dict[int, int]()
+        at_once, look_every = 1 if seats.graph is None else STEPS, LOOK_EVERY if self.device.type == "cuda" else 1
+        while waiting or seated:
+            free = [seat for seat in range(seats.batch) if seat not in seated]
+            if waiting and (not seated or len(free) >= seats.batch * WORTH_READING):
+                taken = {seat: waiting.popleft() for seat in free[: len(waiting)]}
+                self._take_seats(request, taken, seats, among_others=bool(seated))
+                seated |= taken
+            left = max(limits[number] - len(answers.tokens[number]) for number in seated.values())
+            steps = -(-min(look_every, left) // at_once) * at_once
+            for _ in range(0, steps, at_once):
+                if seats.graph is not None:
+                    seats.graph.replay()
+                else:
+                    self._step(seats, temperature)
+            new = (seats.made, seats.done, seats.ended, seats.answers[:, :steps], seats.log_probs[:, :steps])
+            made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in fetched(*new))
+            seats.column.zero_()
+            for seat, number in list(seated.items()):
+                count = made[seat] - len(answers.tokens[number])
+                answers.tokens[number] += tokens[seat][:count]
+                if self.settings.log_probs:
+                    answers.log_probs[number] += log_probs[seat][:count]
+                if done[seat]:
+                    answers.truncated[number] = not ended[seat]
+                    del seated[seat]
+        return answers
+
+    def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats, *, among_others: bool) -> None:
+        """Read the prompts whose numbers `taken` holds by their seats, all of which are free."""
+        prompts, limits, seeds, _, _ = request.of(list(taken.values()))
+        if not among_others:
+            seats.cache.restart()
+            self._read_prompts(prompts, seats.cache)
+            seats.seat(prompts, limits, seeds, self.pad)
+            return
+        length = max(map(len, prompts)) - 1
+        read = RaggedCache(self.inner.config, len(prompts), length, self.device)
+        self._read_prompts(prompts, read)
+        seats.seat_among_others(list(taken), prompts, limits, seeds, read if length else None)
 
     @contextlib.contextmanager
     def _on_own_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
@@ -243,38 +273,36 @@ class DecodeLoop(Engine):
         a resumed run must generate what the undisturbed one did.
         """
         prompts, limits, _, temperature, batch_size = request
-        batch, most = len(prompts), max(limits)
+        batch = min(len(prompts), batch_size)
         slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         if not self.replays:
-            once = Seats(self.inner.config, batch, slots, most, self.device)
+            once = Seats(self.inner.config, batch, slots, LOOK_EVERY, self.device)
             once.fused = self.fused_steps.step_for(once, self.ends, self.pad)
             return once
-        batch, most = min(next_power_of_2(batch), batch_size), max(self.settings.max_new_tokens, next_power_of_2(most))
-        most = max(most, STEPS)
+        batch = min(next_power_of_2(batch), batch_size)
         slots = -(-max(self.settings.max_length, slots) // SLOTS_STEP) * SLOTS_STEP
-        seats = next((seats for seats in self.buffers if seats.sizes == (batch, slots, most)), None)
+        seats = next((seats for seats in self.buffers if seats.sizes == (batch, slots)), None)
         if seats is None:
             del self.buffers[: 1 - MOST_BUFFERS]
-            seats = Seats(self.inner.config, batch, slots, most, self.device)
+            seats = Seats(self.inner.config, batch, slots, LOOK_EVERY, self.device)
         else:
             self.buffers.remove(seats)
         self.buffers.append(seats)
         self._capture(seats, temperature)
         return seats
 
-    def _read_prompts(self, prompts: Sequence[Sequence[int]], seats: Seats) -> None:
+    def _read_prompts(self, prompts: Sequence[Sequence[int]], cache: RaggedCache) -> None:
         """All but the last token of each prompt into the cache, padded on the right: causal attention never looks."""
-        seats.cache.restart()
         length = max(map(len, prompts)) - 1
         if length == 0:
             return
-        ids = torch.full((seats.batch, length), self.pad, dtype=torch.int64)
+        ids = torch.full((cache.batch, length), self.pad, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
         with WORKSPACES:
             self.decoder(
                 input_ids=sent(ids, self.device), position_ids=torch.arange(length, device=self.device)[None],
-                past_key_values=seats.cache, use_cache=True, ragged_cache=seats.cache,
+                past_key_values=cache, use_cache=True, ragged_cache=cache,
             )  # fmt: skip
 
     def _step(self, seats: Seats, temperature: float) -> None:
@@ -365,44 +393,3 @@ def _waits_for_the_host(step: Any) -> str | None:
 def as_wide(scores: torch.Tensor) -> torch.Tensor:
     """In float32, or wider where they are."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
-
-
-@torch.no_grad()
-def why_not(model: nn.Module) -> str | None:
-    """Why `DecodeLoop` cannot serve `model`, found by trying it on a few tokens; None where it can.
-
-    Two prompts of different lengths and two more tokens of each must give the logits of the model's own forward
-    without a cache (soft cap of the attention scores included), up to the rounding of its dtype.
-    """
-    inner: Any = bare(model)
-    if not getattr(inner, "_supports_attention_backend", False):
-        return "it takes no other attention implementation"
-    weight = next(model.parameters())
-    # far above rounding, far below what a wrong position or key does
-    device, tolerance = weight.device, min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
-    ids = torch.arange(12, device=device).reshape(2, 6) % inner.config.get_text_config().vocab_size
-    forward, lengths = type(inner).forward, torch.tensor([4, 2], device=device)
-    try:
-        with eval_mode(model), soft_cap_kept(model):
-            expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
-        cache = RaggedCache(inner.config, 2, 8, device)
-        with eval_mode(model), attention_for_ragged_cache(model):
-            positions = torch.arange(3, device=device)[None]
-            decoder_of(model)(
-                input_ids=ids[:, :3], position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache
-            )
-            cache.begin(lengths)
-            for _ in range(2):
-                at = cache.lengths[:, None] - 1
-                given = forward(
-                    inner, input_ids=ids.gather(1, at), position_ids=at, past_key_values=cache, use_cache=True,
-                    ragged_cache=cache,
-                ).logits[:, -1].float()  # fmt: skip
-                right = expected[torch.arange(2, device=device), at[:, 0]]
-                error = (given - right).norm() / right.norm()
-                if not error < tolerance:
-                    return f"its logits come out different by {error:.1e}"
-                cache.lengths += 1
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # a forward of another make
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return None

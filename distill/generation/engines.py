@@ -25,8 +25,8 @@ from distill.generation.decode_loop import (
     Generated,
     Request,
     as_wide,
-    why_not,
 )
+from distill.generation.trial import why_not
 from distill.models.head import bare, find_head
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
 from distill.models.load import save_student

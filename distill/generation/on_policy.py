@@ -385,8 +385,7 @@ def on_policy_of(
     snapshot = Snapshot(student) if sharded or section.ahead else None
     settings = settings_for(
         student, tokenizer, load_template(recipe.data.chat_template, tokenizer), autocast=autocast,
-        vocab_size=vocab_size, max_length=recipe.data.max_length, max_new_tokens=section.max_new_tokens,
-        log_probs=True,
+        vocab_size=vocab_size, max_length=recipe.data.max_length, log_probs=True,
     )  # fmt: skip
     answering = student if snapshot is None else snapshot.model
     engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)

@@ -11,16 +11,16 @@ from distill.models.ragged_cache import RaggedCache
 
 
 class Seats:
-    """The buffers of `batch` sequences at once, and the captured step that works on them."""
+    """The buffers of `batch` sequences at once, `columns` tokens of each, and the captured step that works on them."""
 
-    def __init__(self, config: Any, batch: int, slots: int, most: int, device: torch.device) -> None:
-        self.batch, self.sizes = batch, (batch, slots, most)
+    def __init__(self, config: Any, batch: int, slots: int, columns: int, device: torch.device) -> None:
+        self.batch, self.sizes = batch, (batch, slots)
         self.cache = RaggedCache(config, batch, slots, device)
         self.token, self.seeds, self.made, self.limits = torch.zeros(4, batch, dtype=torch.int64, device=device)
         self.done, self.ended = torch.zeros(2, batch, dtype=torch.bool, device=device)
-        self.answers = torch.zeros(batch, most, dtype=torch.int64, device=device)
+        self.answers = torch.zeros(batch, columns, dtype=torch.int64, device=device)
         precision = torch.float32 if device.type == "mps" else torch.float64
-        self.log_probs = torch.zeros(batch, most, dtype=precision, device=device)
+        self.log_probs = torch.zeros(batch, columns, dtype=precision, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
         self.fused: Callable[[float], None] | None = None  # a step on these buffers, where kernels make it
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -39,6 +39,21 @@ class Seats:
         for tensor in (self.made, self.ended, self.column):
             tensor.zero_()
         self.answers.fill_(pad)
+
+    def seat_among_others(
+        self, seats: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int],
+        read: RaggedCache | None,
+    ) -> None:  # fmt: skip
+        """Take sequences in on free seats, with the keys and values of their prompts if these have any, while others
+        go on."""
+        at = self._filled(seats)
+        if read is not None:
+            self.cache.take(at, read)
+        starts = [len(prompt) for prompt in prompts], [prompt[-1] for prompt in prompts], seeds, limits
+        for tensor, values in zip((self.cache.lengths, self.token, self.seeds, self.limits), starts, strict=True):
+            tensor.index_copy_(0, at, self._filled(values))
+        for tensor in (self.made, self.done, self.ended):
+            tensor.index_fill_(0, at, False)
 
     def _filled(self, values: Sequence[int]) -> torch.Tensor:
         return sent(torch.tensor(values, dtype=torch.int64), self.token.device)

@@ -131,6 +131,12 @@ class RaggedCache(Cache):
             pairs.append((layer.keys, layer.values))
         return pairs
 
+    def take(self, rows: torch.Tensor, other: RaggedCache) -> None:
+        """The keys and values of all of another cache's rows, from slot 0 on, into these rows."""
+        for own, new in zip(self.kept(), other.kept(), strict=True):
+            for mine, theirs in zip(own, new, strict=True):
+                mine[:, : theirs.shape[1]].index_copy_(0, rows, theirs.to(mine.dtype))
+
     def restart(self) -> None:
         """Take prompts again; nothing is freed or cleared."""
         self.decoding = False

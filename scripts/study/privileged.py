@@ -61,7 +61,7 @@ def answers(model: Any, tokenizer: Any, prompts: Sequence[str], most: int) -> li
     from distill.generation.engines import engine_for, settings_for
 
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
-    settings = settings_for(model, tokenizer, None, max_length=max(map(len, ids)) + most, max_new_tokens=most)
+    settings = settings_for(model, tokenizer, None, max_length=max(map(len, ids)) + most)
     made = engine_for("distill", model, settings).generate(ids, max_new_tokens=most, batch_size=128)
     return tokenizer.batch_decode(made.tokens, skip_special_tokens=True)  # type: ignore[no-any-return]
 

@@ -94,9 +94,8 @@ class TeacherBench(Bench):
         """What generates with `model`."""
         template = load_template(recipe.data.chat_template, self.tokenizer)
         settings = settings_for(
-            model, self.tokenizer, template, autocast=self.precision.autocast, max_length=recipe.data.max_length,
-            max_new_tokens=LONGEST,
-        )  # fmt: skip
+            model, self.tokenizer, template, autocast=self.precision.autocast, max_length=recipe.data.max_length
+        )
         return engine_for("distill", model, settings)
 
 

@@ -1,0 +1,54 @@
+"""Whether our decode loop can serve a model, by trying its cache and attention on a few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill.core.eval_mode import eval_mode
+from distill.models.attention import soft_cap_kept
+from distill.models.head import bare, decoder_of
+from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
+
+
+@torch.no_grad()
+def why_not(model: nn.Module) -> str | None:
+    """Why `DecodeLoop` cannot serve `model`, found by trying it on a few tokens; None where it can.
+
+    Two prompts of different lengths and two more tokens of each must give the logits of the model's own forward
+    without a cache (soft cap of the attention scores included), up to the rounding of its dtype.
+    """
+    inner: Any = bare(model)
+    if not getattr(inner, "_supports_attention_backend", False):
+        return "it takes no other attention implementation"
+    weight = next(model.parameters())
+    # far above rounding, far below what a wrong position or key does
+    device, tolerance = weight.device, min(0.1, 1e3 * max(torch.finfo(d).eps for d in (weight.dtype, torch.float32)))
+    ids = torch.arange(12, device=device).reshape(2, 6) % inner.config.get_text_config().vocab_size
+    forward, lengths = type(inner).forward, torch.tensor([4, 2], device=device)
+    try:
+        with eval_mode(model), soft_cap_kept(model):
+            expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
+        cache = RaggedCache(inner.config, 2, 8, device)
+        with eval_mode(model), attention_for_ragged_cache(model):
+            positions = torch.arange(3, device=device)[None]
+            decoder_of(model)(
+                input_ids=ids[:, :3], position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache
+            )
+            cache.begin(lengths)
+            for _ in range(2):
+                at = cache.lengths[:, None] - 1
+                given = forward(
+                    inner, input_ids=ids.gather(1, at), position_ids=at, past_key_values=cache, use_cache=True,
+                    ragged_cache=cache,
+                ).logits[:, -1].float()  # fmt: skip
+                right = expected[torch.arange(2, device=device), at[:, 0]]
+                error = (given - right).norm() / right.norm()
+                if not error < tolerance:
+                    return f"its logits come out different by {error:.1e}"
+                cache.lengths += 1
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # a forward of another make
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None
