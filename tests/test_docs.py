@@ -56,8 +56,10 @@ def test_every_row_names_the_commit_it_measured():
 
 def test_a_headline_says_where_the_others_are_better():
     line = readme.Headline("", ("c", "s"), "ours", ("a", "b"), "ms")
-    rows = [{"case": "c", "shape": "s", "candidate": name, "ms": ms} for name, ms in zip("ab", (4.0, 1.0), strict=True)]
-    ours, best, ratio = readme.compared(line, [*rows, {"case": "c", "shape": "s", "candidate": "ours", "ms": 2.0}])
+    here = {"gpu": readme.GPU, "case": "c", "shape": "s"}
+    rows = [{**here, "candidate": name, "ms": ms} for name, ms in zip("ab", (4.0, 1.0), strict=True)]
+    rows += [{**here, "gpu": "another", "candidate": name, "ms": 0.1} for name in ("a", "ours")]
+    ours, best, ratio = readme.compared(line, [*rows, {**here, "candidate": "ours", "ms": 2.0}])
     assert (ours["ms"], best["candidate"], ratio) == (2.0, "b", 0.5)
     with pytest.raises(ValueError, match="no benchmark row"):
         readme.compared(line, rows)

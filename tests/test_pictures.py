@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts import pictures
-from scripts.readme import newest_rows
+from scripts.readme import GPU, newest_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -29,7 +29,7 @@ def bars(svg):
 
 
 def test_bars_are_as_long_as_their_figures():
-    rows = [row for row in newest_rows() if (row["case"], row["shape"]) == (pictures.CASE, pictures.SHAPE)]
+    rows = [row for row in newest_rows(gpu=GPU) if (row["case"], row["shape"]) == (pictures.CASE, pictures.SHAPE)]
     widths, texts, root = bars(pictures.losses(rows, "light"))
     chosen = [next(row for row in rows if row["candidate"] == name) for name in pictures.CANDIDATES]
     count = len(chosen)
@@ -51,6 +51,6 @@ def test_bars_are_as_long_as_their_figures():
 
 
 def test_the_pictures_load_nothing_and_differ_by_their_colours_alone():
-    light, dark = (pictures.losses(newest_rows(), theme) for theme in pictures.THEMES)
+    light, dark = (pictures.losses(newest_rows(gpu=GPU), theme) for theme in pictures.THEMES)
     assert light != dark and re.sub("#[0-9a-f]{6}", "", light) == re.sub("#[0-9a-f]{6}", "", dark)
     assert "url(" not in light and "href" not in light and "<script" not in light

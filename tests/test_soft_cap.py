@@ -9,7 +9,7 @@ from datasets import Dataset
 from tiny import save_tiny, tiny_config, tiny_model
 from transformers import Gemma2PreTrainedModel, TrainingArguments, VaultGemmaPreTrainedModel
 
-from distill.generation import decode_loop
+from distill.generation import trial
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.trial import why_not
 from distill.models import ragged_cache
@@ -167,7 +167,7 @@ def test_decoding_says_what_whole_forwards_say(kind):
 def test_a_loop_that_dropped_it_would_not_serve(monkeypatch):
     attend = ragged_cache.ragged_attention
     monkeypatch.setattr(
-        decode_loop, "attention_for_ragged_cache", lambda model: ragged_cache.implementations(model, "careless")
+        trial, "attention_for_ragged_cache", lambda model: ragged_cache.implementations(model, "careless")
     )
     ragged_cache.AttentionInterface.register(
         "careless", lambda *args, softcap=None, **kwargs: attend(*args, softcap=None, **kwargs)
