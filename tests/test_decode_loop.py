@@ -14,6 +14,7 @@ from distill.generation.decode_loop import STEPS, DecodeLoop, EngineSettings
 from distill.generation.seats import Seats
 from distill.generation.trial import why_not
 from distill.models.attention import keep_soft_cap, use_fused_attention
+from distill.models.graphs import WORKSPACES
 from distill.models.head import decoder_of
 from distill.models.patching import patch
 
@@ -317,14 +318,24 @@ def test_who_is_finished_makes_place_for_those_who_wait(way, steps_and_readings)
 def test_kernels_serve_those_who_took_a_free_place(kernel_device, fused, steps_and_readings):
     model = tiny_model(dtype=torch.bfloat16 if kernel_device.type == "cuda" else torch.float32).to(kernel_device)
     use_fused_attention(model, decoder_of(model))
-    loop = DecodeLoop(model, EngineSettings(2, [], fused=fused))
+    loop = DecodeLoop(model, EngineSettings(2, [], log_probs=True, fused=fused))
     prompts, limits = MANY[1:6], [3, 1, 2, 1, 2]
     found = loop.generate(prompts, max_new_tokens=limits, batch_size=2)
     assert steps_and_readings["read"] > 0
-    expected = theirs(model.float().cpu(), prompts, 3, eos_token_id=[])[0]
+    for prompt, limit, tokens, ours in zip(prompts, limits, found.tokens, found.log_probs, strict=True):
+        alone = loop.generate([prompt, prompt], max_new_tokens=limit, batch_size=2)  # on as many seats
+        assert tokens == alone.tokens[0]
+        assert ours == pytest.approx(alone.log_probs[0], abs=1e-2 if kernel_device.type == "cuda" else 1e-5)
     if kernel_device.type == "cpu":
+        expected = theirs(model, prompts, 3, eos_token_id=[])[0]
         assert found.tokens == [tokens[:limit] for tokens, limit in zip(expected, limits, strict=True)]
-    assert [len(tokens) for tokens in found.tokens] == limits
+
+
+def test_nobody_drops_workspaces_while_prompts_are_read():
+    model, held = tiny_model(), []
+    decoder_of(model).register_forward_pre_hook(lambda *_: held.append(WORKSPACES.locked()))
+    DecodeLoop(model, EngineSettings(2, [])).generate([[5, 6, 7]], max_new_tokens=2)
+    assert held[0] and not any(held[1:])
 
 
 @pytest.mark.gpu

@@ -1,7 +1,9 @@
 """A model's lists: what `Trainer` does every step without a walk over all modules, with the same effect."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -94,3 +96,12 @@ def test_a_step_walks_over_no_model(tmp_path, monkeypatch, lora):
     monkeypatch.setattr(nn.Module, "named_modules", counted)
     trainer.train()
     assert walks[1:3] == [0, 0] and "train" not in student.__dict__
+
+
+def test_lists_do_not_keep_a_model_alive():
+    model = tiny_model()
+    list_parts(model)
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None

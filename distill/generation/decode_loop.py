@@ -76,7 +76,7 @@ class EngineSettings(NamedTuple):
         max_length: prompt and answer together, that buffers are made for at least: on a GPU fixed sizes are captured
             once.
         log_probs: give the tokens' log-probabilities too.
-        fused: a step by few kernels, for models of their form; None where they were measured to be faster: nowhere yet.
+        fused: a step by few kernels, for models of their form; None on GPUs where they were measured to be faster.
     """
 
     pad: int

@@ -18,14 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
-from distill.generation.decode_loop import (
-    DecodeLoop,
-    Engine,
-    EngineSettings,
-    Generated,
-    Request,
-    as_wide,
-)
+from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request, as_wide
 from distill.generation.trial import why_not
 from distill.models.head import bare, find_head
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers

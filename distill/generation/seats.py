@@ -44,8 +44,8 @@ class Seats:
         self, seats: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int],
         read: RaggedCache | None,
     ) -> None:  # fmt: skip
-        """Take sequences in on free seats, with the keys and values of their prompts if these have any, while others
-        go on."""
+        """Take sequences in on free seats while others go on; `read` holds a row of keys and values for each of them,
+        None where their prompts are one token."""
         at = self._filled(seats)
         if read is not None:
             self.cache.take(at, read)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
+from distill.core.faults import first_line
 from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
 from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
@@ -50,5 +51,5 @@ def why_not(model: nn.Module) -> str | None:
                     return f"its logits come out different by {error:.1e}"
                 cache.lengths += 1
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:  # a forward of another make
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return first_line(error)
     return None

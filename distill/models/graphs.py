@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from distill.core.faults import first_line
 from distill.models import output_rows
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
@@ -151,7 +152,7 @@ class _GraphedDecoder:
         except torch.OutOfMemoryError:
             why = "its graph does not fit into the GPU's memory beside the launched step"
         except (RuntimeError, TypeError, ValueError) as error:
-            why = str(error).splitlines()[0]
+            why = first_line(error)
         finally:
             self._captures = False
         self.graphs.refused[self.name] = why

@@ -132,7 +132,7 @@ class RaggedCache(Cache):
         return pairs
 
     def take(self, rows: torch.Tensor, other: RaggedCache) -> None:
-        """The keys and values of all of another cache's rows, from slot 0 on, into these rows."""
+        """Keys and values of another cache, [N, its slots, Hkv, D] a layer, into `rows` (int64 [N]) from slot 0 on."""
         for own, new in zip(self.kept(), other.kept(), strict=True):
             for mine, theirs in zip(own, new, strict=True):
                 mine[:, : theirs.shape[1]].index_copy_(0, rows, theirs.to(mine.dtype))

@@ -23,7 +23,7 @@ def list_parts(model: nn.Module) -> None:
     """List what `model` has, until `unlist`; modules and parameters that it gets later are not in the lists."""
     unlist(model)
     if not {"train", "zero_grad"} & {*model.__dict__}:  # else somebody else's, who has a reason
-        LISTS[model] = list(model.modules()), list(model.parameters())
+        LISTS[model] = list(model.modules())[1:], list(model.parameters())  # itself would keep it alive
         model.__dict__ |= {"train": types.MethodType(train, model), "zero_grad": types.MethodType(zero_grad, model)}
 
 
@@ -40,7 +40,7 @@ def unlist(model: nn.Module) -> None:
 
 def train(model: nn.Module, mode: bool = True) -> nn.Module:
     """What takes the place of `model.train`: nothing is to be done where all modules are in that mode."""
-    if model in LISTS and all(module.training is mode for module in LISTS[model][0]):
+    if model in LISTS and all(module.training is mode for module in (model, *LISTS[model][0])):
         return model
     return type(model).train(model, mode)
 
