@@ -1,14 +1,18 @@
 """The study: every configuration is a recipe, rows are not made twice, verdicts follow from rows and nothing else."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 from tiny import save_models
 
 from distill.recipe import load
+from distill.training.trainer import DistillationTrainer
 from scripts.study.__main__ import main
 from scripts.study.plan import BASELINE, OBJECTIVES, RECIPE, grid
+from scripts.study.plot import draw
 from scripts.study.runs import finished
 from scripts.study.verdict import markdown, overview, sentences
 
@@ -110,6 +114,25 @@ def test_the_path_from_configurations_to_tables(tiny_study, tmp_path):
     assert code == 0 and "4 have their row" in said.out and len(finished(tmp_path / "out")) == 4
     path.write_text("\n".join(path.read_text().splitlines()[:-1]) + '\n{"key": "half')
     assert len(finished(tmp_path / "out")) == 3
+
+
+@pytest.mark.full
+def test_a_training_that_a_signal_ends_makes_no_row(tiny_study, tmp_path, monkeypatch):
+    step = DistillationTrainer.training_step
+
+    def last_step(self, *args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistillationTrainer, "training_step", last_step)
+    with pytest.raises(SystemExit, match=r"stopped by SIGTERM at step 1: no row is made"):
+        tiny_study("--objectives", "forward KL", "--no-rates", "--seeds", "1")
+    assert not finished(tmp_path / "out")
+
+
+def test_a_picture_of_any_of_the_objectives(tmp_path):
+    draw([row("forward KL, fp8 teacher", seed, 1.0 + seed) for seed in range(2)], tmp_path / "part.svg")
+    assert "fp8 teacher" in (tmp_path / "part.svg").read_text()
 
 
 def test_shares_are_disjoint_and_together_everything(tiny_study, tmp_path, monkeypatch):

@@ -42,7 +42,8 @@ def draw(rows: Rows, path: Path, *, figure: str = "forward_kl") -> None:
         groups = by_objective(rows, data, layers)
         known = {name: groups[name] for name in KNOWN if name in groups}
         panels.append(Panel(f"{data}, {layers} layers", known, figure))
-    draw_panels(panels, list(KNOWN), path)
+    drawn = {name for panel in panels for name in panel.groups}
+    draw_panels(panels, [name for name in KNOWN if name in drawn], path)
 
 
 def draw_panels(panels: Sequence[Panel], names: Sequence[str], path: Path) -> None:

@@ -179,7 +179,11 @@ class Training(NamedTuple):
 def train(
     recipe: Recipe, bench: Bench, student: Any, splits: Splits, quality: Quality | None = None, **kind: Any
 ) -> Training:
-    """Train `student` by `recipe`; `kind` takes the place of the bench's teacher and plain objective."""
+    """Train `student` by `recipe`; `kind` takes the place of the bench's teacher and plain objective.
+
+    Raises:
+        SystemExit: a signal ended it before its last step.
+    """
     transformers.set_seed(recipe.train.seed)
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(
@@ -202,6 +206,9 @@ def train(
         if bench.device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start - (quality.seconds if quality else 0.0)
+        if trainer.health.stopping:
+            step, signal = trainer.state.global_step, trainer.health.ended_by
+            raise SystemExit(f"stopped by {signal} at step {step}: no row is made")
     trainer.objective.detach()
     return Training(seconds, int(sum(row.get("trained_tokens", 0) for row in trainer.state.log_history)))
 

@@ -22,7 +22,7 @@ from distill.core.files import write_json
 from distill.core.labels import shift_labels, within_documents
 from distill.core.ranks import is_first
 from distill.data.collator import valid_rows
-from distill.models.host_copy import to_device
+from distill.models.host_copy import for_transfer, to_device
 from distill.models.work import Work
 from distill.recipe import Generate, Student
 from distill.teachers.base import Batch, Collate, CutStudent, Pairing, TargetFormat, Targets, Teacher
@@ -105,7 +105,8 @@ class KeptTeacher(Teacher):
             return
         documents = [document for row in batched.rows for document in row]
         if all(self.store.has(document.key) for document in documents):
-            self._reading[batched] = self._pool.submit(self.store.gather(documents))
+            read, device = self.store.gather(documents), self.parts.device
+            self._reading[batched] = self._pool.submit(lambda: for_transfer(read(), device))
 
     def targets(self, batch: Batch) -> Targets:
         """What is stored of a batch, after the teacher was asked for what is not."""
