@@ -40,7 +40,7 @@ for loss in (ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False), ours.Fuse
     loss(x, w, x_t, w_t, y, return_stats=True)[0].backward()
 ours.FusedKLLoss(skip_ignored_rows=False)(x.float(), w.float(), x_t.float(), w_t.float(), student_bias=w[:, 0].float())
 """,
-        {"_project_kernel", "_row_kernel", "_fold_kernel", "_scale_kernel"},
+        {"_project_kernel", "_fold_rows_kernel", "_row_kernel", "_fold_kernel", "_scale_kernel"},
     ),
     "losses of a cut vocabulary": (
         CUT_VOCABULARY
@@ -91,7 +91,7 @@ gated._launch(x.detach(), w.detach()[:992], w[:992, 0].detach(), "gelu")
 two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]
 ours.FusedDistillationLoss([ours.LossTerm("forward_kl", 1.0)], 2.0)(x, w, teachers=two, return_stats=True)[0].backward()
 """,
-        {"_mix_kernel", "_row_kernel"},
+        {"_fold_rows_kernel", "_mix_kernel", "_row_kernel"},
     ),
     "top-k losses": (
         """
@@ -103,7 +103,7 @@ everything = ours.FusedTopKKLLoss(
 )
 everything(x, w, ids.long(), given, y, valid_rows=torch.arange(130), return_stats=True)[0].backward()
 """,
-        {"_top_k_kernel"},
+        {"_fold_top_k_kernel", "_top_k_kernel"},
     ),
     "norms, and sums that start early": (
         """

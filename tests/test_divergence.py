@@ -9,6 +9,7 @@ from distill_kernels import LossTerm, skew_kl
 from distill_kernels.losses.divergence import reference_rows
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.rows import run_rows
+from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats, make_objective
 from helpers import assert_as_good_as_torch, realistic_logits, relative_error
 
@@ -45,6 +46,7 @@ def run_kernel(z, z_teacher, objective, labels=None, row_scale=None, rows=None, 
         loss=loss,
         stats=figures,
         gradient=grad,
+        shard=VocabShard.whole(z.shape[1]),
     )
     return loss, grad, figures
 

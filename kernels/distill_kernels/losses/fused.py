@@ -72,15 +72,17 @@ def fused_linear_divergence(
     narrow_weight = narrow.weight.dtype != torch.float32
     if workspace is not None and isinstance(teacher, Mixture):  # a chunk takes these buffers too
         workspace //= 3 if wanted.stats and o.temperature != 1.0 else 2
-    widest = vocab if shard is None else shard.widest
-    columns = narrow.weight.shape[0] if shard is None else widest
+    parts = None if shard is None else _PartsOfRanks(shard.ranks)
+    columns = narrow.weight.shape[0] if shard is None else shard.widest
+    memory_bytes = device_facts(device).memory_bytes if shard is None else SHARED_MEMORY_BYTES
+    shard = shard or VocabShard.whole(vocab)
     plan = plan_chunks(
         count,
-        widest,
+        shard.widest,
         logit_bytes=logit_dtype.itemsize,
         models=models,
         weight_bytes=columns * narrow.weight.shape[1] * narrow.weight.element_size() if wanted.weight else 0,
-        memory_bytes=device_facts(device).memory_bytes if shard is None else SHARED_MEMORY_BYTES,
+        memory_bytes=memory_bytes,
         workspace=workspace,
         narrow_weight=narrow_weight,
     )
@@ -128,11 +130,11 @@ def fused_linear_divergence(
             project(teacher, pick(teacher.hidden, start, stop), t, transforms[1], descriptors=descriptors)
         project(student, pick(hidden, start, stop), s, transforms[0], descriptors=descriptors)
         here = slice(start, stop) if batch.rows is None else slice(None)
-        row_loss = run_rows if shard is None else functools.partial(run_rows, shard=shard)
+        row_loss: Callable[..., None] = run_rows
         if batch.top is not None:
-            row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here), shard=shard)
+            row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here))
         elif mixer is not None:
-            row_loss = functools.partial(run_mixed_rows, at_one=at_one, shard=shard)
+            row_loss = functools.partial(run_mixed_rows, at_one=at_one)
         row_loss(
             s,
             t,
@@ -143,6 +145,7 @@ def fused_linear_divergence(
             loss=loss[here],
             stats=None if stats is None else stats[:, here],
             gradient=s.values.view(dtype) if wanted.gradient else None,
+            shard=shard,
         )
 
     def back_project(g: torch.Tensor, start: int, stop: int) -> None:
@@ -169,7 +172,6 @@ def fused_linear_divergence(
         if target is None:
             _put(d_hidden, where, d_x)
 
-    parts = None if shard is None else _PartsOfRanks(shard.ranks)
     group_start = 0
     for sizes in plan.groups:
         start = group_start

@@ -6,9 +6,8 @@ in, row by row: with `a` and `b` the log-probabilities of both at temperature T 
     z = T log((1 - u) exp(a) + u exp(b))
 
 kept relative to each tile's maximum as any logits are (projection.py), so that the row kernels see no difference. Only
-shares matter, so no normaliser is carried along: a running mixture is renormalised by its own tiles' sums. Where the
-vocabulary is cut over ranks (shards.py), these sums are joined over the ranks before each newcomer: two fp32 numbers a
-token.
+shares matter, so no normaliser is carried along: a running mixture is renormalised by its own tiles' sums, joined over
+the ranks that share the vocabulary (shards.py) before each newcomer: two fp32 numbers a token.
 
 Bytes a row and further teacher, 16-bit logits: 4 V read, 2 V written.
 """
@@ -21,24 +20,24 @@ from typing import Any
 
 import torch
 
-from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
+from distill_kernels.launch import cdiv, tl, triton
 from distill_kernels.layers.fast_math import exp, log_of_normal
 from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.projection import TILE, Logits, Transform, project
-from distill_kernels.losses.row_parts import load_tiles, normaliser
+from distill_kernels.losses.row_parts import load_tiles
 from distill_kernels.losses.rows import fold_rows, run_rows
-from distill_kernels.losses.shards import VocabShard
+from distill_kernels.losses.shards import VocabShard, join_normalisers
 from distill_kernels.losses.terms import Objective
 
 
 @triton.jit
 def _mix_kernel(
     mixed, newcomer, made, norms_ptr, V, tiles, strides, inverse_t, temperature, log_rest, log_share,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of `mix_in`, whose tiles' new numbers are `made`. With `norms_ptr`, the log sums of exps are given."""
-    mixed_ptr, mixed_shift_ptr, mixed_total_ptr = mixed
-    next_ptr, next_shift_ptr, next_total_ptr = newcomer
+    """One row of `mix_in`, whose tiles' new numbers are `made`; the log sums of exps are given."""
+    mixed_ptr, mixed_shift_ptr = mixed
+    next_ptr, next_shift_ptr = newcomer
     shift_ptr, total_ptr = made
     mixed_stride, next_stride, norms_stride = strides
     row = tl.program_id(0).to(tl.int64)
@@ -46,12 +45,8 @@ def _mix_kernel(
     next_ptr += row * next_stride
     mixed_shift_ptr += row * tiles
     next_shift_ptr += row * tiles
-    if norms_ptr is not None:
-        lse_a = tl.load(norms_ptr + row)
-        lse_b = tl.load(norms_ptr + norms_stride + row)
-    else:
-        _, lse_a = normaliser(mixed_shift_ptr, mixed_total_ptr + row * tiles, tiles, inverse_t, TILES)
-        _, lse_b = normaliser(next_shift_ptr, next_total_ptr + row * tiles, tiles, inverse_t, TILES)
+    lse_a = tl.load(norms_ptr + row)
+    lse_b = tl.load(norms_ptr + norms_stride + row)
     within = tl.arange(0, TILE)[None, :]
     for block in range(tl.cdiv(tiles, BLOCK)):
         tile = block * BLOCK + tl.arange(0, BLOCK)
@@ -71,10 +66,10 @@ def _mix_kernel(
         tl.store(total_ptr + row * tiles + tile, total, mask=tile < tiles)
 
 
-def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard: VocabShard | None = None) -> Logits:
+def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard: VocabShard) -> Logits:
     """Turn the rows of `mixed` into `(1 - share) mixed + share other`, probabilities at `temperature`.
 
-    `total` of both must hold sums at that temperature. With `shard` they are one rank's columns, maybe none.
+    `total` of both must hold sums at that temperature. They are the columns of `shard`, maybe none.
 
     Returns:
         The mixture in the memory of `mixed.values`; its `total_hard` is its `total`.
@@ -83,17 +78,15 @@ def mix_in(mixed: Logits, other: Logits, share: float, temperature: float, shard
     tiles = cdiv(vocab, TILE)
     # apart from what is read: programs may still be reading the old ones
     shift, total = torch.empty_like(mixed.shift), torch.empty_like(mixed.total)
-    norms = None
-    if shard is not None and n:
+    if n:
         flags = {"TEMPERED": False, "HARD": False, "HAS_TEACHER": True, "STATS": False}
-        norms = torch.logsumexp(shard.ranks.gather(fold_rows(mixed, other, temperature, **flags)[1::3]), 0)
+        norms = join_normalisers(shard.ranks.gather(fold_rows(mixed, other, temperature, **flags)))[1::3]
     if n and vocab:
         _mix_kernel[(n,)](
-            (mixed.values, mixed.shift, mixed.total), (other.values, other.shift, other.total), (shift, total),
-            norms, vocab, tiles,
-            (mixed.values.stride(0), other.values.stride(0), None if norms is None else norms.stride(0)),
+            (mixed.values, mixed.shift), (other.values, other.shift), (shift, total), norms, vocab, tiles,
+            (mixed.values.stride(0), other.values.stride(0), norms.stride(0)),
             1.0 / temperature, temperature, math.log1p(-share), math.log(share),
-            TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8,
+            TILE=TILE, BLOCK=8, num_warps=8,
         )  # fmt: skip
     return Logits(mixed.values, shift, total, total)
 
@@ -109,12 +102,12 @@ class TeacherMixer:
         temperature: of the divergences.
         at_one: also make the mixture at temperature 1, for statistics where T differs.
         descriptors: as of `project`.
-        shard: the heads are one rank's columns of them.
+        shard: whose columns the heads are.
     """
 
     def __init__(
         self, mixture: Mixture, chunk_rows: int, vocab: int, dtype: torch.dtype, temperature: float, *,
-        at_one: bool, descriptors: bool, shard: VocabShard | None = None,
+        at_one: bool, descriptors: bool, shard: VocabShard,
     ) -> None:  # fmt: skip
         self.shard = shard
         self.mixture, self.temperature, self.descriptors = mixture, temperature, descriptors

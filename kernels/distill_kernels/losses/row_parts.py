@@ -120,12 +120,10 @@ def narrow(index, V):
 
 
 @triton.jit
-def label_logprob(logit, label, lse, V, SHARDED: tl.constexpr):
+def label_logprob(logit, label, lse, V, whole_vocab):
     """Log-probability of a label from its logit: NaN outside of the vocabulary, 0 where another rank adds it."""
     value = tl.where((label >= 0) & (label < V), logit - lse, float("nan"))
-    if SHARDED:
-        value = tl.where(label == ELSEWHERE, 0.0, value)
-    return value
+    return tl.where((label == ELSEWHERE) & (whole_vocab > V), 0.0, value)
 
 
 @triton.jit

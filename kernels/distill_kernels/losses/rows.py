@@ -1,14 +1,11 @@
 """The row kernel: from relative logits of both models to losses, statistics and, in place, the student's gradient.
 
-One program a row. It joins the tiles' shifts and totals to the row's normalisers, then sweeps the vocabulary: with
-`l = log p` and `p = exp(l)` of both models per element, the table in divergence.py gives `f` and `g`. Divergences whose
-`sum(g)` is not known beforehand (all but forward KL) need a sweep of their own for it; the gradient's sweep then runs
-backwards, to find the row's end still in L2.
+A small kernel joins the tiles' shifts and totals to the normalisers of a row's columns here, which the ranks that share
+the vocabulary (shards.py), or the only one, put together. Then one program a row sweeps its columns: with `l = log p`
+and `p = exp(l)` of both models per element, the table in divergence.py gives `f` and `g`. Divergences whose `sum(g)` is
+not known beforehand (all but forward KL) are swept once more before, and it is added up over the ranks.
 
-Bytes a row, 16-bit logits: 4 V read and 2 V written; twice the reads, less what L2 keeps, with the extra sweep.
-
-Where the vocabulary is cut over ranks (shards.py), a small kernel leaves each rank's normalisers for the ranks to join;
-the same sweeps then make each rank's part of the loss, with `sum(g)` added up over the ranks between them.
+Bytes a row, 16-bit logits: 4 V read and 2 V written; twice the reads with the extra sweep.
 """
 
 from __future__ import annotations
@@ -81,24 +78,23 @@ def _row_kernel(
     student, teacher, gradient_ptr, tokens, figures, joint, sizes, strides,
     inverse_t, weights, shares, stats_weights, hard, student_scale, inverse_cap, first_rank,
     KINDS: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_TEACHER: tl.constexpr, SWEEP_FIRST: tl.constexpr,
-    APART: tl.constexpr, GRADIENT: tl.constexpr, STATS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, HAS_TEACHER: tl.constexpr, APART: tl.constexpr, GRADIENT: tl.constexpr,
+    STATS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row. With `norms_ptr` its normalisers are given, and loss and statistics are this rank's parts of them.
+    """One row, of whose columns V of `whole_vocab` are here; loss and statistics are these columns' parts.
 
-    With `mean_ptr` as well: without `GRADIENT`, what `centred` needs goes there, summed over this rank's columns; with
-    it, the sums over all ranks come from there, and loss and statistics were made before.
+    With `mean_ptr`: without `GRADIENT`, what `centred` needs goes there, summed over the columns here; with it, the
+    sums over all ranks come from there, and loss and statistics were made before.
     """
-    student_ptr, student_shift_ptr, student_total_ptr, student_hard_ptr = student
-    teacher_ptr, teacher_shift_ptr, teacher_total_ptr, teacher_hard_ptr = teacher
+    student_ptr, student_shift_ptr = student
+    teacher_ptr, teacher_shift_ptr = teacher
     labels_ptr, scale_ptr, rows_ptr = tokens
     loss_ptr, stats_ptr = figures
     norms_ptr, mean_ptr = joint
     V, whole_vocab, tiles = sizes
     student_stride, teacher_stride, gradient_stride, stats_stride, norms_stride = strides
-    SHARDED: tl.constexpr = norms_ptr is not None
     HAS_MEAN: tl.constexpr = mean_ptr is not None
+    SUMS: tl.constexpr = HAS_MEAN and not GRADIENT
     FIGURES: tl.constexpr = not (HAS_MEAN and GRADIENT)  # loss and statistics are made here
     here = tl.program_id(0).to(tl.int64)  # within the chunk
     row = here
@@ -112,7 +108,7 @@ def _row_kernel(
     if scale == 0.0:
         if FIGURES:
             tl.store(loss_ptr + row, 0.0)
-        if HAS_MEAN and not GRADIENT:
+        if SUMS:
             for i in tl.static_range(3 if APART else 1):
                 tl.store(mean_ptr + i * norms_stride + here, 0.0)
         if STATS and FIGURES:
@@ -122,19 +118,12 @@ def _row_kernel(
         return
 
     teacher_ptr += here * teacher_stride
-    if SHARDED:
-        student_max = tl.load(norms_ptr + here)
-        lse_s = tl.load(norms_ptr + norms_stride + here)
-        lse1_s = tl.load(norms_ptr + 2 * norms_stride + here)
-        teacher_max = tl.load(norms_ptr + 3 * norms_stride + here)
-        lse_t = tl.load(norms_ptr + 4 * norms_stride + here)
-        lse1_t = tl.load(norms_ptr + 5 * norms_stride + here)
-    else:
-        student_max, lse_s, lse1_s, teacher_max, lse_t, lse1_t = _all_normalisers(
-            (student_shift_ptr, student_total_ptr, student_hard_ptr),
-            (teacher_shift_ptr, teacher_total_ptr, teacher_hard_ptr),
-            here, tiles, inverse_t, TEMPERED, HARD, HAS_TEACHER, STATS, TILES,
-        )  # fmt: skip
+    student_max = tl.load(norms_ptr + here)
+    lse_s = tl.load(norms_ptr + norms_stride + here)
+    lse1_s = tl.load(norms_ptr + 2 * norms_stride + here)
+    teacher_max = tl.load(norms_ptr + 3 * norms_stride + here)
+    lse_t = tl.load(norms_ptr + 4 * norms_stride + here)
+    lse1_t = tl.load(norms_ptr + 5 * norms_stride + here)
     student_shift_ptr += here * tiles
     teacher_shift_ptr += here * tiles
     label = tl.full((), -1, tl.int32)
@@ -143,10 +132,10 @@ def _row_kernel(
     if labels_ptr is not None:
         label = narrow(tl.load(labels_ptr + row), V)
         student_label = logit_at(student_ptr, student_shift_ptr, label, V, TILE)
-        student_label = label_logprob(student_label, label, lse1_s, V, SHARDED)
+        student_label = label_logprob(student_label, label, lse1_s, V, whole_vocab)
         if HAS_TEACHER and STATS:
             teacher_label = logit_at(teacher_ptr, teacher_shift_ptr, label, V, TILE)
-            teacher_label = label_logprob(teacher_label, label, lse1_t, V, SHARDED)
+            teacher_label = label_logprob(teacher_label, label, lse1_t, V, whole_vocab)
         if GRADIENT:
             tl.debug_barrier()  # gradients take the place of what every warp has read
 
@@ -164,72 +153,69 @@ def _row_kernel(
         sums = tl.load(mean_ptr + here), 0.0, 0.0
         if APART:
             sums = sums[0], tl.load(mean_ptr + norms_stride + here), tl.load(mean_ptr + 2 * norms_stride + here)
-    for sweep in tl.static_range(0 if SWEEP_FIRST else 1, 2 if GRADIENT else 1):
-        for count in range(blocks):
-            block = blocks - 1 - count if sweep == 1 else count
-            tile = block * BLOCK + tl.arange(0, BLOCK)
-            columns = tile[:, None] * TILE + within
-            z_s = load_tiles(student_ptr, student_shift_ptr, tile, columns, V, tiles)
-            z_t = z_s
+    for count in range(blocks):
+        block = count
+        if GRADIENT:
+            block = blocks - 1 - count
+        tile = block * BLOCK + tl.arange(0, BLOCK)
+        columns = tile[:, None] * TILE + within
+        z_s = load_tiles(student_ptr, student_shift_ptr, tile, columns, V, tiles)
+        z_t = z_s
+        if HAS_TEACHER:
+            z_t = load_tiles(teacher_ptr, teacher_shift_ptr, tile, columns, V, tiles)
+        log_s = z_s * inverse_t - lse_s
+        log_t = z_t * inverse_t - lse_t
+        g = tl.zeros((BLOCK, TILE), tl.float32)
+        p_s = g
+        p_t = g
+        if len(KINDS) > 0:
+            f, g, p_s, p_t = all_divergences(log_s, log_t, weights, shares, KINDS)
+            if FIGURES:
+                f_sum += eights(f)
+            if SUMS:
+                g_sum += eights(g)
+                if APART:
+                    rest_g += eights(tl.where(p_s > 0.5, 0.0, g))
+                    rest_p += eights(tl.where(p_s > 0.5, 0.0, p_s))
+        p1 = p_s  # the student at T = 1
+        if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
+            p1 = exp(z_s - lse1_s)
+        if FIGURES and SMOOTHED:
+            z_sum += eights(tl.where(columns < V, z_s, 0.0))
+        if FIGURES and STATS:
+            if TEMPERED:
+                log_s = z_s - lse1_s
+            entropy_s += eights(tl.where(p1 > 0.0, p1 * log_s, 0.0))
             if HAS_TEACHER:
-                z_t = load_tiles(teacher_ptr, teacher_shift_ptr, tile, columns, V, tiles)
-            log_s = z_s * inverse_t - lse_s
-            log_t = z_t * inverse_t - lse_t
-            g = tl.zeros((BLOCK, TILE), tl.float32)
-            p_s = g
-            p_t = g
-            if len(KINDS) > 0:
-                f, g, p_s, p_t = all_divergences(log_s, log_t, weights, shares, KINDS)
-                if FIGURES and (sweep == 0 or not SWEEP_FIRST):
-                    f_sum += eights(f)
-                if sweep == 0:
-                    g_sum += eights(g)
-                    if APART:
-                        rest_g += eights(tl.where(p_s > 0.5, 0.0, g))
-                        rest_p += eights(tl.where(p_s > 0.5, 0.0, p_s))
-            p1 = p_s  # the student at T = 1
-            if (HARD or STATS) and (TEMPERED or len(KINDS) == 0):
-                p1 = exp(z_s - lse1_s)
-            if FIGURES and (sweep == 0 or not SWEEP_FIRST) and SMOOTHED:
-                z_sum += eights(tl.where(columns < V, z_s, 0.0))
-            if FIGURES and (sweep == 0 or not SWEEP_FIRST) and STATS:
                 if TEMPERED:
-                    log_s = z_s - lse1_s
-                entropy_s += eights(tl.where(p1 > 0.0, p1 * log_s, 0.0))
-                if HAS_TEACHER:
-                    if TEMPERED:
-                        log_t = z_t - lse1_t
-                        stat_f += eights(all_divergences(log_s, log_t, stats_weights, shares, KINDS)[0])
-                    if TEMPERED or len(KINDS) == 0:
-                        p_t = exp(log_t)
-                    entropy_t += eights(tl.where(p_t > 0.0, p_t * log_t, 0.0))
-                    both = (z_s == student_max) & (z_t == teacher_max)
-                    common_top += eights(tl.where(both, 1.0, 0.0))
-            if sweep == 1:
-                if SWEEP_FIRST or HAS_MEAN:
-                    g = centred(g, p_s, sums, APART)
-                g *= inverse_t
-                if HARD:
-                    g += hard_gradient(p1, columns, label, lse1_s, whole_vocab, hard, SMOOTHED, Z_LOSS)
-                g = to_raw(g, z_s, scale, student_scale, inverse_cap, SCALED, CAPPED)
-                tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
-        if sweep == 0:
-            sums = tl.sum(g_sum), 0.0, 0.0
-            if APART:
-                sums = sums[0], tl.sum(rest_g), tl.sum(rest_p)
+                    log_t = z_t - lse1_t
+                    stat_f += eights(all_divergences(log_s, log_t, stats_weights, shares, KINDS)[0])
+                if TEMPERED or len(KINDS) == 0:
+                    p_t = exp(log_t)
+                entropy_t += eights(tl.where(p_t > 0.0, p_t * log_t, 0.0))
+                both = (z_s == student_max) & (z_t == teacher_max)
+                common_top += eights(tl.where(both, 1.0, 0.0))
+        if GRADIENT:
+            if HAS_MEAN:
+                g = centred(g, p_s, sums, APART)
+            g *= inverse_t
+            if HARD:
+                g += hard_gradient(p1, columns, label, lse1_s, whole_vocab, hard, SMOOTHED, Z_LOSS)
+            g = to_raw(g, z_s, scale, student_scale, inverse_cap, SCALED, CAPPED)
+            tl.store(gradient_ptr + columns, g.to(gradient_ptr.dtype.element_ty), mask=columns < V)
 
-    if HAS_MEAN and not GRADIENT:
-        for i in tl.static_range(3 if APART else 1):
-            tl.store(mean_ptr + i * norms_stride + here, sums[i])
+    if SUMS:
+        tl.store(mean_ptr + here, tl.sum(g_sum))
+        if APART:
+            tl.store(mean_ptr + norms_stride + here, tl.sum(rest_g))
+            tl.store(mean_ptr + 2 * norms_stride + here, tl.sum(rest_p))
     if FIGURES:
         loss = not_negative(tl.sum(f_sum))
         divergence = loss
         if TEMPERED:
             divergence = not_negative(tl.sum(stat_f))
         if HARD:
-            once = lse1_s  # what belongs to a row, not to its columns
-            if SHARDED:
-                once *= first_rank
+            once = lse1_s * first_rank  # what belongs to a row, not to its columns
             loss += hard_loss(student_label, tl.sum(z_sum), lse1_s, once, whole_vocab, hard, SMOOTHED, Z_LOSS)
         tl.store(loss_ptr + row, loss * scale)
         if STATS:
@@ -257,7 +243,7 @@ def fold_rows(student: Logits, other: Logits, temperature: float, **flags: bool)
 def run_rows(
     student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
     row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
-    gradient: torch.Tensor | None, shard: VocabShard | None = None,
+    gradient: torch.Tensor | None, shard: VocabShard,
 ) -> None:  # fmt: skip
     """Launch the row kernel over the n rows of `student`.
 
@@ -269,45 +255,40 @@ def run_rows(
         rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
         stats: fp32 [7, N] with rows in order, or None.
         gradient: [n, V] in the dtype wanted; may be the memory of `student.values`. None: no gradient.
-        shard: these are the columns that one rank holds, V may be 0, and `labels` count from its first one
+        shard: whose columns these are; V may be 0, and `labels` count from the first of them
             (`VocabShard.own_labels`). `loss` and `stats` become parts, for the ranks to add up; `gradient` is whole.
     """
     o = objective
     n, vocab = student.values.shape
-    other = student if teacher is None else teacher
-    tiles = cdiv(vocab, TILE)
-    inverse_cap = 1.0 / o.student_softcap if o.student_softcap else 0.0
     if n == 0:
         return
-    sweep_first = any(kind != terms.FORWARD_KL for kind in o.kinds)
+    other = student if teacher is None else teacher
     flags = {
         "TEMPERED": o.temperature != 1.0, "HARD": o.hard_weight != 0.0, "HAS_TEACHER": teacher is not None,
         "STATS": stats is not None,
     }  # fmt: skip
-    norms = mean = None
+    norms = join_normalisers(shard.ranks.gather(fold_rows(student, other, o.temperature, **flags)))
+    mean = None
 
-    def launch(gradient: torch.Tensor | None, *, sweep_first: bool) -> None:
+    def launch(gradient: torch.Tensor | None) -> None:
         if vocab == 0:
             return
         out = student.values if gradient is None else gradient
         _row_kernel[(n,)](
-            tuple(student), tuple(other), out, (labels, row_scale, rows), (loss, stats), (norms, mean),
-            (vocab, vocab if shard is None else shard.vocab, tiles),
+            tuple(student[:2]), tuple(other[:2]), out, (labels, row_scale, rows), (loss, stats), (norms, mean),
+            (vocab, shard.vocab, cdiv(vocab, TILE)),
             (student.values.stride(0), other.values.stride(0), out.stride(0),
-             0 if stats is None else stats.stride(0), 0 if norms is None else norms.stride(0)),
+             0 if stats is None else stats.stride(0), norms.stride(0)),
             1.0 / o.temperature, o.weights, o.parameters, o.divergence_weights,
-            (o.hard_weight, o.label_smoothing, o.z_loss), o.student_scale, inverse_cap,
-            1.0 if shard is None or shard.speaks else 0.0,
+            (o.hard_weight, o.label_smoothing, o.z_loss), o.student_scale,
+            1.0 / o.student_softcap if o.student_softcap else 0.0, 1.0 if shard.speaks else 0.0,
             KINDS=o.kinds, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0, SCALED=o.student_scale != 1.0,
-            CAPPED=o.student_softcap != 0.0, SWEEP_FIRST=sweep_first, APART=o.top_apart, GRADIENT=gradient is not None,
-            TILE=TILE, BLOCK=8, TILES=next_power_of_2(tiles), num_warps=8, **flags,
+            CAPPED=o.student_softcap != 0.0, APART=o.top_apart, GRADIENT=gradient is not None, TILE=TILE, BLOCK=8,
+            num_warps=8, **flags,
         )  # fmt: skip
 
-    if shard is not None:
-        norms = join_normalisers(shard.ranks.gather(fold_rows(student, other, o.temperature, **flags)))
-        if sweep_first and gradient is not None:
-            mean = torch.zeros(3, n, dtype=torch.float32, device=loss.device)
-            launch(None, sweep_first=True)
-            shard.ranks.add_(mean)
-            sweep_first = False
-    launch(gradient, sweep_first=sweep_first or gradient is None)
+    if gradient is not None and any(kind != terms.FORWARD_KL for kind in o.kinds):
+        mean = torch.zeros(3, n, dtype=torch.float32, device=loss.device)
+        launch(None)
+        shard.ranks.add_(mean)
+    launch(gradient)

@@ -10,7 +10,8 @@ the same on all ranks. Logits never leave their rank. Of each token cross the wi
     of several teachers two more for each but the first, gathered: what normalises the mixture so far and the newcomer
     Hs of dx, summed in fp32: each rank's part comes out of its product in fp32 and the sum is rounded once
 
-Every rank must make the same calls in the same order, so that all cut the batch into the same chunks.
+Every rank must make the same calls in the same order, so that all cut the batch into the same chunks. A process that
+has the whole vocabulary takes the same path by itself (`OneRank`).
 """
 
 from __future__ import annotations
@@ -72,6 +73,19 @@ class Ranks:
         return tensor
 
 
+class OneRank(Ranks):
+    """A process that holds the whole vocabulary: nothing is told to anybody."""
+
+    def __init__(self) -> None:
+        self.index, self.size = 0, 1
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[None]
+
+    def add_later(self, tensor: torch.Tensor) -> Callable[[], object]:
+        return lambda: None
+
+
 class VocabShard(NamedTuple):
     """Which columns of the vocabulary every rank computes.
 
@@ -82,6 +96,11 @@ class VocabShard(NamedTuple):
 
     ranks: Ranks
     spans: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def whole(vocab: int) -> VocabShard:
+        """All columns on one rank."""
+        return VocabShard(OneRank(), ((0, vocab),))
 
     @property
     def start(self) -> int:
@@ -143,6 +162,8 @@ def join_normalisers(parts: torch.Tensor, period: int = 3) -> torch.Tensor:
 
     The first of every `period` numbers is a maximum: of both models, with the log sums at T and at T = 1, period 3.
     """
+    if len(parts) == 1:
+        return parts[0]
     joint = torch.logsumexp(parts, 0)
     joint[::period] = parts[:, ::period].amax(0)
     return joint

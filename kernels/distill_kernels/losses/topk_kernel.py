@@ -1,15 +1,11 @@
 """The row kernel for a teacher of K tokens: the student's relative logits to loss, statistics and gradient, in place.
 
-One program a row; the formulas are in topk_rows.py. The K logits are gathered; for the bucket, -inf takes their places
-in the row's memory, so that a sweep over the row sees and sums the other tokens only. The gradient's sweep runs
-backwards over the whole row, and the K gradients are scattered over what it wrote.
+One program a row; the formulas are in topk_rows.py. topk_shards.py gathers the K logits beforehand, from all ranks that
+share the vocabulary, and sums the tail; outcomes are computed by every rank, gradients and statistics over its own
+columns. The gradient's sweep runs backwards over the whole row, and the K gradients are scattered over what it wrote.
 
-Bytes a row, 16-bit logits: 2 V read and 2 V written, and 2 V read once more, less what L2 keeps, where the row is swept
-for the tail (bucket), statistics or label smoothing. The others' normaliser comes from the tiles' sums. The teacher's
-part is 32 to 64 sectors: nothing.
-
-Where the vocabulary is cut over ranks, topk_shards.py gathers the K logits and sums the tail beforehand, and the kernel
-takes them from there: outcomes are computed by every rank, gradients and statistics over its own columns.
+Bytes a row, 16-bit logits: 2 V read and 2 V written, and 2 V read once more, less what L2 keeps, for statistics or
+label smoothing. The teacher's part is 32 to 64 sectors: nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ from distill_kernels.losses.row_parts import (
     load_tiles,
     logit_at,
     narrow,
-    normaliser,
     not_negative,
     store_figures,
     to_raw,
@@ -36,7 +31,7 @@ from distill_kernels.losses.row_parts import (
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
 from distill_kernels.losses.topk_rows import TopK
-from distill_kernels.losses.topk_shards import join_top_k, tail_normaliser
+from distill_kernels.losses.topk_shards import join_top_k
 
 BLOCK = 16  # tiles
 
@@ -47,18 +42,17 @@ def _top_k_kernel(
     hard, student_scale, inverse_cap, whole_vocab, start,
     KINDS: tl.constexpr, BUCKET: tl.constexpr, SAMPLED: tl.constexpr, TEMPERED: tl.constexpr, HARD: tl.constexpr,
     SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, GRADIENT: tl.constexpr,
-    SPEAKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr,
+    SPEAKS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One row. With `norms_ptr`: of one rank's columns, with what all ranks hold given (`Joint`); loss and statistics
-    are the rank's parts, what belongs to the row and not to columns is added where it `SPEAKS`."""
-    values_ptr, shift_ptr, total_ptr, hard_ptr = student
+    """One row, of whose columns V from `start` on are here, with what all ranks hold given (`Joint`). Loss and
+    statistics are these columns' parts; what belongs to the row and not to columns is added where it `SPEAKS`."""
+    values_ptr, shift_ptr = student
     ids_ptr, given_ptr = teacher
     labels_ptr, scale_ptr, rows_ptr = tokens
     loss_ptr, stats_ptr = figures
     norms_ptr, top_ptr = joint
     V, tiles, K = sizes
     values_stride, gradient_stride, ids_stride, given_stride, stats_stride, norms_stride = strides
-    SHARDED: tl.constexpr = norms_ptr is not None
     STATS: tl.constexpr = stats_ptr is not None
     HAS_LABELS: tl.constexpr = labels_ptr is not None
     SOFT: tl.constexpr = len(KINDS) > 0
@@ -80,54 +74,33 @@ def _top_k_kernel(
             clear_row(gradient_ptr, V, blocks, within, BLOCK)
         return
 
-    if SHARDED:
-        student_max = tl.load(norms_ptr + here)
-        lse = tl.load(norms_ptr + norms_stride + here)
-        lse1 = tl.load(norms_ptr + 2 * norms_stride + here)
-    else:
-        student_max, lse = normaliser(shift_ptr, total_ptr + here * tiles, tiles, inverse_t, TILES)
-        lse1 = lse
-        whole_vocab = V
+    student_max = tl.load(norms_ptr + here)
+    lse = tl.load(norms_ptr + norms_stride + here)
+    lse1 = tl.load(norms_ptr + 2 * norms_stride + here)
     rate = inverse_t * LOG2_E
-    if TEMPERED and (HARD or STATS) and not SHARDED:
-        _, lse1 = normaliser(shift_ptr, hard_ptr + here * tiles, tiles, 1.0, TILES)
     lane = tl.arange(0, LANES)
     given = tl.load(given_ptr + row * given_stride + lane, mask=lane < K, other=-float("inf")).to(tl.float32)
     used = given != -float("inf")
     ids = narrow(tl.load(ids_ptr + row * ids_stride + lane, mask=lane < K, other=-1), whole_vocab)
-    if SHARDED:
-        ids -= start
+    ids -= start
     there = used & (ids >= 0) & (ids < V)
-    if SHARDED:
-        z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
-    else:
-        z_top = logit_at(values_ptr, shift_ptr, tl.where(used, ids, -1), V, TILE)
-        z_top = tl.where(used & (there == 0), float("nan"), z_top)
+    z_top = tl.load(top_ptr + here * K + lane, mask=lane < K, other=-float("inf"))
     label = tl.full((), -1, tl.int32)
     at_label = 0.0
     if HAS_LABELS:
         label = narrow(tl.load(labels_ptr + row), V)
         at_label = logit_at(values_ptr, shift_ptr, label, V, TILE)
-        if SHARDED and SOFT and BUCKET:  # the row holds -inf where the label is one of the K
+        if SOFT and BUCKET:  # the row holds -inf where the label is one of the K
             at_label = tl.maximum(at_label, tl.max(tl.where(there & (ids == label), z_top, -float("inf")), 0))
-        at_label = label_logprob(at_label, label, lse1, V, SHARDED)
-    tl.debug_barrier()  # -inf and gradients take the place of what every warp has read
-    if SOFT and BUCKET and not SHARDED:  # from here on the row holds the other tokens
-        tl.store(values_ptr + ids, tl.full((LANES,), -float("inf"), values_ptr.dtype.element_ty), mask=there)
-        tl.debug_barrier()
-
-    maxima = tl.full((BLOCK, TILE), -float("inf"), tl.float32)
-    mass = tl.zeros((BLOCK, TILE), tl.float32)
+        at_label = label_logprob(at_label, label, lse1, V, whole_vocab)
+    tl.debug_barrier()  # gradients take the place of what every warp has read
     z_sum = tl.zeros((BLOCK, TILE), tl.float32)
     entropy = tl.zeros((BLOCK, TILE), tl.float32)
-    if (SOFT and BUCKET and not SHARDED) or SMOOTHED or STATS:
+    if SMOOTHED or STATS:
         for block in range(blocks):
             tile = block * BLOCK + tl.arange(0, BLOCK)
             columns = tile[:, None] * TILE + within
             z = load_tiles(values_ptr, shift_ptr, tile, columns, V, tiles)
-            if SOFT and BUCKET and not SHARDED:
-                maxima = tl.maximum(maxima, z)
-                mass += exp2(z * rate - lse * LOG2_E)
             if SMOOTHED:
                 z_sum += tl.where(z > -float("inf"), z, 0.0)
             if STATS:
@@ -139,9 +112,7 @@ def _top_k_kernel(
         if SMOOTHED:
             z_total += tl.sum(tl.where(there, z_top, 0.0), 0)
         if STATS:
-            p = tl.exp(z_top - lse1)
-            if SHARDED:
-                p = tl.where(there, p, 0.0)
+            p = tl.where(there, tl.exp(z_top - lse1), 0.0)
             entropy_total += tl.sum(tl.where(p > 0.0, p * (z_top - lse1), 0.0), 0)
 
     # outcomes: lanes 0 to K - 1 the tokens, lane K the others
@@ -162,12 +133,7 @@ def _top_k_kernel(
             log_s = z_top * inverse_t
             log_t = given
             if BUCKET:
-                if SHARDED:
-                    base = tl.load(norms_ptr + 3 * norms_stride + here)
-                else:
-                    base = tail_normaliser(
-                        values_ptr, shift_ptr, V, tiles, inverse_t, lse, tl.sum(mass), tl.max(maxima), TILE, BLOCK
-                    )
+                base = tl.load(norms_ptr + 3 * norms_stride + here)
                 missing = tl.maximum(1.0 - tl.sum(tl.exp(given), 0), 0.0)
                 missing = tl.where(tl.sum(used.to(tl.int32), 0) < whole_vocab, missing, 0.0)
                 log_s = tl.where(lane == K, base, log_s)
@@ -205,7 +171,7 @@ def _top_k_kernel(
             tl.store(gradient_ptr + ids, g_top.to(gradient_ptr.dtype.element_ty), mask=there)
 
     once = lse1
-    if SHARDED and not SPEAKS:
+    if not SPEAKS:
         loss = 0.0
         once = 0.0
     divergence = loss * stats_factor
@@ -223,11 +189,10 @@ def _top_k_kernel(
 def run_top_k_rows(
     student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
     row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
-    gradient: torch.Tensor | None, shard: VocabShard | None = None, top: TopK,
+    gradient: torch.Tensor | None, shard: VocabShard, top: TopK,
 ) -> None:  # fmt: skip
-    """As `run_rows`, for a teacher of K tokens a row; `teacher` is None, `top` is of all tokens, as `labels` are.
-
-    With `shard`, ids are those of the whole vocabulary. Overwrites `student.values` even without a gradient.
+    """As `run_rows`, for a teacher of K tokens a row; `teacher` is None, `top` is of all tokens, as `labels` are, with
+    ids of the whole vocabulary. Overwrites `student.values` even without a gradient.
     """
     o = objective
     n, vocab = student.values.shape
@@ -238,26 +203,24 @@ def run_top_k_rows(
     out = student.values if gradient is None else gradient
     ids, given, tail = top
     bucket = tail == "bucket"
-    norms = at_top = None
-    if shard is not None:
-        at_one = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
-        norms, at_top = join_top_k(
-            student, top, row_scale, rows, shard, temperature=o.temperature, bucket=bucket and bool(o.kinds),
-            at_one=at_one, block=BLOCK,
-        )  # fmt: skip
-        if vocab == 0:
-            return
+    at_one = o.temperature != 1.0 and (o.hard_weight != 0.0 or stats is not None)
+    joint = join_top_k(
+        student, top, row_scale, rows, shard, temperature=o.temperature, bucket=bucket and bool(o.kinds),
+        at_one=at_one, block=BLOCK,
+    )  # fmt: skip
+    if vocab == 0:
+        return
     _top_k_kernel[(n,)](
-        tuple(student), out, (ids, given), (labels, row_scale, rows), (loss, stats), (norms, at_top), (vocab, tiles, k),
+        tuple(student[:2]), out, (ids, given), (labels, row_scale, rows), (loss, stats), tuple(joint),
+        (vocab, tiles, k),
         (student.values.stride(0), out.stride(0), ids.stride(0), given.stride(0),
-         0 if stats is None else stats.stride(0), None if norms is None else norms.stride(0)),
+         0 if stats is None else stats.stride(0), joint.norms.stride(0)),
         1.0 / o.temperature, o.weights, o.parameters, o.divergence_weights[0] / o.weights[0] if o.kinds else 0.0,
         (o.hard_weight, o.label_smoothing, o.z_loss), o.student_scale,
         1.0 / o.student_softcap if o.student_softcap else 0.0,
-        None if shard is None else shard.vocab, None if shard is None else shard.start,
+        shard.vocab, shard.start,
         KINDS=o.kinds, BUCKET=bucket, SAMPLED=tail == "sampled", TEMPERED=o.temperature != 1.0,
         HARD=o.hard_weight != 0.0, SMOOTHED=o.label_smoothing != 0.0, Z_LOSS=o.z_loss != 0.0,
         SCALED=o.student_scale != 1.0, CAPPED=o.student_softcap != 0.0, GRADIENT=gradient is not None,
-        SPEAKS=shard is None or shard.speaks, TILE=TILE, BLOCK=BLOCK, TILES=next_power_of_2(tiles),
-        LANES=next_power_of_2(k + 1), num_warps=8,
+        SPEAKS=shard.speaks, TILE=TILE, BLOCK=BLOCK, LANES=next_power_of_2(k + 1), num_warps=8,
     )  # fmt: skip
