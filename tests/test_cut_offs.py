@@ -56,6 +56,25 @@ def test_cut_offs_leave_what_transformers_leaves(dtype):
     assert len(left) > 20
 
 
+@pytest.mark.gpu
+def test_cut_offs_on_a_gpu_are_those_of_a_cpu():
+    """Under `train.deterministic` too, where PyTorch refuses sums of floats one after the other."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(3, 151_936, generator=generator)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for sampling in (
+            Sampling(0.7, 50),
+            Sampling(1.3, top_p=0.9),
+            Sampling(1.0, min_p=0.02),
+            Sampling(1, 90, 0.9, 0.1),
+        ):
+            found, expected = sampling.cut(logits.cuda()).cpu().isfinite(), sampling.cut(logits).isfinite()
+            assert (found != expected).sum() <= 3, "at most the last one of a row, by rounding"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(0.5, top_k=6), Sampling(1.0, top_p=0.5), Sampling(1.0, 8, 0.8, 0.3)])
 @pytest.mark.parametrize("engine", [DecodeLoop, TransformersEngine])
 def test_what_is_drawn_has_the_cut_distribution(engine, sampling):

@@ -152,11 +152,15 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
     lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     recipe = RECIPE.replace("packing: false", f"packing: {str(packing).lower()}")
-    (tmp_path / "recipe.yaml").write_text(recipe.replace("{max", f"{{ahead: {ahead}, max"))
+    recipe = recipe.replace("{max", f"{{ahead: {ahead}, max")
+    if packing:
+        recipe = recipe.replace("max_length: 64", "max_length: 256").replace("512", "2048")
+    (tmp_path / "recipe.yaml").write_text(recipe)
     finish(tmp_path, "--name", "whole")
     whole, killed = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
     log = figures(whole)
-    assert all((row["rollouts"] > 8) if packing else (row["rollouts"] == 8) for row in log)
+    answers = [row["rollouts"] for row in log]
+    assert sum(answers) > 64 if packing else answers == [8] * 8, answers
     assert any(0 < row["rollout_truncated"] < 1 for row in log), "a stop string ends some of them"
     process = start(tmp_path, "--name", "killed", forked=True)
     while not (killed / "checkpoint-2").exists():
