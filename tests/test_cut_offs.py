@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from distill.generation.decode_loop import DecodeLoop, EngineSettings
+from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.engines import TransformersEngine
 from distill.generation.on_policy import on_policy_of
 from distill.generation.sampling import Sampling
@@ -116,6 +116,19 @@ def test_without_cut_offs_nothing_is_cut(monkeypatch):
     monkeypatch.setattr(Sampling, "cut", lambda *_: pytest.fail("logits are cut"))
     assert tokens(Sampling(0.8)) == expected
     assert tokens(Sampling(0.0, 5, 0.5, 0.5)) == tokens(Sampling(0.0)) != expected
+
+
+def test_a_step_is_captured_for_one_sampling():
+    loop = DecodeLoop(tiny_model(), EngineSettings(2, []))
+    seats = loop._seats_for(Request(PROMPTS, [2] * 4, [1] * 4, Sampling(1.0), 4))
+    weights = tuple(parameter.data_ptr() for parameter in loop.model.parameters())
+    patches = tuple(id(None) for _ in loop.model.modules())
+    seats.graph, seats.captured = "a graph", (Sampling(1.0), weights, patches)
+    loop._capture(seats, Sampling(1.0))
+    assert seats.graph == "a graph"
+    with pytest.raises(AssertionError):  # there is no stream to capture on
+        loop._capture(seats, Sampling(1.0, top_p=0.9))
+    assert seats.graph is None
 
 
 @pytest.mark.parametrize("engine", ["distill", "transformers"])

@@ -12,10 +12,11 @@ from tiny import save_models, tiny_model
 from transformers import TrainingArguments
 
 from distill.core.faults import first_line
-from distill.generation.decode_loop import Engine, Generated
+from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import documents_of
 from distill.generation.on_policy import OnPolicy
 from distill.generation.sampling import Sampling
+from distill.models.head import decoder_of
 from distill.planning.steps import loaded_rows
 from distill.recipe import RecipeError, parse
 from distill.training.arguments import training_arguments
@@ -47,6 +48,26 @@ def test_micro_batches_play_no_part_in_what_is_said(fraction):
     assert [document for part in parts for document in part] == whole[0]
     untouched = {(tuple(row["input_ids"]), tuple(row["labels"])) for row in pairs(8)} & set(whole[0])
     assert len(whole[0]) == 16 - len(untouched) and (0 < len(untouched) < 8) == (fraction < 1)
+
+
+def test_a_prompt_is_read_once():
+    """Whatever its answers; which are those of prompts that are read each by itself, also of who takes a free place."""
+    model, read = tiny_model(dtype=torch.float64), []
+    decoder_of(model).register_forward_pre_hook(
+        lambda module, args, given: read.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    loop = DecodeLoop(model, EngineSettings(2, [0], log_probs=True))
+    prompts = [[5, 6, 7, 8], [9], [40, 3, 77]]
+    asked = {"max_new_tokens": 7, "sampling": Sampling(1.0)}
+    alone = [loop.generate([prompt], seeds=[seed], **asked) for prompt in prompts for seed in range(4)]
+    asked["seeds"], several = [*range(4)] * 3, [prompt for prompt in prompts for _ in range(4)]
+    for batch_size in (5, 64):
+        read.clear()
+        found = loop.generate(several, batch_size=batch_size, **asked)
+        assert found.tokens == [each.tokens[0] for each in alone]
+        for ours, each in zip(found.log_probs, alone, strict=True):
+            assert ours == pytest.approx(each.log_probs[0], abs=1e-9)
+    assert read[0] == (3, 3) and len({tuple(tokens) for tokens in found.tokens}) == 12
 
 
 class Long(Engine):

@@ -115,10 +115,10 @@ def sample(
     template = load_template(recipe.data.chat_template, tokenizer)
     longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
     usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, longest=longest - 1)
-    drawn = settings.sampling._asdict()
+    drawn = settings.sampling._asdict().items()
     made_by = {
         "by": section.model or who, "max_new_tokens": most, "seed": settings.seed,
-        **{name: value for name, value in drawn.items() if value != Sampling._field_defaults.get(name)},
+        **{name: value for name, value in drawn if value != Sampling._field_defaults.get(name)},
     }  # fmt: skip
     made_by |= {"revision": section.revision} if section.revision else {}
     made_by |= {"stop": list(settings.stop)} if settings.stop else {}

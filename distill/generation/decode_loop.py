@@ -302,9 +302,17 @@ class DecodeLoop(Engine):
         return seats
 
     def _read_prompts(self, prompts: Sequence[Sequence[int]], cache: RaggedCache) -> None:
-        """All but the last token of each prompt into the cache, padded on the right: causal attention never looks."""
+        """All but the last token of each prompt into the cache, padded on the right, where causal attention never
+        looks; equal prompts are read once."""
         length = max(map(len, prompts)) - 1
         if length == 0:
+            return
+        number_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        if len(number_of) < len(prompts):
+            read = RaggedCache(self.inner.config, len(number_of), length, self.device)
+            self._read_prompts(list(number_of), read)
+            numbers = torch.tensor([number_of[tuple(prompt)] for prompt in prompts])
+            cache.take(torch.arange(len(prompts), device=self.device), read, sent(numbers, self.device))
             return
         ids = torch.full((cache.batch, length), self.pad, dtype=torch.int64)
         for row, prompt in enumerate(prompts):

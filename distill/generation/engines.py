@@ -20,7 +20,7 @@ from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request
 from distill.generation.sampling import GREEDY, Sampling, as_wide
-from distill.generation.stopping import StoppingRows, StopStrings, ended
+from distill.generation.stopping import StopStrings, ended
 from distill.generation.trial import why_not
 from distill.models.head import bare, find_head
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
@@ -71,8 +71,7 @@ def engine_for(
 def settings_for(
     model: nn.Module, tokenizer: Any, template: ChatTemplate | None, stop: Sequence[str] = (), **more: Any
 ) -> EngineSettings:  # fmt: skip
-    """Settings with a tokenizer's padding, the tokens and the strings that end an answer; `more` as of
-    `EngineSettings`."""
+    """Settings with a tokenizer's padding and what ends an answer; `more` as of `EngineSettings`."""
     more["stop"] = StopStrings(tokenizer, stop) if stop else None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return EngineSettings(pad, end_tokens(tokenizer, model, template), **more)
@@ -158,11 +157,10 @@ class TransformersEngine(Engine):
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
                 logits_processor=LogitsProcessorList([scores]), past_key_values=cache,
                 synced_gpus=self.together or None,
-                stopping_criteria=StoppingCriteriaList([StoppingRows(self.stop, width)] if self.stop else []),
+                stopping_criteria=StoppingCriteriaList([self.stop.criterion(width)] if self.stop else []),
             )  # fmt: skip
-        return zip(
-            out[:, width:].tolist(), scores.log_probs(out) if self.log_probs else [[]] * len(prompts), strict=True
-        )
+        log_probs = scores.log_probs(out) if self.log_probs else [[]] * len(prompts)
+        return zip(out[:, width:].tolist(), log_probs, strict=True)
 
 
 class _Scores:

@@ -61,8 +61,7 @@ class OnPolicy:
         seed: Fixes what is replaced and what is drawn.
         max_length: The most tokens a row may have.
         batch_size: Prompts that are answered at once, at most.
-        samples: Answers of each document that is replaced, which then stands so often; the data bring as many times
-            fewer rows.
+        samples: Answers of each document that is replaced, which then stands so often.
         ahead: Optimizer steps between the weights that answer and those that learn; 0 or 1.
         student: Whose weights `snapshot` takes.
         snapshot: What answers in the student's place; None for itself.
@@ -245,13 +244,9 @@ class OnPolicy:
         if not any(asked):
             return _Plan(documents, asked, rows)
         packed, rows = len({document.row for document in documents}) < len(documents), rows * self.samples
-        times = [self.samples if drawn else 1 for drawn in asked]
-        asked = [drawn for drawn, count in zip(asked, times, strict=True) for _ in range(count)]
-        documents = [
-            replace(document, sample=number)
-            for document, count in zip(documents, times, strict=True)
-            for number in range(count)
-        ]
+        answers = [range(self.samples if drawn else 1) for drawn in asked]
+        documents = [replace(own, sample=n) for own, each in zip(documents, answers, strict=True) for n in each]
+        asked = [drawn for drawn, each in zip(asked, answers, strict=True) for _ in each]
         if not packed:
             return _Plan(documents, asked, None)
         lengths = [
@@ -293,8 +288,7 @@ def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
 
 
 class _Plan(NamedTuple):
-    """What becomes of a micro-batch: its documents, which of them are answered anew, rows to pack them into, and how
-    many did not fit."""
+    """A micro-batch's documents, which of them are answered anew, rows to pack them into, how many did not fit."""
 
     documents: list[Document]
     drawn: list[bool]

@@ -1,11 +1,4 @@
-"""What a token is drawn from: softmax(logits / temperature), of which cut-offs leave the likeliest tokens.
-
-Cut-offs come in the order of transformers' `generate`, each on what the one before it left (their warpers):
-
-    top_k   the k likeliest, and those that are as likely as the last of them
-    top_p   the fewest likeliest that have a probability of p together (Holtzman et al., 2020)
-    min_p   those that are at least min_p times as likely as the likeliest (Nguyen et al., 2024)
-"""
+"""What a token is drawn from: softmax(logits / temperature), of which cut-offs leave the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +14,13 @@ UNIT = 2**46  # a probability of 1: whole numbers add up to the same in any orde
 
 
 class Sampling(NamedTuple):
-    """How a token is drawn.
+    """How a token is drawn; cut-offs come in this order, each on what is left, as in transformers' `generate`.
 
     Attributes:
-        temperature: Divides the logits; 0 for the likeliest token, whatever the cut-offs.
-        top_k: Draw from so many likeliest tokens; 0 for all.
-        top_p: Draw from the fewest likeliest tokens with this probability together; 1 for all.
-        min_p: Draw from tokens with at least this share of the likeliest one's probability; 0 for all.
+        temperature: divides the logits; 0 for the likeliest token, whatever the cut-offs.
+        top_k: so many likeliest tokens, and those as likely as the last of them; 0 for all.
+        top_p: the fewest likeliest tokens with this probability together (Holtzman et al., 2020); 1 for all.
+        min_p: tokens with at least this share of the likeliest one's probability (Nguyen et al., 2024); 0 for all.
     """
 
     temperature: float

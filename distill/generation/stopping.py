@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
 class StopStrings:
-    """Texts that end an answer, special tokens among them; what is decoded grows with the answer, not its square.
-
-    Args:
-        tokenizer: Of the model that answers.
-        strings: At least one.
-    """
+    """Texts that end an answer, by the tokenizer of the model that answers; special tokens are text."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self.tokenizer, self.strings = tokenizer, tuple(strings)
@@ -22,15 +17,8 @@ class StopStrings:
         self.window = 1 + max(len(string.encode()) for string in strings)
 
     def end(self, tokens: Sequence[int], seen: int = 0) -> int | None:
-        """Tokens of an answer up to the first with which its text contains a stop string, that one included.
-
-        Args:
-            tokens: The answer's, without its prompt.
-            seen: So many of them contain none.
-
-        Returns:
-            None where the text contains none.
-        """
+        """How many tokens an answer has up to the first with which its text contains a string, that one included; None
+        where it contains none. The first `seen` are known to contain none, and are not all decoded again."""
         if not self.are_in(tokens[max(0, seen + 1 - self.window) :]):
             return None
         ends = range(seen + 1, len(tokens) + 1)
@@ -41,17 +29,15 @@ class StopStrings:
         text = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in text for string in self.strings)
 
+    def criterion(self, start: int) -> Callable[..., torch.Tensor]:
+        """A stopping criterion for `generate`: of ids [B, S] the rows, bool [B], that end with a string; the first
+        `start` tokens are the prompt's."""
 
-class StoppingRows:
-    """A stopping criterion for `generate`: the rows that contain a stop string in what follows `start` tokens."""
+        def ending(ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
+            newest = ids[:, start:][:, -self.window :].tolist()
+            return torch.tensor([self.are_in(row) for row in newest], device=ids.device)
 
-    def __init__(self, stop: StopStrings, start: int) -> None:
-        self.stop, self.start = stop, start
-
-    def __call__(self, ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
-        """Of ids [B, S], bool [B]; rows that were stopped before stay so in `generate`."""
-        newest = ids[:, self.start :][:, -self.stop.window :].tolist()
-        return torch.tensor([self.stop.are_in(row) for row in newest], device=ids.device)
+        return ending
 
 
 def ended(tokens: Sequence[int], limit: int, ends: Sequence[int], stop: StopStrings | None) -> tuple[list[int], bool]:

@@ -35,7 +35,7 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
 
 
 def loaded_rows(train: Train, data: Data) -> int:
-    """Rows of the data in a micro-batch, whose `batch_size` rows are answers where the student gives several each."""
+    """Rows of the data in a micro-batch: of several answers a prompt, each is one of its `batch_size` rows."""
     return train.batch_size // data.samples
 
 
