@@ -237,20 +237,16 @@ class DecodeLoop(Engine):
             new = (seats.made, seats.done, seats.ended, seats.answers[:, :steps], seats.log_probs[:, :steps])
             made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in fetched(*new))
             seats.column.zero_()
-            stopped = []
             for seat, number in list(seated.items()):
                 own, seen = answers.tokens[number], len(answers.tokens[number])
                 own += tokens[seat][: made[seat] - seen]
                 if (end := stop.end(own, seen) if stop is not None else None) is not None:
-                    del own[end:]
-                    stopped.append(seat)
+                    del own[end:]  # what was drawn beyond it
                 if self.settings.log_probs:
                     answers.log_probs[number] += log_probs[seat][: len(own) - seen]
                 if done[seat] or end is not None:
                     answers.truncated[number] = not ended[seat] and end is None
                     del seated[seat]
-            if stopped:
-                seats.free(stopped)
         return answers
 
     def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats, *, among_others: bool) -> None:

@@ -56,10 +56,6 @@ class Seats:
         for tensor in (self.made, self.done, self.ended):
             tensor.index_fill_(0, at, False)
 
-    def free(self, seats: Sequence[int]) -> None:
-        """Let sequences advance no more, which the host has found to be finished."""
-        self.done.index_fill_(0, self._filled(seats), True)
-
     def draw(
         self, logits: torch.Tensor, sampling: Sampling, ends: torch.Tensor, pad: int, *, log_probs: bool
     ) -> None:  # fmt: skip

@@ -135,6 +135,7 @@ class RaggedCache(Cache):
         """Keys and values of another cache, [N, its slots, Hkv, D] a layer, into `rows` (int64 [N]) from slot 0 on; of
         its rows those with these `numbers` (int64 [N]) if they are given."""
         for layer, (keys, values) in zip(self.layers, other.kept(), strict=True):
+            assert isinstance(layer, RaggedLayer)
             if not layer.is_initialized:
                 layer.lazy_initialization(keys.transpose(1, 2), values.transpose(1, 2))
         for own, new in zip(self.kept(), other.kept(), strict=True):
