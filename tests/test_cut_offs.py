@@ -47,7 +47,7 @@ def test_cut_offs_leave_what_transformers_leaves(dtype):
     logits[2] = 1.0
     logits[3, 40:] = float("-inf")
     left = set()
-    for chosen in itertools.product((0.7, 1.0, 1.9), (0, 1, 20, 900), (1.0, 0.9, 0.3, 0.01), (0.0, 0.05, 1.0)):
+    for chosen in itertools.product((0.7, 1.0, 1.9), (0, 1, 20, 900), (1.0, 0.9, 0.3, 1e-9), (0.0, 0.05, 1.0)):
         sampling = Sampling(*chosen)
         wide = logits.to(torch.promote_types(dtype, torch.float32))
         torch.testing.assert_close(sampling.cut(logits), warpers(sampling)(None, wide), rtol=0, atol=0)

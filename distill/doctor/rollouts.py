@@ -47,8 +47,8 @@ class StudentRollouts:
 
     @staticmethod
     def of_recipe(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> StudentRollouts:
-        """What the recipe's `data.on_policy` says, with shorter answers, one a prompt, and, in a step, no fewer
-        than half.
+        """What the recipe's `data.on_policy` says, with shorter answers, one a prompt and without stop strings,
+        and, in a step, no fewer than half.
 
         Shrunken copies are not worth vLLM's start, and answers are examined, not the engine.
         """

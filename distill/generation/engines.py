@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request
-from distill.generation.sampling import GREEDY, Sampling, as_wide
+from distill.generation.sampling import Sampling, as_wide
 from distill.generation.stopping import StopStrings, ended
 from distill.generation.trial import why_not
 from distill.models.head import bare, find_head
@@ -265,7 +265,7 @@ class AnswersTogether(Engine):
         for start in range(0, len(prompts), batch_size * world):
             mine = slice(start + rank * batch_size, start + (rank + 1) * batch_size)
             own = Request(prompts[mine], limits[mine], seeds[mine], sampling, batch_size)
-            padding = Request([[self.engine.pad]], [1], [0], GREEDY, batch_size)
+            padding = Request([[self.engine.pad]], [1], [0], sampling, batch_size)
             answers = self.engine.answer(own if own.prompts else padding)
             parts: list[Any] = [None] * world
             dist.all_gather_object(parts, (answers.tokens, answers.truncated) if own.prompts else ([], []))
