@@ -19,6 +19,7 @@ from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
 from distill.planning.steps import loaded_rows
 from distill.recipe import RecipeError, parse
+from distill.recipe.same_step import why_batch_size_stays
 from distill.training.arguments import training_arguments
 
 
@@ -164,6 +165,12 @@ def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
 def figures(run):
     """Of each step, those that no clock plays a part in."""
     return [{name: value for name, value in row.items() if "second" not in name} for row in rows(run)]
+
+
+def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
+    """So that its size is no setting of memory alone."""
+    assert "samples" in why_batch_size_stays(parse(RECIPE))
+    assert why_batch_size_stays(parse(RECIPE, ["data.on_policy.samples=1"])) is None
 
 
 @pytest.mark.parametrize("ahead, packing", [(1, True), pytest.param(0, False, marks=pytest.mark.full)])
