@@ -1,7 +1,9 @@
 """Several answers a prompt (`data.on_policy.samples`): which ones, in which rows, and runs that learn of them."""
 
+import hashlib
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from transformers import TrainingArguments
 
 from distill.core.faults import first_line
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
-from distill.generation.documents import documents_of
+from distill.generation.documents import Document, documents_of
 from distill.generation.on_policy import OnPolicy
 from distill.generation.sampling import Sampling
 from distill.models.head import decoder_of
@@ -40,6 +42,13 @@ def test_a_prompt_is_answered_several_times_and_otherwise_each_time():
         prompt = tuple(row["input_ids"][: row["labels"].count(-100)])
         assert all(ids[: len(prompt)] == prompt for ids, _ in own)
         assert len(set(own)) == 3, "no two are the same"
+
+
+def test_the_first_answer_has_the_seed_of_the_only_one():
+    """Of runs before there were several: it follows from the step and the tokens alone."""
+    document = Document([5, 6], [-100, 6], 0)
+    seeds = [replace(document, sample=number).hash(3, 1) for number in range(3)]
+    assert seeds[0] == hashlib.blake2b(b"3,1,-1,5,6", digest_size=16).digest() and len(set(seeds)) == 3
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
