@@ -212,7 +212,7 @@ def _run(
     has_kernels = runs_our_kernels(device)
     if device.type == "cuda":
         patch_models(pair, attention)
-    first = _first_held_out(trainer, splits, arguments.per_device_train_batch_size)
+    first = _first_held_out(trainer, splits, arguments.per_device_eval_batch_size)
     proof = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
     proof += first_look(trainer, first, splits.train, recipe)
     prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)

@@ -20,6 +20,7 @@ from distill.doctor.elsewhere import ELSEWHERE
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import Rows, SpanRows, nearest
 from distill.doctor.subject import Subject
+from distill.generation.sampling import Sampling
 from distill.recipe import Teacher, parse
 from distill.recipe.loss import Loss
 from distill.teachers.cache.read import TeacherCache
@@ -248,7 +249,7 @@ def one(loss=None):
 
 def with_answers(subject, prompts=False):
     """The subject with its student's answers, two a row; with `prompts` after the first tokens of each."""
-    rollouts = StudentRollouts("distill", 0.5, 1.0, 3, 64, 6, 2, 64, (0,), 259)
+    rollouts = StudentRollouts("distill", 0.5, Sampling(1.0), 3, 64, 6, 2, 64, (0,), 259)
     documents = subject.documents()
     for number, document in enumerate(documents if prompts else ()):
         document["labels"][: 1 + number % 3] = [-100] * (1 + number % 3)

@@ -15,6 +15,7 @@ from distill.doctor.invariants import both_read_the_same, fused_equals_reference
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.on_policy import OnPolicy
+from distill.generation.sampling import Sampling
 from distill.models.average import RunningAverage
 from distill.recipe import RecipeError, dump, load, parse
 from distill.recipe.models import Context
@@ -222,8 +223,8 @@ def test_rows_hold_the_teachers_longer_answers():
     subject = informed()
     batch = subject.batch()
     rows = OnPolicy(
-        DecodeLoop(subject.student, EngineSettings(2, [0])), fraction=1.0, max_new_tokens=9, temperature=1.0, seed=3,
-        max_length=24,
+        DecodeLoop(subject.student, EngineSettings(2, [0])), fraction=1.0, max_new_tokens=9, sampling=Sampling(1.0),
+        seed=3, max_length=24,
     ).replace([batch], 0, lambda rows: rows)[0]  # fmt: skip
     assert rows and all(len(row["teacher_input_ids"]) <= 24 for row in rows)
     ContextCollator(Collator(2), 2)(rows)

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from distill.generation.decode_loop import STEPS, DecodeLoop, EngineSettings
+from distill.generation.sampling import GREEDY, Sampling
 from distill.generation.seats import Seats
 from distill.generation.trial import why_not
 from distill.models.attention import keep_soft_cap, use_fused_attention
@@ -135,15 +136,15 @@ def test_kernels_give_the_same_tokens(kernel_device, kind):
 def test_drawn_tokens_depend_on_the_seed_alone():
     model = tiny_model(dtype=torch.float64)
     seeds = [7, -3, 2**62, 99, 5]
-    whole = ours(model, PROMPTS, 8, temperature=1.0, seeds=seeds)
-    assert whole == ours(model, PROMPTS, 8, temperature=1.0, seeds=seeds, batch_size=2)
+    whole = ours(model, PROMPTS, 8, sampling=Sampling(1.0), seeds=seeds)
+    assert whole == ours(model, PROMPTS, 8, sampling=Sampling(1.0), seeds=seeds, batch_size=2)
     for number in range(5):
-        alone = ours(model, [PROMPTS[number]], 8, temperature=1.0, seeds=[seeds[number]])
+        alone = ours(model, [PROMPTS[number]], 8, sampling=Sampling(1.0), seeds=[seeds[number]])
         assert alone.tokens == [whole.tokens[number]]
-    other = ours(model, PROMPTS, 8, temperature=1.0, seeds=[seed + 1 for seed in seeds])
+    other = ours(model, PROMPTS, 8, sampling=Sampling(1.0), seeds=[seed + 1 for seed in seeds])
     assert all(a != b for a, b in zip(whole.tokens, other.tokens, strict=True))
     state = torch.random.get_rng_state()
-    ours(model, PROMPTS, 3, temperature=1.0)
+    ours(model, PROMPTS, 3, sampling=Sampling(1.0))
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -151,7 +152,7 @@ def test_tokens_beyond_the_shared_vocabulary_are_never_generated():
     model = tiny_model(dtype=torch.float64)
     loop = DecodeLoop(model, EngineSettings(2, [0], vocab_size=60))
     for temperature in (0.0, 5.0):
-        found = loop.generate([[5, 6]] * 8, max_new_tokens=8, temperature=temperature)
+        found = loop.generate([[5, 6]] * 8, max_new_tokens=8, sampling=Sampling(temperature))
         assert max(max(tokens) for tokens in found.tokens) < 60
 
 
@@ -246,10 +247,10 @@ class Replayed(DecodeLoop):
         super().__init__(*args)
         self.replays = True
 
-    def _capture(self, seats, temperature):
+    def _capture(self, seats, sampling):
         def replay():
             for _ in range(STEPS):
-                self._step(seats, temperature)
+                self._step(seats, sampling)
 
         seats.graph = SimpleNamespace(replay=replay)
 
@@ -262,7 +263,7 @@ def test_replays_of_several_tokens_end_where_single_ones_do(limit):
         settings = EngineSettings(2, ends, log_probs=True)
         limits = [limit, 1, limit, 0, 1]
         one, several = (
-            way(model, settings).generate(PROMPTS, max_new_tokens=limits, temperature=1.0, seeds=[4, 5, 6, 7, 8])
+            way(model, settings).generate(PROMPTS, max_new_tokens=limits, sampling=Sampling(1.0), seeds=[4, 5, 6, 7, 8])
             for way in (DecodeLoop, Replayed)
         )
         assert several.tokens == one.tokens and several.truncated == one.truncated
@@ -298,11 +299,11 @@ def test_who_is_finished_makes_place_for_those_who_wait(way, steps_and_readings)
     loop = (Replayed if way == "replayed" else way)(model, EngineSettings(2, [*range(0, 259, 13)], log_probs=True))
     seeds = [3 * n + 1 for n in range(13)]
     alone = [
-        loop.generate([prompt], max_new_tokens=[limit], temperature=1.0, seeds=[seed])
+        loop.generate([prompt], max_new_tokens=[limit], sampling=Sampling(1.0), seeds=[seed])
         for prompt, limit, seed in zip(MANY, LIMITS, seeds, strict=True)
     ]
     steps_and_readings.update(steps=0, read=0)
-    found = loop.generate(MANY, max_new_tokens=LIMITS, temperature=1.0, seeds=seeds, batch_size=4)
+    found = loop.generate(MANY, max_new_tokens=LIMITS, sampling=Sampling(1.0), seeds=seeds, batch_size=4)
     assert found.tokens == [each.tokens[0] for each in alone]
     assert found.truncated == [each.truncated[0] for each in alone] and len({*found.truncated}) == 2
     for ours, each in zip(found.log_probs, alone, strict=True):
@@ -363,6 +364,27 @@ def test_the_captured_step_on_the_gpu(kind):
         model.float().cuda()
         assert loop.generate(PROMPTS, max_new_tokens=20).tokens == expected.tokens
         assert loop.buffers[-1].graph is not None
+
+
+class Launched(Replayed):
+    def _capture(self, seats, sampling):
+        super()._capture(seats, sampling)
+        seats.fused = self.fused_steps.step_for(seats, self.ends, self.pad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_captured_step_with_cut_offs(fused):
+    """Their kernels wait for nothing; and a step is captured anew where the next call draws otherwise."""
+    model = tiny_model(dtype=torch.bfloat16 if fused else torch.float32).cuda()
+    settings = EngineSettings(2, [], log_probs=True, fused=fused)
+    loop, launched, found = DecodeLoop(model, settings), Launched(model, settings), []
+    for sampling in (Sampling(1.0), Sampling(0.8, 20, 0.9, 0.02), Sampling(1.0, top_p=0.1), Sampling(1.0), GREEDY):
+        asked = {"max_new_tokens": 20, "sampling": sampling, "seeds": [4, 5, 6, 7]}
+        found.append(loop.generate(PROMPTS[:4], **asked).tokens)
+        assert loop.replays and loop.buffers[-1].graph and (loop.buffers[-1].fused is not None) == fused
+        assert found[-1] == launched.generate(PROMPTS[:4], **asked).tokens
+    assert found[3] == found[0] and all(found[0] != other for other in (found[1], found[2], found[4]))
 
 
 AFTER_OTHERS = """

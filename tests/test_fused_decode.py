@@ -16,6 +16,7 @@ from tiny import tiny_model
 from torch import nn
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
+from distill.generation.sampling import GREEDY, Sampling
 from distill.models.joined import join_siblings
 from distill.models.patching import patch
 from distill.models.shared_input import FP8_GROUP
@@ -199,7 +200,7 @@ def step_of(model, fused=True, **more):
     """What a decode loop of `model` takes for its steps."""
     loop = DecodeLoop(model, settings(fused, **more))
     with loop._ready():
-        return loop._seats_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], 0.0, 3)).fused
+        return loop._seats_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)).fused
 
 
 def lively(device, kind="llama", dtype=torch.float32, **more):
@@ -210,19 +211,21 @@ def lively(device, kind="llama", dtype=torch.float32, **more):
     return model.to(device, torch.bfloat16 if device.type == "cuda" else dtype)
 
 
-def answers(model, fused, temperature=0.0, new=4, **more):
+def answers(model, fused, sampling=GREEDY, new=4, **more):
     loop = DecodeLoop(model, settings(fused, **more))
-    return loop.generate(PROMPTS, max_new_tokens=new, temperature=temperature, seeds=[5, 6, 7])
+    return loop.generate(PROMPTS, max_new_tokens=new, sampling=sampling, seeds=[5, 6, 7])
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(1.0), Sampling(0.9, 20, 0.9, 0.02)], ids=["greedy", "all", "cut"]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_the_models_own_layers(kernel_device, kind, temperature):
+def test_answers_are_those_of_the_models_own_layers(kernel_device, kind, sampling):
     model = lively(kernel_device, kind)
     assert step_of(model) is not None
-    ours, own = (answers(model, fused, temperature) for fused in (True, False))
-    assert ours == answers(model, True, temperature)
+    ours, own = (answers(model, fused, sampling) for fused in (True, False))
+    assert ours == answers(model, True, sampling)
     if kernel_device.type == "cuda":  # 16 bits: equal logits part ways
         return
     assert ours.tokens == own.tokens and ours.truncated == own.truncated
@@ -323,7 +326,7 @@ def test_other_models_run_as_they_are_and_one_line_says_why(kernel_device, how, 
 def test_a_model_that_has_changed_is_tried_anew(kernel_device):
     model = lively(kernel_device, layers=1)
     loop = DecodeLoop(model, settings())
-    request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], 0.0, 3)
+    request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)
     with loop._ready():
         assert loop._seats_for(request).fused is not None
         hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
@@ -365,7 +368,7 @@ def test_what_the_benchmark_compares_is_the_same_step(kernel_device):
         torch.manual_seed(4)  # what the cache is filled with
         step, seats = make(model, 3, None if name == "today's" else model.dtype)
         seats.column.zero_()
-        step(1.0)
+        step(Sampling(1.0))
         steps[name] = seats.log_probs[:, 0].float()
         assert int(seats.column) == 1 and bool(seats.done.all())
     torch.testing.assert_close(*steps.values(), rtol=1e-4 if kernel_device.type == "cpu" else 0.05, atol=1e-4)

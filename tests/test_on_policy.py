@@ -16,6 +16,7 @@ from distill.data.collator import Collator, PlainRows
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
+from distill.generation.sampling import GREEDY, Sampling
 from distill.recipe import RecipeError, parse
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import MetricsFile, read_metrics
@@ -49,7 +50,7 @@ def loop(model):
 
 
 def on_policy(model, **settings):
-    defaults = {"fraction": 1.0, "max_new_tokens": 5, "temperature": 1.0, "seed": 3, "max_length": 40}
+    defaults = {"fraction": 1.0, "max_new_tokens": 5, "sampling": Sampling(1.0), "seed": 3, "max_length": 40}
     return OnPolicy(loop(model), **(defaults | settings))
 
 
@@ -96,7 +97,7 @@ def test_documents_are_taken_apart_and_put_together():
 def test_only_generated_tokens_train(shape):
     model = tiny_model(dtype=torch.float64)
     rows = pairs(6) if shape == "plain" else packed(pairs(6))
-    own = on_policy(model, temperature=0.0)
+    own = on_policy(model, sampling=GREEDY)
     (batch,) = own.replace([COLLATE(rows)], 0, COLLATE)
     prompts = [row["input_ids"][: row["labels"].count(-100)] for row in pairs(6)]
     answers = loop(model).generate(prompts, max_new_tokens=5).tokens
@@ -109,7 +110,7 @@ def test_only_generated_tokens_train(shape):
 
 
 def test_the_step_counts_generated_tokens(tmp_path):
-    made = trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, own={"temperature": 0.0})
+    made = trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2, own={"sampling": GREEDY})
     seen = []
     replace = made.on_policy.replace
     made.on_policy.replace = lambda *a: seen.append(replace(*a)) or seen[-1]
@@ -165,12 +166,12 @@ def test_the_fraction_is_a_share_of_documents():
         def answer(self, request):
             return Generated([[7]] * len(request.prompts), [False] * len(request.prompts))
 
-    own = OnPolicy(Echo(), fraction=0.3, max_new_tokens=4, temperature=1.0, seed=1, max_length=40)
+    own = OnPolicy(Echo(), fraction=0.3, max_new_tokens=4, sampling=Sampling(1.0), seed=1, max_length=40)
     batches = [COLLATE(pairs(8, seed=seed)) for seed in range(60)]
     own.replace(batches, 0, COLLATE)
     figures = own.read(lambda values: values, torch.device("cpu"))
     assert abs(figures["rollouts"] - 0.3 * 480) < 4 * (0.21 * 480) ** 0.5
-    none = OnPolicy(Echo(), fraction=0.0, max_new_tokens=4, temperature=1.0, seed=1, max_length=40)
+    none = OnPolicy(Echo(), fraction=0.0, max_new_tokens=4, sampling=Sampling(1.0), seed=1, max_length=40)
     assert none.replace(batches, 0, COLLATE)[5] is batches[5]
     assert own.read(lambda values: values, torch.device("cpu"))["rollouts"] == 0
 
@@ -184,7 +185,7 @@ def test_packed_rows_never_grow():
     longest = max(len(row["input_ids"]) for row in rows)
     left_out = set()
     for step in range(6):
-        own = OnPolicy(Long(), fraction=1.0, max_new_tokens=12, temperature=1.0, seed=1, max_length=longest)
+        own = OnPolicy(Long(), fraction=1.0, max_new_tokens=12, sampling=Sampling(1.0), seed=1, max_length=longest)
         (batch,) = own.replace([COLLATE(rows)], step, COLLATE)
         assert batch["input_ids"].shape[0] <= len(rows) and batch["input_ids"].shape[1] <= longest
         kept = documents_of(batch)

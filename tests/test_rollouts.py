@@ -182,7 +182,8 @@ def test_recipes_that_draw():
     two = BASE.replace("teacher: {model: t}", "teachers: [{model: t, route: a}, {model: u, route: a}]")
     with pytest.raises(RecipeError, match="one loaded teacher a token"):
         parse(two, ["data.fields.teacher=c"])
-    for override in ("data.on_policy=null", "data.on_policy.fraction=0.5", "data.on_policy.temperature=0.7"):
+    for override in ("data.on_policy=null", "data.on_policy.fraction=0.5", "data.on_policy.temperature=0.7",
+                     "data.on_policy.top_k=5", "data.on_policy.top_p=0.9", "data.on_policy.min_p=0.1"):  # fmt: skip
         with pytest.raises(RecipeError, match="fraction 1 and temperature 1"):
             parse(BASE, [override])
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from distill.core.faults import RunError
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.on_policy import OnPolicy
+from distill.generation.sampling import Sampling
 from distill.models.patching import patch
 from distill.models.snapshot import Snapshot
 
@@ -152,7 +153,7 @@ def test_beside_a_training_step_a_gpu_draws_the_same(tmp_path, monkeypatch, grap
         snapshot = Snapshot(student)
         engine = DecodeLoop(snapshot.model, EngineSettings(2, [], max_length=64))
         trainer.on_policy = OnPolicy(
-            engine, fraction=1.0, max_new_tokens=32, temperature=1.0, seed=3, max_length=64, student=student,
+            engine, fraction=1.0, max_new_tokens=32, sampling=Sampling(1.0), seed=3, max_length=64, student=student,
             snapshot=snapshot, ahead=1,
         )  # fmt: skip
 

@@ -43,7 +43,7 @@ def test_stale_weights_in_the_engine(monkeypatch):
 def test_an_engine_that_draws_from_something_else(monkeypatch):
     """Its logits are sharpened: before any weight has changed, its log-probabilities are not the student's."""
     wide = engines.as_wide
-    monkeypatch.setattr("distill.generation.decode_loop.as_wide", lambda scores: 1.1 * wide(scores))
+    monkeypatch.setattr("distill.generation.seats.as_wide", lambda scores: 1.1 * wide(scores))
     assert answers_follow_the_weights(answering()).passed is False
 
 

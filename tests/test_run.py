@@ -167,8 +167,10 @@ def test_tokens_per_step_is_kept_whatever_the_number_of_devices(tokens, world, s
 
 
 def test_epochs_become_steps():
-    train = Train(epochs=1.5, batch_size=4)
-    assert steps_of_a_run.total_steps(train, rows=50, accumulation=2, world=2) == 6
+    train, data = Train(epochs=1.5, batch_size=4), Data(source="x")
+    assert steps_of_a_run.total_steps(train, data, rows=50, accumulation=2, world=2) == 6
+    several = Data(source="x", on_policy={"samples": 2})
+    assert steps_of_a_run.total_steps(train, several, rows=50, accumulation=2, world=2) == 11  # 6.25 of 2 rows x 4
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from distill.data.chat import load_template
 from distill.data.load import load_data
 from distill.generation.decode_loop import EngineSettings, Generated
 from distill.generation.prompts import read_prompts
+from distill.generation.sampling import Sampling
 from distill.recipe import parse
 from distill.recipe.data import Fields
 
@@ -38,7 +39,7 @@ def workplace(tmp_path, monkeypatch):
 def run(workplace, **more):
     who, progress = more.pop("who", "teacher"), more.pop("progress", lambda done, total: None)
     prompts, out = more.pop("prompts", "questions.txt"), workplace / more.pop("out", "answers.jsonl")
-    settings = AnswerSettings(**({"max_new_tokens": 6, "batch_size": 3, "temperature": 0.0} | more))
+    settings = AnswerSettings(**({"max_new_tokens": 6, "batch_size": 3, "sampling": Sampling(0.0)} | more))
     return sample(parse(RECIPE), str(prompts), out, who, settings, progress)
 
 
@@ -65,12 +66,12 @@ def test_answers_are_those_of_generate(workplace):
 
 
 def test_the_output_is_a_data_source(workplace):
-    run(workplace, temperature=1.0)
+    run(workplace, sampling=Sampling(1.0))
     splits = load_data(parse(RECIPE).data, tiny_tokenizer(), seed=0)
     assert splits.report.format.startswith("prompt_completion") and splits.report.rows_read == 7
     chats = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": "?"}]} for q in QUESTIONS]
     (workplace / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    run(workplace, prompts="chats.jsonl", out="again.jsonl", temperature=1.0)
+    run(workplace, prompts="chats.jsonl", out="again.jsonl", sampling=Sampling(1.0))
     recipe = parse(RECIPE, ["data.source=again.jsonl"])
     assert load_data(recipe.data, tiny_tokenizer(), seed=0).report.format.startswith("chat")
     assert [row["messages"][1]["content"] for row in lines(workplace, "again.jsonl")] == [
@@ -81,7 +82,7 @@ def test_the_output_is_a_data_source(workplace):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kept, cut", [(0, 0), (3, 0), (4, 0), (4, 25), (7, 0)])
 def test_it_goes_on_where_it_broke_off(workplace, kept, cut):
-    settings = {"temperature": 1.0, "seed": 5}
+    settings = {"sampling": Sampling(1.0), "seed": 5}
     run(workplace, **settings)
     whole = (workplace / "answers.jsonl").read_bytes()
     broken = b"".join(whole.splitlines(keepends=True)[:kept])
@@ -95,7 +96,7 @@ def test_it_goes_on_where_it_broke_off(workplace, kept, cut):
 def test_seeds_draw_and_repeat(workplace):
     texts = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        run(workplace, out=f"{name}.jsonl", temperature=1.0, seed=seed, batch_size=7 if name == "b" else 3)
+        run(workplace, out=f"{name}.jsonl", sampling=Sampling(1.0), seed=seed, batch_size=7 if name == "b" else 3)
         texts.append([row["completion"] for row in lines(workplace, f"{name}.jsonl")])
     assert texts[0] == texts[1] != texts[2]
     assert len(set(texts[0])) > 1
@@ -106,7 +107,7 @@ def test_files_that_are_not_its_own_are_left_alone(workplace):
     before = (workplace / "answers.jsonl").read_bytes()
     for change, message in (
         ({"who": "student"}, "made with"),
-        ({"temperature": 0.5}, "made with"),
+        ({"sampling": Sampling(0.5)}, "made with"),
         ({"seed": 1}, "made with"),
         ({"out": "answers.json"}, "jsonl"),
         ({"out": "nowhere/answers.jsonl"}, "does not exist"),

@@ -26,6 +26,7 @@ from distill.data.chat import load_template
 from distill.generation.decode_loop import Engine
 from distill.generation.engines import AnswersTogether, TransformersEngine, engine_for, settings_for
 from distill.generation.prompts import Prompt, read_prompts
+from distill.generation.sampling import Sampling
 from distill.models.cards import runs_our_kernels
 from distill.models.head import bare
 from distill.models.load import load_config, load_student, load_teacher, load_tokenizer
@@ -69,15 +70,17 @@ class AnswerSettings(NamedTuple):
         engine: See `engine_for`.
         batch_size: Prompts at once.
         max_new_tokens: The most an answer may have.
-        temperature: 0 for the likeliest token.
+        sampling: What tokens are drawn from.
         seed: Of what is drawn.
+        stop: Texts that end an answer.
     """
 
     engine: str = "distill"
     batch_size: int = 32
     max_new_tokens: int = 512
-    temperature: float = 1.0
+    sampling: Sampling = Sampling(1.0)
     seed: int = 0
+    stop: tuple[str, ...] = ()
 
 
 def sample(
@@ -112,10 +115,13 @@ def sample(
     template = load_template(recipe.data.chat_template, tokenizer)
     longest, most, batch_size = _positions(recipe, who), settings.max_new_tokens, settings.batch_size
     usable = read_prompts(prompts, tokenizer, template, recipe.data.fields, longest=longest - 1)
+    drawn = settings.sampling._asdict().items()
     made_by = {
-        "by": section.model or who, "max_new_tokens": most, "temperature": settings.temperature, "seed": settings.seed,
+        "by": section.model or who, "max_new_tokens": most, "seed": settings.seed,
+        **{name: value for name, value in drawn if value != Sampling._field_defaults.get(name)},
     }  # fmt: skip
     made_by |= {"revision": section.revision} if section.revision else {}
+    made_by |= {"stop": list(settings.stop)} if settings.stop else {}
     processes = _processes(recipe, who, settings)
 
     done = of_the_first(lambda: _finished(out, usable.prompts, made_by))
@@ -126,7 +132,7 @@ def sample(
     model = _load(recipe, who, in_shards=processes > 1)
     widest = max(len(prompt.ids) for prompt in usable.prompts)
     made_for = settings_for(
-        model, tokenizer, template, vocab_size=len(tokenizer), max_length=min(longest, widest + most)
+        model, tokenizer, template, settings.stop, vocab_size=len(tokenizer), max_length=min(longest, widest + most)
     )
     engine: Engine
     if processes > 1:
@@ -140,7 +146,7 @@ def sample(
             answers = engine.generate(
                 [prompt.ids for prompt in group],
                 max_new_tokens=[min(most, longest - len(prompt.ids)) for prompt in group],
-                temperature=settings.temperature,
+                sampling=settings.sampling,
                 seeds=[_seed(settings.seed, first + number) for number in range(len(group))],
                 batch_size=batch_size,
             )

@@ -53,6 +53,16 @@ def sample(
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 1.0,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts answered at once.")] = 32,
+    top_k: Annotated[int, typer.Option(metavar="K", min=0, help="Draw from the K likeliest tokens; 0 for all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="P", min=1e-6, max=1.0, help="Draw from the likeliest tokens of P together.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(metavar="P", min=0.0, max=1.0, help="Draw from tokens of P times the likeliest's or more.")
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End an answer that contains it; may be repeated.")
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
     engine: Annotated[EngineName, typer.Option(help="What generates.")] = EngineName.distill,
     as_json: AsJson = False,
@@ -78,11 +88,13 @@ def sample(
             raise typer.Exit(launch.restart(processes))
     from distill.caching.sample import AnswerSettings
     from distill.caching.sample import sample as run
+    from distill.generation.sampling import Sampling
 
     without_bars()
     first = ranks.is_first()
     with _progress() if first else contextlib.nullcontext(lambda done, total: None) as progress:
-        settings = AnswerSettings(engine.value, batch_size, max_new_tokens, temperature, seed)
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        settings = AnswerSettings(engine.value, batch_size, max_new_tokens, sampling, seed, tuple(stop or ()))
         result = run(resolved, prompts, out, who.value, settings, progress)
     if as_json and first:
         say_json(result)

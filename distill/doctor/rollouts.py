@@ -15,6 +15,7 @@ from distill.generation.decode_loop import EngineSettings
 from distill.generation.documents import documents_of
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicy
+from distill.generation.sampling import Sampling, sampling_of
 from distill.recipe import Recipe
 from distill.teachers.context.data import ContextCollator
 from distill.teachers.routed.data import RoutedCollator
@@ -29,13 +30,13 @@ class StudentRollouts:
     Attributes:
         engine: `distill` or `transformers`.
         fraction: of the documents that are answered in training.
-        temperature, seed, max_length, max_new_tokens, batch_size: as of `OnPolicy`.
+        sampling, seed, max_length, max_new_tokens, batch_size: as of `OnPolicy`.
         pad, ends, vocab_size: as of `EngineSettings`.
     """
 
     engine: str
     fraction: float
-    temperature: float
+    sampling: Sampling
     seed: int
     max_length: int
     max_new_tokens: int
@@ -46,7 +47,8 @@ class StudentRollouts:
 
     @staticmethod
     def of_recipe(recipe: Recipe, student: nn.Module, tokenizer: Any, vocab_size: int | None) -> StudentRollouts:
-        """What the recipe's `data.on_policy` says, with shorter answers and, in a step, no fewer than half.
+        """What the recipe's `data.on_policy` says, with shorter answers, one a prompt and without stop strings,
+        and, in a step, no fewer than half.
 
         Shrunken copies are not worth vLLM's start, and answers are examined, not the engine.
         """
@@ -55,7 +57,7 @@ class StudentRollouts:
         settings = settings_for(student, tokenizer, load_template(recipe.data.chat_template, tokenizer))
         return StudentRollouts(
             "distill" if section.engine == "vllm" else section.engine, max(section.fraction, 0.5),
-            section.temperature, recipe.train.seed, recipe.data.max_length,
+            sampling_of(section), recipe.train.seed, recipe.data.max_length,
             min(section.max_new_tokens, MOST_NEW_TOKENS), section.batch_size, settings.pad, tuple(settings.ends),
             vocab_size,
         )  # fmt: skip
@@ -68,7 +70,7 @@ class StudentRollouts:
         engine = engine_for(self.engine, student, settings, trains=True)
         return OnPolicy(
             engine, fraction=self.fraction if fraction is None else fraction, max_new_tokens=self.max_new_tokens,
-            temperature=self.temperature, seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
+            sampling=self.sampling, seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
             log_probs=log_probs,
         )  # fmt: skip
 

@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from distill.generation.answers import Turn, encode_prompt
 from distill.generation.decode_loop import DecodeLoop
 from distill.generation.engines import as_asked, end_tokens, settings_for
+from distill.generation.sampling import Sampling
 from distill.generation.trial import why_not
 from distill.models.triton_only import use_triton_only
 
@@ -59,7 +60,7 @@ def stream(
     ids = encode_prompt(tokenizer, prompt).to(device)
     streamer = Stream(tokenizer, write)
     ends = end_tokens(tokenizer, model, None)
-    with as_asked(model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends):
+    with as_asked(model, most=max_new_tokens, sampling=Sampling(temperature), pad=tokenizer.pad_token_id, ends=ends):
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)
 
@@ -87,8 +88,8 @@ class TritonAnswers:
     def __call__(self, prompt: str, write: Callable[[str], None], *, max_new_tokens: int, temperature: float) -> str:
         """The answer, written as well."""
         answers = self.loop.generate(
-            encode_prompt(self.tokenizer, prompt).tolist(), max_new_tokens=max_new_tokens, temperature=temperature,
-            seeds=[int(torch.randint(2**62, ()))],
+            encode_prompt(self.tokenizer, prompt).tolist(), max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature), seeds=[int(torch.randint(2**62, ()))],
         )  # fmt: skip
         text = str(self.tokenizer.decode(answers.tokens[0], skip_special_tokens=True))
         write(text)

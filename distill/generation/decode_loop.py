@@ -1,7 +1,7 @@
 """Batched generation as a lean loop: prompts in one padded call, then one fixed step a token, replayed on a GPU.
 
     loop = DecodeLoop(model, EngineSettings(pad=0, ends=[2]))
-    answers = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, temperature=1.0, seeds=[11, 12])
+    answers = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, sampling=Sampling(1.0, top_p=0.9), seeds=[11, 12])
     answers.tokens[0], answers.truncated[0]
 
 `generate` of transformers spends most of a token's time in Python: masks, logits processors, stopping criteria and a
@@ -29,12 +29,13 @@ from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.launch import next_power_of_2
-from distill_kernels.sampling import sample_tokens
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedSteps
+from distill.generation.sampling import GREEDY, Sampling
 from distill.generation.seats import Seats, fetched, sent
+from distill.generation.stopping import StopStrings
 from distill.models.graphs import WORKSPACES, own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
@@ -55,9 +56,9 @@ class Generated:
 
     Attributes:
         tokens: of each answer, its end-of-sequence token included, the prompt not.
-        truncated: whether an answer was cut off by its limit rather than ended by the model.
-        log_probs: of each answer's tokens under the model that gave it, at temperature 1, natural logarithms; empty
-            where `EngineSettings.log_probs` did not ask for them.
+        truncated: whether an answer was cut off by its limit rather than ended by the model or a stop string.
+        log_probs: of each answer's tokens under the model that gave it, at temperature 1 and without cut-offs, natural
+            logarithms; empty where `EngineSettings.log_probs` did not ask for them.
     """
 
     tokens: list[list[int]]
@@ -77,6 +78,7 @@ class EngineSettings(NamedTuple):
             once.
         log_probs: give the tokens' log-probabilities too.
         fused: a step by few kernels, for models of their form; None on GPUs where they were measured to be faster.
+        stop: texts that end an answer with the token that completes one; None for no such texts.
     """
 
     pad: int
@@ -86,6 +88,7 @@ class EngineSettings(NamedTuple):
     max_length: int = 1
     log_probs: bool = False
     fused: bool | None = None
+    stop: StopStrings | None = None
 
 
 class Request(NamedTuple):
@@ -94,7 +97,7 @@ class Request(NamedTuple):
     prompts: Sequence[Sequence[int]]
     limits: list[int]
     seeds: list[int]
-    temperature: float
+    sampling: Sampling
     batch_size: int
 
     def of(self, numbers: Sequence[int]) -> Request:
@@ -123,7 +126,7 @@ class Engine(abc.ABC):
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int | Sequence[int],
-        temperature: float = 0.0,
+        sampling: Sampling = GREEDY,
         seeds: Sequence[int] | None = None,
         batch_size: int = 64,
     ) -> Callable[[], Generated]:
@@ -132,7 +135,7 @@ class Engine(abc.ABC):
         Args:
             prompts: Token ids, at least one each.
             max_new_tokens: The most an answer may have, for all or for each.
-            temperature: 0 for the likeliest token; else tokens are drawn from softmax(logits / temperature).
+            sampling: What tokens are drawn from.
             seeds: 64-bit integers, one a prompt: what is drawn follows from a prompt's own seed, not from its
                 neighbours (up to the rounding of a batched matrix product). None for the prompts' numbers.
             batch_size: Sequences at once, at most.
@@ -147,7 +150,7 @@ class Engine(abc.ABC):
             raise ValueError(f"prompts: {count} with {len(limits)} max_new_tokens and {len(own_seeds)} seeds")
         if not all(map(len, prompts)):
             raise ValueError("prompts: an empty prompt has nothing to continue")
-        return self.prepare(Request(prompts, limits, own_seeds, temperature, batch_size))
+        return self.prepare(Request(prompts, limits, own_seeds, sampling, batch_size))
 
     def prepare(self, request: Request) -> Callable[[], Generated]:
         """What `begin` returns for a request whose lists are equally long."""
@@ -213,9 +216,10 @@ class DecodeLoop(Engine):
 
     def _answer_in_turn(self, request: Request, seats: Seats) -> Generated:
         """Who is finished makes place for the next prompts, as soon as a part of the seats is free."""
-        prompts, limits, _, temperature, _ = request
+        prompts, limits, _, sampling, _ = request
         answers = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
         waiting, seated = deque(range(len(prompts))), dict[int, int]()
+        stop = self.settings.stop
         at_once, look_every = 1 if seats.graph is None else STEPS, LOOK_EVERY if self.device.type == "cuda" else 1
         while waiting or seated:
             free = [seat for seat in range(seats.batch) if seat not in seated]
@@ -229,17 +233,19 @@ class DecodeLoop(Engine):
                 if seats.graph is not None:
                     seats.graph.replay()
                 else:
-                    self._step(seats, temperature)
+                    self._step(seats, sampling)
             new = (seats.made, seats.done, seats.ended, seats.answers[:, :steps], seats.log_probs[:, :steps])
             made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in fetched(*new))
             seats.column.zero_()
             for seat, number in list(seated.items()):
-                count = made[seat] - len(answers.tokens[number])
-                answers.tokens[number] += tokens[seat][:count]
+                own, seen = answers.tokens[number], len(answers.tokens[number])
+                own += tokens[seat][: made[seat] - seen]
+                if (end := stop.end(own, seen) if stop is not None else None) is not None:
+                    del own[end:]  # what was drawn beyond it
                 if self.settings.log_probs:
-                    answers.log_probs[number] += log_probs[seat][:count]
-                if done[seat]:
-                    answers.truncated[number] = not ended[seat]
+                    answers.log_probs[number] += log_probs[seat][: len(own) - seen]
+                if done[seat] or end is not None:
+                    answers.truncated[number] = not ended[seat] and end is None
                     del seated[seat]
         return answers
 
@@ -272,7 +278,7 @@ class DecodeLoop(Engine):
         Their sizes follow from this call alone, never from earlier ones, since a sum's rounding depends on its shape:
         a resumed run must generate what the undisturbed one did.
         """
-        prompts, limits, _, temperature, batch_size = request
+        prompts, limits, _, sampling, batch_size = request
         batch = min(len(prompts), batch_size)
         slots = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         if not self.replays:
@@ -288,13 +294,21 @@ class DecodeLoop(Engine):
         else:
             self.buffers.remove(seats)
         self.buffers.append(seats)
-        self._capture(seats, temperature)
+        self._capture(seats, sampling)
         return seats
 
     def _read_prompts(self, prompts: Sequence[Sequence[int]], cache: RaggedCache) -> None:
-        """All but the last token of each prompt into the cache, padded on the right: causal attention never looks."""
+        """All but the last token of each prompt into the cache, padded on the right, where causal attention never
+        looks; equal prompts are read once."""
         length = max(map(len, prompts)) - 1
         if length == 0:
+            return
+        number_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        if len(number_of) < len(prompts):
+            read = RaggedCache(self.inner.config, len(number_of), length, self.device)
+            self._read_prompts(list(number_of), read)
+            numbers = torch.tensor([number_of[tuple(prompt)] for prompt in prompts])
+            cache.take(torch.arange(len(prompts), device=self.device), read, sent(numbers, self.device))
             return
         ids = torch.full((cache.batch, length), self.pad, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
@@ -305,10 +319,10 @@ class DecodeLoop(Engine):
                 past_key_values=cache, use_cache=True, ragged_cache=cache,
             )  # fmt: skip
 
-    def _step(self, seats: Seats, temperature: float) -> None:
+    def _step(self, seats: Seats, sampling: Sampling) -> None:
         """One token of every sequence. Reads and writes the seats' buffers only, and never waits."""
         if seats.fused is not None:
-            seats.fused(temperature)
+            seats.fused(sampling)
             return
         cache = seats.cache
         # the class's forward: what a trainer put around the instance's (the loss, a context of its own) has no part
@@ -317,18 +331,7 @@ class DecodeLoop(Engine):
             past_key_values=cache, use_cache=True, ragged_cache=cache,
         )  # fmt: skip
         logits = output.logits[:, -1, : self.settings.vocab_size]
-        token = sample_tokens(logits, seats.seeds, seats.made, temperature)
-        if self.settings.log_probs:
-            log_p = as_wide(logits).log_softmax(-1).gather(1, token[:, None])
-            seats.log_probs.index_copy_(1, seats.column, log_p.to(seats.log_probs.dtype))
-        live = ~seats.done
-        seats.token.copy_(torch.where(live, token, self.pad))
-        seats.answers.index_copy_(1, seats.column, seats.token[:, None])
-        seats.column += 1
-        seats.made += live
-        seats.ended |= live & (token[:, None] == self.ends).any(1)
-        seats.done |= seats.ended | (seats.made >= seats.limits)
-        cache.lengths += ~seats.done
+        seats.draw(logits, sampling, self.ends, self.pad, log_probs=self.settings.log_probs)
 
     @contextlib.contextmanager
     def _ready(self) -> Iterator[None]:
@@ -343,11 +346,11 @@ class DecodeLoop(Engine):
         with eval_mode(self.model), torch.no_grad(), autocast, attention_for_ragged_cache(self.model):
             yield
 
-    def _capture(self, seats: Seats, temperature: float) -> None:
-        """Record `STEPS` steps once for these buffers, this temperature, these weights' addresses and patches."""
+    def _capture(self, seats: Seats, sampling: Sampling) -> None:
+        """Record `STEPS` steps once for these buffers, this sampling, these weights' addresses and patches."""
         weights = tuple(parameter.data_ptr() for parameter in self.model.parameters())
         patches = tuple(id(module.__dict__.get("forward")) for module in self.model.modules())
-        depends_on = (temperature, weights, patches)
+        depends_on = (sampling, weights, patches)
         if seats.captured == depends_on:
             return
         seats.graph = None
@@ -358,9 +361,9 @@ class DecodeLoop(Engine):
         with torch.cuda.stream(self.stream):
             for _ in range(2):
                 seats.column.zero_()
-                self._step(seats, temperature)
+                self._step(seats, sampling)
             seats.column.zero_()
-            waits = _waits_for_the_host(lambda: self._step(seats, temperature))
+            waits = _waits_for_the_host(lambda: self._step(seats, sampling))
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if waits is not None:
             self.replays = False
@@ -371,7 +374,7 @@ class DecodeLoop(Engine):
         # other threads (NCCL's, a data loader's) may go on calling CUDA meanwhile
         with own_workspace(), torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             for _ in range(STEPS):
-                self._step(seats, temperature)
+                self._step(seats, sampling)
         seats.graph, seats.captured = graph, depends_on
 
 
@@ -388,8 +391,3 @@ def _waits_for_the_host(step: Any) -> str | None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return None
-
-
-def as_wide(scores: torch.Tensor) -> torch.Tensor:
-    """In float32, or wider where they are."""
-    return scores.to(torch.promote_types(scores.dtype, torch.float32))

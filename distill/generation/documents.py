@@ -27,6 +27,7 @@ class Document:
         row: of the batch.
         teacher_ids: what the teacher reads in their place, which ends with the same answer; None for the same.
         route: the number of its teacher's route; None where there is one teacher.
+        sample: the number of its answer, where a document is answered several times.
         drawn_log_p: of the tokens of an answer of the student's, when it gave it; None for the data's answers.
     """
 
@@ -35,6 +36,7 @@ class Document:
     row: int
     teacher_ids: list[int] | None = None
     route: int | None = None
+    sample: int = 0
     drawn_log_p: Sequence[float] | None = None
 
     @property
@@ -56,8 +58,8 @@ class Document:
         return self.ids[:end]
 
     def hash(self, *more: int) -> bytes:
-        """16 bytes that follow from the document and the integers `more`."""
-        text = ",".join(map(str, (*more, -1, *self.ids)))
+        """16 bytes that follow from the document, its sample and the integers `more`."""
+        text = ",".join(map(str, (*more, *[self.sample] * (self.sample > 0), -1, *self.ids)))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def answered(
@@ -68,7 +70,7 @@ class Document:
         if other is not None:
             other = [*other[: len(other) - (len(self.ids) - len(prompt))], *answer]
         labels = [IGNORE_INDEX] * len(prompt) + list(answer)
-        return Document([*prompt, *answer], labels, self.row, other, self.route, drawn_log_p)
+        return Document([*prompt, *answer], labels, self.row, other, self.route, self.sample, drawn_log_p)
 
 
 def documents_of(batch: Mapping[str, torch.Tensor]) -> list[Document]:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from distill.core.eval_mode import eval_mode
 from distill.data.chat import ChatTemplate
-from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request, as_wide
+from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated, Request
+from distill.generation.sampling import Sampling, as_wide
+from distill.generation.stopping import StopStrings, ended
 from distill.generation.trial import why_not
 from distill.models.head import bare, find_head
 from distill.models.kv_cache import PreallocatedCache, unsupported_layers
@@ -66,8 +68,11 @@ def engine_for(
     return TransformersEngine(model, settings)
 
 
-def settings_for(model: nn.Module, tokenizer: Any, template: ChatTemplate | None, **more: Any) -> EngineSettings:
-    """Settings with a tokenizer's padding and the tokens that end an answer; `more` as of `EngineSettings`."""
+def settings_for(
+    model: nn.Module, tokenizer: Any, template: ChatTemplate | None, stop: Sequence[str] = (), **more: Any
+) -> EngineSettings:  # fmt: skip
+    """Settings with a tokenizer's padding and what ends an answer; `more` as of `EngineSettings`."""
+    more["stop"] = StopStrings(tokenizer, stop) if stop else None
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return EngineSettings(pad, end_tokens(tokenizer, model, template), **more)
 
@@ -87,17 +92,17 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 
 
 @contextlib.contextmanager
-def as_asked(model: Any, *, most: int, temperature: float, pad: int | None, ends: Sequence[int]) -> Iterator[None]:
-    """Inside, `model.generate` draws from softmax(logits / temperature) (0: the likeliest token) and from nothing else.
+def as_asked(model: Any, *, most: int, sampling: Sampling, pad: int | None, ends: Sequence[int]) -> Iterator[None]:
+    """Inside, `model.generate` draws as `sampling` says, and from nothing else.
 
     A chat model's own configuration would bring penalties and cut-offs, and transformers' a top-k of 50.
     """
     inner: Any = bare(model)
     own = inner.generation_config
-    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    drawn: dict[str, Any] = {"do_sample": True, **sampling._asdict(), "min_p": sampling.min_p or None}
     inner.generation_config = GenerationConfig(
         max_new_tokens=most, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
-        **(drawn if temperature > 0 else {"do_sample": False}),
+        **(drawn if sampling.temperature > 0 else {"do_sample": False}),
     )  # fmt: skip
     try:
         yield
@@ -116,11 +121,11 @@ class TransformersEngine(Engine):
         self.autocast, self.together, self.log_probs = settings.autocast, together, settings.log_probs
         self.inner: Any = bare(model)
         self.device = next(model.parameters()).device
-        self.columns = settings.vocab_size
+        self.columns, self.stop = settings.vocab_size, settings.stop
 
     def answer(self, request: Request) -> Generated:
         """What is drawn follows from all seeds of a batch together."""
-        prompts, limits, seeds, temperature, batch_size = request
+        prompts, limits, seeds, sampling, batch_size = request
         result = Generated([], [])
         devices = [self.device] if self.device.type == "cuda" else []
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
@@ -128,15 +133,16 @@ class TransformersEngine(Engine):
             for start in range(0, len(prompts), batch_size):
                 chosen = slice(start, start + batch_size)
                 torch.manual_seed(_mixed(seeds[chosen]))
-                answers = self._answer_batch(prompts[chosen], max(limits[chosen]), temperature)
-                for (tokens, log_probs), limit in zip(answers, limits[chosen], strict=True):
-                    result.tokens.append(tokens[:limit])
-                    result.truncated.append(not tokens[:limit] or tokens[:limit][-1] not in self.ends)
-                    result.log_probs.append(log_probs[: len(result.tokens[-1])])
+                answers = self._answer_batch(prompts[chosen], max(limits[chosen]), sampling)
+                for (drawn, log_probs), limit in zip(answers, limits[chosen], strict=True):
+                    tokens, truncated = ended(drawn, limit, self.ends, self.stop)
+                    result.tokens.append(tokens)
+                    result.truncated.append(truncated)
+                    result.log_probs.append(log_probs[: len(tokens)])
         return result
 
     def _answer_batch(
-        self, prompts: Sequence[Sequence[int]], most: int, temperature: float
+        self, prompts: Sequence[Sequence[int]], most: int, sampling: Sampling
     ) -> Iterator[tuple[list[int], list[float]]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -146,18 +152,15 @@ class TransformersEngine(Engine):
         if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
         scores = _Scores(self.columns, self.log_probs)
-        with as_asked(self.inner, most=most, temperature=temperature, pad=self.pad, ends=self.ends):
+        with as_asked(self.inner, most=most, sampling=sampling, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
                 logits_processor=LogitsProcessorList([scores]), past_key_values=cache,
                 synced_gpus=self.together or None,
+                stopping_criteria=StoppingCriteriaList([self.stop.criterion(width)] if self.stop else []),
             )  # fmt: skip
-        answers = map(self._ended, out[:, width:].tolist())
-        return zip(answers, scores.log_probs(out) if self.log_probs else [[]] * len(prompts), strict=True)
-
-    def _ended(self, tokens: list[int]) -> list[int]:
-        stop = next((number + 1 for number, token in enumerate(tokens) if token in self.ends), len(tokens))
-        return tokens[:stop]
+        log_probs = scores.log_probs(out) if self.log_probs else [[]] * len(prompts)
+        return zip(out[:, width:].tolist(), log_probs, strict=True)
 
 
 class _Scores:
@@ -198,7 +201,7 @@ class VllmEngine(Engine):
         self.model, self.tokenizer, self.ends, self.trains = model, tokenizer, sorted(set(settings.ends)), trains
         columns, rows = settings.vocab_size, len(find_head(model).linear.weight)  # type: ignore[arg-type]
         self.allowed = list(range(columns)) if columns is not None and columns < rows else None
-        self.log_probs = settings.log_probs
+        self.log_probs, self.stop = settings.log_probs, settings.stop
         self._folder = tempfile.TemporaryDirectory(prefix="distill-vllm-")
         self.path = Path(self._folder.name) / "model"
         self._hand_over()
@@ -210,29 +213,32 @@ class VllmEngine(Engine):
         )
 
     def answer(self, request: Request) -> Generated:
-        """vLLM forms its own batches."""
+        """vLLM forms its own batches, and cuts off by `min_p` before the others."""
         from vllm import SamplingParams
 
         if self.trains:
             self._hand_over()
             self.llm.collective_rpc("reload_weights")
             self.llm.reset_prefix_cache()
+        drawn = request.sampling._asdict() | {"top_k": request.sampling.top_k or -1}
         settings = [
             SamplingParams(
-                temperature=request.temperature, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
-                allowed_token_ids=self.allowed, detokenize=False, logprobs=0 if self.log_probs else None,
+                **drawn, max_tokens=limit, seed=seed % 2**63, stop_token_ids=self.ends,
+                allowed_token_ids=self.allowed, logprobs=0 if self.log_probs else None,
+                stop=self.stop and list(self.stop.strings), detokenize=self.stop is not None, skip_special_tokens=False,
             )
             for limit, seed in zip(request.limits, request.seeds, strict=True)
         ]  # fmt: skip
         requests = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         outputs = [output.outputs[0] for output in self.llm.generate(requests, settings, use_tqdm=False)]
-        answers = [list(output.token_ids) for output in outputs]
+        limits = zip(outputs, request.limits, strict=True)
+        answers = [ended(output.token_ids, limit, self.ends, self.stop) for output, limit in limits]
         log_probs = [
-            [each[token].logprob for token, each in zip(output.token_ids, output.logprobs, strict=True)]
-            for output in outputs
+            [each[token].logprob for token, each in zip(tokens, output.logprobs, strict=False)]
+            for (tokens, _), output in zip(answers, outputs, strict=True)
             if self.log_probs
         ]
-        return Generated(answers, [not tokens or tokens[-1] not in self.ends for tokens in answers], log_probs)
+        return Generated([tokens for tokens, _ in answers], [cut for _, cut in answers], log_probs)
 
     def _hand_over(self) -> None:
         """Write the weights as they stand; adapters are merged into a copy."""
@@ -253,13 +259,13 @@ class AnswersTogether(Engine):
 
     def answer(self, request: Request) -> Generated:
         """What is drawn follows from all seeds of a batch together."""
-        prompts, limits, seeds, temperature, batch_size = request
+        prompts, limits, seeds, sampling, batch_size = request
         rank, world = dist.get_rank(), dist.get_world_size()
         result = Generated([], [])
         for start in range(0, len(prompts), batch_size * world):
             mine = slice(start + rank * batch_size, start + (rank + 1) * batch_size)
-            own = Request(prompts[mine], limits[mine], seeds[mine], temperature, batch_size)
-            padding = Request([[self.engine.pad]], [1], [0], temperature, batch_size)
+            own = Request(prompts[mine], limits[mine], seeds[mine], sampling, batch_size)
+            padding = Request([[self.engine.pad]], [1], [0], sampling, batch_size)
             answers = self.engine.answer(own if own.prompts else padding)
             parts: list[Any] = [None] * world
             dist.all_gather_object(parts, (answers.tokens, answers.truncated) if own.prompts else ([], []))

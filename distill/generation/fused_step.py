@@ -10,7 +10,9 @@ from distill_kernels.decoding.plan import Plan
 from distill_kernels.decoding.product import MAX_ROWS
 from distill_kernels.decoding.tokens import Books, Draw, TileScores, finish_tokens, score_tokens
 from torch import nn
+from torch.nn import functional as F
 
+from distill.generation.sampling import Sampling
 from distill.generation.seats import Seats
 from distill.models.fused_decoder import FusedDecoder, epsilon, try_layers, why_not_fused
 from distill.models.head import decoder_of, find_head
@@ -70,7 +72,7 @@ class FusedStep:
         ends, pad, columns = drawing
         self.decoder = FusedDecoder(model, seats.cache, dtype, calls, plan)
         self.head, self.norm, self.dtype = find_head(model).linear, decoder_of(model).get_submodule("norm"), dtype
-        self.seeds, self.made = seats.seeds, seats.made
+        self.seats, self.seeds, self.made = seats, seats.seeds, seats.made
         self.books = Books(
             seats.token, seats.made, seats.limits, seats.done, seats.ended, seats.cache.lengths, seats.answers,
             seats.log_probs, seats.column, ends, pad,
@@ -79,13 +81,18 @@ class FusedStep:
         self.columns = min(len(weight), columns or len(weight))
         self.scores = TileScores.of(seats.batch, self.columns, self.decoder.plan.head, weight.device)
 
-    def __call__(self, temperature: float) -> None:
+    def __call__(self, sampling: Sampling) -> None:
         """One token of every sequence: see `DecodeLoop`."""
         decoder, norm = self.decoder, self.norm
         decoder.embed(self.books)
         decoder.layers()
-        draw = Draw(self.seeds, self.made, temperature, self.columns)
-        last = (decoder.sums, norm.get_parameter("weight"), epsilon(norm))
         weight = self.head.get_parameter("weight")
+        if sampling.cuts:  # which need all of a row's logits
+            logits = F.linear(norm(decoder.x).to(self.dtype), weight[: self.columns].to(self.dtype))
+            self.seats.column -= 1  # counted up by the first kernel
+            self.seats.draw(logits, sampling, self.books.ends, self.books.pad, log_probs=True)
+            return
+        draw = Draw(self.seeds, self.made, sampling.temperature, self.columns)
+        last = (decoder.sums, norm.get_parameter("weight"), epsilon(norm))
         score_tokens(decoder.x, last, weight, draw, self.scores, decoder.plan.head, self.dtype)
         finish_tokens(self.scores, self.books)

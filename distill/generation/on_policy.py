@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ from distill.data.packing import best_fit
 from distill.generation.decode_loop import Engine, Generated
 from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs
 from distill.generation.engines import engine_for, settings_for
+from distill.generation.sampling import Sampling, sampling_of
 from distill.models.snapshot import Snapshot
 from distill.recipe import Recipe
 
@@ -56,10 +57,11 @@ class OnPolicy:
         engine: Generates with the student as it stands.
         fraction: Share of the documents that are replaced.
         max_new_tokens: The most an answer may have.
-        temperature: That answers are drawn at; 0 for the likeliest tokens.
+        sampling: What their tokens are drawn from.
         seed: Fixes what is replaced and what is drawn.
         max_length: The most tokens a row may have.
         batch_size: Prompts that are answered at once, at most.
+        samples: Answers of each document that is replaced, which then stands so often.
         ahead: Optimizer steps between the weights that answer and those that learn; 0 or 1.
         student: Whose weights `snapshot` takes.
         snapshot: What answers in the student's place; None for itself.
@@ -71,10 +73,11 @@ class OnPolicy:
     engine: Engine
     fraction: float
     max_new_tokens: int
-    temperature: float
+    sampling: Sampling
     seed: int
     max_length: int
     batch_size: int = 64
+    samples: int = 1
     ahead: int = 0
     student: nn.Module | None = None
     snapshot: Snapshot | None = None
@@ -101,8 +104,8 @@ class OnPolicy:
     ) -> list[Collated]:
         """The micro-batches of one optimizer step with some answers replaced; others are given back as they are.
 
-        A micro-batch never gets more rows than it had: where the longest possible answers would not fit in them,
-        documents chosen at random are left out, and counted.
+        A micro-batch never gets more rows than it had, times `samples`: where the longest possible answers would not
+        fit in them, documents chosen at random are left out, and counted.
 
         Args:
             batches: Collated, on any device.
@@ -163,32 +166,28 @@ class OnPolicy:
     def _draw(self, batches: Batches, step: int) -> Callable[[], _Drawn]:
         """Get ready to answer a step's prompts by the engine as it is; the call of the result answers them."""
         start = time.perf_counter()
-        before = [documents_of(batch) for batch in batches]
-        plans = [
-            self._plan(documents, len(batch["labels"]), step) for documents, batch in zip(before, batches, strict=True)
-        ]
+        plans = [self._plan(documents_of(batch), len(batch["labels"]), step) for batch in batches]
         asked = [document for plan in plans for document in plan.asked]
         weights_of = step if self.snapshot is None or self.snapshot.step is None else self.snapshot.step
         answer = self.engine.begin(
             [document.prompt for document in asked],
             max_new_tokens=[self._limit(document) for document in asked],
-            temperature=self.temperature,
+            sampling=self.sampling,
             seeds=[self._seed_of(document, step) for document in asked],
             batch_size=self.batch_size,
         )
-        dropped = sum(len(documents) - len(plan.documents) for documents, plan in zip(before, plans, strict=True))
         ready = time.perf_counter() - start
 
         def draw() -> _Drawn:
             start = time.perf_counter()
             answers = answer()
-            return _Drawn(plans, answers, dropped, step - weights_of, ready + time.perf_counter() - start)
+            return _Drawn(plans, answers, step - weights_of, ready + time.perf_counter() - start)
 
         return draw
 
     def _put_in(self, drawn: _Drawn, batches: Batches, collate: Callable[[list[Row]], Collated]) -> list[Collated]:
         """The micro-batches with answers in their place."""
-        plans, answers, dropped, lag, seconds = drawn
+        plans, answers, lag, seconds = drawn
         asked = [document for plan in plans for document in plan.asked]
         if not asked:
             return list(batches)
@@ -208,7 +207,7 @@ class OnPolicy:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.asked else [], made[-1]["input_ids"].shape)
         lengths = sum(map(len, answers.tokens))
         repeated = sum(map(repeats_itself, answers.tokens))
-        truncated = sum(answers.truncated)
+        truncated, dropped = sum(answers.truncated), sum(plan.left_out for plan in plans)
         self._sums += (len(asked), lengths, truncated, dropped, repeated, seconds, len(asked) * lag)
         return made
 
@@ -244,7 +243,10 @@ class OnPolicy:
         asked = [self._drawn(document, step) for document in documents]
         if not any(asked):
             return _Plan(documents, asked, rows)
-        packed = len({document.row for document in documents}) < len(documents)
+        packed, rows = len({document.row for document in documents}) < len(documents), rows * self.samples
+        answers = [range(self.samples if drawn else 1) for drawn in asked]
+        documents = [replace(own, sample=n) for own, each in zip(documents, answers, strict=True) for n in each]
+        asked = [drawn for drawn, each in zip(asked, answers, strict=True) for _ in each]
         if not packed:
             return _Plan(documents, asked, None)
         lengths = [
@@ -256,7 +258,8 @@ class OnPolicy:
         while len(best_fit(np.array([lengths[number] for number in order]), self.max_length)) > rows:
             order.pop()
         staying = sorted(order)
-        return _Plan([documents[number] for number in staying], [asked[number] for number in staying], rows)
+        left_out = len(documents) - len(staying)
+        return _Plan([documents[number] for number in staying], [asked[number] for number in staying], rows, left_out)
 
     def _lengthen(self, row: list[Document]) -> None:
         """Give the longest row a length that `multiple` divides, by a document of padding."""
@@ -285,11 +288,12 @@ def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
 
 
 class _Plan(NamedTuple):
-    """What becomes of a micro-batch: its documents, which of them are answered anew, and rows to pack them into."""
+    """A micro-batch's documents, which of them are answered anew, rows to pack them into, how many did not fit."""
 
     documents: list[Document]
     drawn: list[bool]
     limit: int | None
+    left_out: int = 0
 
     @property
     def asked(self) -> list[Document]:
@@ -320,12 +324,10 @@ class _Epoch(Iterator[Collated]):
 
 
 class _Drawn(NamedTuple):
-    """What a step's prompts were answered: by weights that were `lag` optimizer steps old, `dropped` documents left
-    out."""
+    """What a step's prompts were answered, by weights that were `lag` optimizer steps old."""
 
     plans: list[_Plan]
     answers: Generated
-    dropped: int
     lag: int
     seconds: float
 
@@ -384,14 +386,14 @@ def on_policy_of(
     require_prompts(recipe, tokenizer, format)
     snapshot = Snapshot(student) if sharded or section.ahead else None
     settings = settings_for(
-        student, tokenizer, load_template(recipe.data.chat_template, tokenizer), autocast=autocast,
+        student, tokenizer, load_template(recipe.data.chat_template, tokenizer), section.stop, autocast=autocast,
         vocab_size=vocab_size, max_length=recipe.data.max_length, log_probs=True,
     )  # fmt: skip
     answering = student if snapshot is None else snapshot.model
     engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
     return OnPolicy(
-        engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, temperature=section.temperature,
+        engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
-        ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
+        samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
         multiple=64 if recipe.train.cuda_graph and next(student.parameters()).is_cuda else 1,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from distill.generation.sampling import Sampling, as_wide
 from distill.models.ragged_cache import RaggedCache
 
 
@@ -22,7 +23,7 @@ class Seats:
         precision = torch.float32 if device.type == "mps" else torch.float64
         self.log_probs = torch.zeros(batch, columns, dtype=precision, device=device)
         self.column = torch.zeros(1, dtype=torch.int64, device=device)
-        self.fused: Callable[[float], None] | None = None  # a step on these buffers, where kernels make it
+        self.fused: Callable[[Sampling], None] | None = None  # a step on these buffers, where kernels make it
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
 
@@ -54,6 +55,23 @@ class Seats:
             tensor.index_copy_(0, at, self._filled(values))
         for tensor in (self.made, self.done, self.ended):
             tensor.index_fill_(0, at, False)
+
+    def draw(
+        self, logits: torch.Tensor, sampling: Sampling, ends: torch.Tensor, pad: int, *, log_probs: bool
+    ) -> None:  # fmt: skip
+        """The next tokens of logits [B, V], and what is known of each sequence then; `ends` ends one, `pad` follows."""
+        token = sampling.draw(logits, self.seeds, self.made)
+        if log_probs:
+            log_p = as_wide(logits).log_softmax(-1).gather(1, token[:, None])
+            self.log_probs.index_copy_(1, self.column, log_p.to(self.log_probs.dtype))
+        live = ~self.done
+        self.token.copy_(torch.where(live, token, pad))
+        self.answers.index_copy_(1, self.column, self.token[:, None])
+        self.column += 1
+        self.made += live
+        self.ended |= live & (token[:, None] == ends).any(1)
+        self.done |= self.ended | (self.made >= self.limits)
+        self.cache.lengths += ~self.done
 
     def _filled(self, values: Sequence[int]) -> torch.Tensor:
         return sent(torch.tensor(values, dtype=torch.int64), self.token.device)

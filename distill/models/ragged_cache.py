@@ -131,11 +131,17 @@ class RaggedCache(Cache):
             pairs.append((layer.keys, layer.values))
         return pairs
 
-    def take(self, rows: torch.Tensor, other: RaggedCache) -> None:
-        """Keys and values of another cache, [N, its slots, Hkv, D] a layer, into `rows` (int64 [N]) from slot 0 on."""
+    def take(self, rows: torch.Tensor, other: RaggedCache, numbers: torch.Tensor | None = None) -> None:
+        """Keys and values of another cache, [N, its slots, Hkv, D] a layer, into `rows` (int64 [N]) from slot 0 on; of
+        its rows those with these `numbers` (int64 [N]) if they are given."""
+        for layer, (keys, values) in zip(self.layers, other.kept(), strict=True):
+            assert isinstance(layer, RaggedLayer)
+            if not layer.is_initialized:
+                layer.lazy_initialization(keys.transpose(1, 2), values.transpose(1, 2))
         for own, new in zip(self.kept(), other.kept(), strict=True):
             for mine, theirs in zip(own, new, strict=True):
-                mine[:, : theirs.shape[1]].index_copy_(0, rows, theirs.to(mine.dtype))
+                chosen = theirs if numbers is None else theirs.index_select(0, numbers)
+                mine[:, : theirs.shape[1]].index_copy_(0, rows, chosen.to(mine.dtype))
 
     def restart(self) -> None:
         """Take prompts again; nothing is freed or cleared."""

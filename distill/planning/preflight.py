@@ -215,8 +215,8 @@ def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
     train, changes = recipe.train, []
     if not train.gradient_checkpointing:
         changes.append(("train.gradient_checkpointing=true", _with(recipe, "train", gradient_checkpointing=True)))
-    if train.batch_size > 1:
-        changes.append(("train.batch_size=1", _with(recipe, "train", batch_size=1)))
+    if train.batch_size > (least := recipe.data.samples):
+        changes.append((f"train.batch_size={least}", _with(recipe, "train", batch_size=least)))
     if recipe.data.max_length >= 1024:
         half = recipe.data.max_length // 2
         changes.append((f"data.max_length={half}", _with(recipe, "data", max_length=half)))
@@ -339,7 +339,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
     report.data, report.trained_share = str(facts), facts.trained_share
     if facts.trained_share < 0.02:
         report.problems.append(f"data: only {facts.trained_share:.1%} of the tokens are learned; look at data.train_on")
-    report.steps = total_steps(train, len(splits.train), report.accumulation, report.training)
+    report.steps = total_steps(train, source.recipe.data, len(splits.train), report.accumulation, report.training)
     report.notes += small_data_notes(source.recipe, facts, report.accumulation, report.training)
     return (facts.tokens / max(facts.documents, 1) + 1) / 2
 

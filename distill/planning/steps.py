@@ -34,12 +34,17 @@ def accumulation_steps(train: Train, data: Data, world: int) -> int:
     return steps
 
 
-def total_steps(train: Train, rows: int, accumulation: int, world: int) -> int:
-    """Optimizer steps of the run; an epoch's last step may be smaller."""
+def loaded_rows(train: Train, data: Data) -> int:
+    """Rows of the data in a micro-batch: of several answers a prompt, each is one of its `batch_size` rows."""
+    return train.batch_size // data.samples
+
+
+def total_steps(train: Train, data: Data, rows: int, accumulation: int, world: int) -> int:
+    """Optimizer steps of the run over so many rows of the data; an epoch's last step may be smaller."""
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
-    per_epoch = -(-rows // (train.batch_size * world * accumulation))
+    per_epoch = -(-rows // (loaded_rows(train, data) * world * accumulation))
     return max(int(-(-train.epochs * per_epoch // 1)), 1)
 
 
@@ -54,8 +59,9 @@ def small_data_notes(recipe: Recipe, data: DataReport, accumulation: int, world:
     """
     if data.source.startswith("synthetic"):
         return []
-    train, micro_rows = recipe.train, recipe.train.batch_size * world
-    micro, steps = micro_rows * data.max_length, total_steps(train, data.rows, accumulation, world)
+    train, micro_rows = recipe.train, loaded_rows(recipe.train, recipe.data) * world
+    micro = train.batch_size * world * data.max_length
+    steps = total_steps(train, recipe.data, data.rows, accumulation, world)
     faults, cures, notes = [], [], []
     if accumulation * micro_rows > data.rows:
         faults.append(f"a step of {accumulation * micro:,} tokens is more than all of the data ({data.tokens:,})")
@@ -63,7 +69,7 @@ def small_data_notes(recipe: Recipe, data: DataReport, accumulation: int, world:
         faults.append(f"{counted(steps, 'optimizer step')} will teach little")
     if faults and accumulation > 1:  # as many micro-batches as leave FEW_STEPS steps to a run, or 1
         fewer = max(int(data.rows * train.epochs / FEW_STEPS) if train.epochs else data.rows, micro_rows) // micro_rows
-        then = total_steps(train, data.rows, fewer, world)
+        then = total_steps(train, recipe.data, data.rows, fewer, world)
         cures.append(f"train.tokens_per_step={fewer * micro} (makes {counted(then, 'step')})")
     if steps < FEW_STEPS:
         cures.append("more train.epochs" if train.epochs else "more train.steps")

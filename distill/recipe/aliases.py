@@ -121,6 +121,11 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "data.on_policy.fraction": ("lmbda", "", ""),
     "data.on_policy.max_new_tokens": ("max_new_tokens, max_completion_length", "", ""),
     "data.on_policy.temperature": ("temperature", "", ""),
+    "data.on_policy.top_k": ("top_k", "", ""),
+    "data.on_policy.top_p": ("top_p", "", ""),
+    "data.on_policy.min_p": ("min_p", "", ""),
+    "data.on_policy.stop": ("", "", "", "stop_strings (transformers)"),
+    "data.on_policy.samples": ("num_generations", "", "", "rollout.n (verl)"),
     "data.on_policy.engine": ("use_vllm", "", ""),
     "data.workers": (
         "dataset_num_proc, dataloader_num_workers", "", "dataset_num_proc",

@@ -252,11 +252,17 @@ def conflicts(recipe: Sections) -> Iterator[str]:
         if teacher.is_cached and recipe.data.on_policy is not None:
             yield f"data.on_policy: teachers.{number} is a cache, which has not read what the student will say"
     own = recipe.data.on_policy
-    if _policy_gradient(recipe) and (own is None or own.fraction < 1 or own.temperature != 1):
+    whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
+    if _policy_gradient(recipe) and not whole:
         yield (
             "loss.terms: policy_gradient is of tokens that the student drew from what it says now: expected "
-            "data.on_policy with fraction 1 and temperature 1"
+            "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"
         )
+    samples, rows = recipe.data.samples, recipe.train.batch_size
+    if rows % samples:
+        yield f"train.batch_size: expected a multiple of data.on_policy.samples {samples}, got {rows}"
+    if samples > 1 and own is not None and own.temperature == 0:
+        yield f"data.on_policy.samples: {samples} answers at data.on_policy.temperature 0 would be the same"
     if recipe.student.vocabulary == "cross" and recipe.teachers:
         yield "student.vocabulary: cross compares with one teacher, and got several teachers"
     if recipe.student.vocabulary == "cross" and not recipe.teacher.is_loaded:

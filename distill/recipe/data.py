@@ -58,6 +58,12 @@ class OnPolicy(Section):
         fraction: share of the answers that are replaced, drawn anew at every step; 0 for none.
         max_new_tokens: the most an answer may have; less where a prompt leaves less of `max_length`.
         temperature: what the answers are drawn at; 0 for the likeliest tokens.
+        top_k: draw from so many likeliest tokens; 0 for all.
+        top_p: draw from the fewest likeliest tokens that have this probability together; 1 for all.
+        min_p: draw from tokens with at least this share of the likeliest one's probability; 0 for all.
+        stop: texts that end an answer, with the token that completes one.
+        samples: answers of each prompt in a step; a micro-batch of `train.batch_size` rows holds as many times fewer
+            prompts.
         engine: what generates: `distill` (our decode loop), `transformers`, or `vllm` where that is installed.
         batch_size: prompts that are answered at once, at most.
         ahead: 1 for answers by a copy of the student that is one optimizer step old, drawn while a step trains; 0 for
@@ -68,6 +74,11 @@ class OnPolicy(Section):
     fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
     temperature: NotNegative = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    stop: list[Text] = Field(default_factory=list)
+    samples: Annotated[int, Field(ge=1, le=2**16)] = 1
     engine: Literal["distill", "transformers", "vllm"] = "distill"
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
     ahead: Literal[0, 1] = 0
@@ -170,6 +181,12 @@ class Data(Section):
         if any(part.source.partition(":")[0] == "synthetic" for part in self.sources):
             raise ValueError("expected sources of text, got synthetic, which goes alone")
         return self
+
+    @property
+    def samples(self) -> int:
+        """Rows that a micro-batch has of each row that is loaded: the student's answers to a prompt."""
+        own = self.on_policy
+        return own.samples if own is not None and own.fraction > 0 else 1
 
     @property
     def parts(self) -> list[Part]:

@@ -13,7 +13,7 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_rep
 
 from distill.core.ranks import world_size
 from distill.models.precision import COMPUTE, Precision
-from distill.planning.steps import FUSED, accumulation_steps, require_arguments, total_steps
+from distill.planning.steps import FUSED, accumulation_steps, loaded_rows, require_arguments, total_steps
 from distill.recipe import Recipe
 
 # fail at their first step over FSDP2's shards (transformers 5.23, torch 2.13), with a traceback
@@ -83,11 +83,11 @@ def training_arguments(
     train, world = recipe.train, world_size()
     require_reports(train.report_to)
     accumulation = accumulation_steps(train, recipe.data, world)
-    steps = total_steps(train, rows, accumulation, world)
+    steps = total_steps(train, recipe.data, rows, accumulation, world)
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
-        "per_device_train_batch_size": train.batch_size,
+        "per_device_train_batch_size": loaded_rows(train, recipe.data),
         "per_device_eval_batch_size": train.batch_size,
         "gradient_accumulation_steps": accumulation,
         "learning_rate": train.learning_rate,

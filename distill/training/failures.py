@@ -101,7 +101,8 @@ def _ways_without_loss(recipe: Recipe) -> dict[str, str]:
 def _ways_of_a_new_run(recipe: Recipe) -> list[str]:
     """Settings that change what is learned, in words."""
     train, ways = recipe.train, []
-    if train.batch_size > 1 and why_batch_size_stays(recipe) is not None:
+    halves = train.batch_size > 1 and train.batch_size // 2 % recipe.data.samples == 0
+    if halves and why_batch_size_stays(recipe) is not None:
         ways.append(f"train.batch_size from {train.batch_size} to {train.batch_size // 2}, half of the activations")
     if train.batch_size == 1:
         length = recipe.data.max_length

@@ -28,6 +28,7 @@ from distill_kernels.launch import DeviceFacts
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.fused_step import FusedStep
+from distill.generation.sampling import Sampling
 from distill.generation.seats import Seats
 from distill.models.ragged_cache import AttentionCall
 from scripts.bench.generate import REGRET, Tokens, ragged_prompts, regret, twin
@@ -92,15 +93,15 @@ def fused_step(model: Any, rows: int, dtype: torch.dtype, plan: Plan | None = No
     return step, seats
 
 
-def todays_step(model: Any, rows: int, autocast: torch.dtype | None) -> tuple[Callable[[float], None], Seats]:
+def todays_step(model: Any, rows: int, autocast: torch.dtype | None) -> tuple[Callable[[Sampling], None], Seats]:
     """A step by the model's own layers, and its buffers."""
     loop, seats = DecodeLoop(model, settings(False, autocast)), seats_of(model, rows)
 
-    def step(temperature: float) -> None:
+    def step(sampling: Sampling) -> None:
         with loop._ready():
-            loop._step(seats, temperature)
+            loop._step(seats, sampling)
 
-    step(1.0)
+    step(Sampling(1.0))
     _begin(seats, model.config.vocab_size)
     return step, seats
 
@@ -109,12 +110,12 @@ def settings(fused: bool, autocast: torch.dtype | None) -> EngineSettings:
     return EngineSettings(0, [], autocast=autocast, log_probs=True, fused=fused)
 
 
-def _graphed(step: Callable[[float], None], seats: Seats) -> Callable[[], None]:
+def _graphed(step: Callable[[Sampling], None], seats: Seats) -> Callable[[], None]:
     """Replays a graph of a step, and keeps what the graph reads and writes."""
 
     def run() -> None:
         seats.column.zero_()
-        step(1.0)
+        step(Sampling(1.0))
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -132,7 +133,7 @@ def _graphed(step: Callable[[float], None], seats: Seats) -> Callable[[], None]:
     return replay
 
 
-def _milliseconds(step: Callable[[float], None], seats: Seats) -> float:
+def _milliseconds(step: Callable[[Sampling], None], seats: Seats) -> float:
     return time_in_turn({"step": _graphed(step, seats)}, rounds=3, calls=10, settle=3)["step"]
 
 
@@ -141,7 +142,7 @@ def _compile(name: str, rows: int, part: slice) -> None:
     plan = fused_step(model, rows, torch.bfloat16)[0].decoder.plan
     for _, other in list(other_plans(plan, rows))[part]:
         try:
-            fused_step(model, rows, torch.bfloat16, other)[0](1.0)
+            fused_step(model, rows, torch.bfloat16, other)[0](Sampling(1.0))
             torch.cuda.synchronize()
         except (RuntimeError, ValueError) as error:  # said again where it is timed
             print(f"{other}: {str(error).splitlines()[0]}")

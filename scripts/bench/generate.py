@@ -18,6 +18,7 @@ import torch
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.engines import TransformersEngine
+from distill.generation.sampling import Sampling
 from distill.models.patching import patch
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 from scripts.bench.step import random_model
@@ -55,7 +56,7 @@ def candidates(model: Any, new: int, *, compiled: bool) -> dict[str, Callable[[T
     def ours(model: Any, temperature: float = 0.0) -> Callable[[Tokens], Tokens]:
         loop = DecodeLoop(model, EngineSettings(0, []))
         return lambda prompts: (
-            loop.generate(prompts, max_new_tokens=new, temperature=temperature, batch_size=len(prompts)).tokens
+            loop.generate(prompts, max_new_tokens=new, sampling=Sampling(temperature), batch_size=len(prompts)).tokens
         )
 
     def theirs(prompts: Tokens, **settings: Any) -> Tokens:

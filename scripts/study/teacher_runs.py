@@ -24,6 +24,7 @@ from distill.evaluation.judge import judge
 from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, as_row, documents_of
 from distill.generation.engines import engine_for, settings_for
+from distill.generation.sampling import Sampling
 from distill.models.head import find_head, probe_logits
 from distill.recipe import Recipe
 from distill.teachers.cache.plan import encodable
@@ -135,7 +136,7 @@ def answer(model: Any, bench: TeacherBench, documents: Sequence[Document], recip
     prompts = [document.prompt for document in documents]
     made = bench.engine(model, recipe).generate(
         prompts, max_new_tokens=[min(LONGEST, recipe.data.max_length - len(prompt)) for prompt in prompts],
-        temperature=float(drawn), seeds=list(range(len(prompts))),
+        sampling=Sampling(float(drawn)), seeds=list(range(len(prompts))),
     )  # fmt: skip
     told = zip(documents, prompts, made.tokens, strict=True)
     return Answers(

@@ -1,0 +1,212 @@
+"""Several answers a prompt (`data.on_policy.samples`): which ones, in which rows, and runs that learn of them."""
+
+import hashlib
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_crash import finish, rows, start
+from test_on_policy import COLLATE, on_policy, packed, pairs, same_run, trainer, weights
+from tiny import save_models, tiny_model
+from transformers import TrainingArguments
+
+from distill.core.faults import first_line
+from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
+from distill.generation.documents import Document, documents_of
+from distill.generation.on_policy import OnPolicy
+from distill.generation.sampling import Sampling
+from distill.models.head import decoder_of
+from distill.planning.steps import loaded_rows
+from distill.recipe import RecipeError, parse
+from distill.recipe.same_step import why_batch_size_stays
+from distill.training.arguments import training_arguments
+
+
+def answered(batches, **settings):
+    """The documents of micro-batches after the student has answered."""
+    own = on_policy(tiny_model(dtype=torch.float64), **settings)
+    made = own.replace([COLLATE(rows) for rows in batches], 4, COLLATE)
+    return [[(tuple(d.ids), tuple(d.labels)) for d in documents_of(batch)] for batch in made], made
+
+
+def test_a_prompt_is_answered_several_times_and_otherwise_each_time():
+    """Beside each other; the first answer is the only one of a run with one."""
+    (once,), _ = answered([pairs(4)])
+    (thrice,), made = answered([pairs(4)], samples=3)
+    assert len(made[0]["labels"]) == 12 and thrice[::3] == once
+    for number, row in enumerate(pairs(4)):
+        own = thrice[3 * number : 3 * number + 3]
+        prompt = tuple(row["input_ids"][: row["labels"].count(-100)])
+        assert all(ids[: len(prompt)] == prompt for ids, _ in own)
+        assert len(set(own)) == 3, "no two are the same"
+
+
+def test_the_first_answer_has_the_seed_of_the_only_one():
+    """Of runs before there were several: it follows from the step and the tokens alone."""
+    document = Document([5, 6], [-100, 6], 0)
+    seeds = [replace(document, sample=number).hash(3, 1) for number in range(3)]
+    assert seeds[0] == hashlib.blake2b(b"3,1,-1,5,6", digest_size=16).digest() and len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_micro_batches_play_no_part_in_what_is_said(fraction):
+    whole, _ = answered([pairs(8)], samples=2, fraction=fraction)
+    parts, _ = answered([pairs(8)[:2], pairs(8)[2:4], pairs(8)[4:]], samples=2, fraction=fraction)
+    assert [document for part in parts for document in part] == whole[0]
+    untouched = {(tuple(row["input_ids"]), tuple(row["labels"])) for row in pairs(8)} & set(whole[0])
+    assert len(whole[0]) == 16 - len(untouched) and (0 < len(untouched) < 8) == (fraction < 1)
+
+
+def test_a_prompt_is_read_once():
+    """Whatever its answers; which are those of prompts that are read each by itself, also of who takes a free place."""
+    model, read = tiny_model(dtype=torch.float64), []
+    decoder_of(model).register_forward_pre_hook(
+        lambda module, args, given: read.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    loop = DecodeLoop(model, EngineSettings(2, [0], log_probs=True))
+    prompts = [[5, 6, 7, 8], [9], [40, 3, 77]]
+    asked = {"max_new_tokens": 7, "sampling": Sampling(1.0)}
+    alone = [loop.generate([prompt], seeds=[seed], **asked) for prompt in prompts for seed in range(4)]
+    asked["seeds"], several = [*range(4)] * 3, [prompt for prompt in prompts for _ in range(4)]
+    for batch_size in (5, 64):
+        read.clear()
+        found = loop.generate(several, batch_size=batch_size, **asked)
+        assert found.tokens == [each.tokens[0] for each in alone]
+        for ours, each in zip(found.log_probs, alone, strict=True):
+            assert ours == pytest.approx(each.log_probs[0], abs=1e-9)
+    assert read[0] == (3, 3) and len({tuple(tokens) for tokens in found.tokens}) == 12
+
+
+class Long(Engine):
+    def answer(self, request):
+        return Generated([[7] * limit for limit in request.limits], [True] * len(request.prompts))
+
+
+def test_packed_rows_are_as_many_times_more_at_most():
+    data = packed(pairs(18))
+    longest = max(len(row["input_ids"]) for row in data)
+    kept = set()
+    for step in range(4):
+        own = OnPolicy(Long(), 1.0, 12, Sampling(1.0), seed=1, max_length=longest, samples=3)
+        (batch,) = own.replace([COLLATE(data)], step, COLLATE)
+        assert len(data) < batch["input_ids"].shape[0] <= 3 * len(data) and batch["input_ids"].shape[1] <= longest
+        figures = own.read(lambda values: values, torch.device("cpu"))
+        assert len(documents_of(batch)) + figures["rollouts_left_out"] == 54 and figures["rollouts_left_out"] > 0
+        kept.add(tuple(tuple(document.prompt) for document in documents_of(batch)))
+    assert len(kept) > 1
+
+
+def test_a_few_rows_that_all_fit_are_all_answered():
+    own = OnPolicy(Long(), 1.0, 4, Sampling(1.0), seed=1, max_length=60, samples=4)
+    (batch,) = own.replace([COLLATE(packed(pairs(3)))], 0, COLLATE)
+    assert len(documents_of(batch)) == 12 and own.read(lambda v: v, torch.device("cpu"))["rollouts_left_out"] == 0
+
+
+def eight_answers(folder, size, accumulation):
+    """Two steps of four prompts with two answers each."""
+    made = trainer(
+        folder, max_steps=2, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation,
+        optim="sgd", learning_rate=1.0, own={"samples": 2, "max_new_tokens": 3},
+    )  # fmt: skip
+    made.train()
+    logged = [entry for entry in made.state.log_history if "rollouts" in entry]
+    assert [entry["rollouts"] for entry in logged] == [8, 8]
+    return weights(made.model), [[entry["trained_tokens"]] for entry in logged]
+
+
+def test_any_micro_batches_learn_the_same_of_them(tmp_path):
+    expected = eight_answers(tmp_path, 4, 1)
+    for size, accumulation in ((2, 2), (1, 4)):
+        same_run(expected, eight_answers(tmp_path, size, accumulation))
+
+
+# ------------------------------------------------------------------ recipes and runs
+
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data:
+    source: pairs.jsonl
+    max_length: 64
+    packing: false
+    cache: false
+    validation: {fraction: 0.1}
+    on_policy: {max_new_tokens: 12, samples: 2, top_k: 40, top_p: 0.95, min_p: 0.001, stop: [e, "\\n"]}
+loss: {terms: [{type: reverse_kl}]}
+train: {steps: 8, batch_size: 4, tokens_per_step: 512, learning_rate: 3e-3, warmup: 0, log_every: 1, save_every: 1,
+        device: cpu}
+generate: {prompts: []}
+"""
+
+
+@pytest.mark.parametrize(
+    "override, line",
+    [
+        ("train.batch_size=3", "train.batch_size: expected a multiple of data.on_policy.samples 2, got 3"),
+        ("data.on_policy.samples=8", "train.batch_size: expected a multiple of data.on_policy.samples 8, got 4"),
+        ("data.on_policy.temperature=0", "data.on_policy.samples: 2 answers at data.on_policy.temperature 0 would be"),
+        ("data.on_policy.samples=0", "data.on_policy.samples"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused_in_one_line(override, line):
+    with pytest.raises(RecipeError, match=line) as refusal:
+        parse(RECIPE, [override])
+    assert first_line(refusal.value) == str(refusal.value)
+
+
+def test_the_data_bring_as_many_times_fewer_rows(tmp_path):
+    """Where the student answers; and an epoch is as many times more steps."""
+    from distill.models.precision import Precision
+
+    precision = Precision(torch.float32, torch.float32, None)
+    for override, size, steps in (("data.on_policy.samples=2", 2, 8), ("data.on_policy.samples=1", 4, 4),
+                                  ("data.on_policy.fraction=0", 4, 4)):  # fmt: skip
+        recipe = parse(RECIPE, ["train.steps=null", "train.epochs=1", override])
+        assert loaded_rows(recipe.train, recipe.data) == size
+        made = training_arguments(recipe, tmp_path, rows=31, device=torch.device("cpu"), precision=precision)
+        assert isinstance(made, TrainingArguments) and made.max_steps == steps
+        assert (made.per_device_train_batch_size, made.per_device_eval_batch_size) == (size, 4)
+
+
+def figures(run):
+    """Of each step, those that no clock plays a part in."""
+    return [{name: value for name, value in row.items() if "second" not in name} for row in rows(run)]
+
+
+def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
+    """So that its size is no setting of memory alone."""
+    assert "samples" in why_batch_size_stays(parse(RECIPE))
+    assert why_batch_size_stays(parse(RECIPE, ["data.on_policy.samples=1"])) is None
+
+
+@pytest.mark.parametrize("ahead, packing", [(1, True), pytest.param(0, False, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
+    """With cut-offs, stop strings and two answers a prompt."""
+    save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})
+    lines = [json.dumps({"prompt": f"Question {n}?", "completion": f"It is {n * n}."}) for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    recipe = RECIPE.replace("packing: false", f"packing: {str(packing).lower()}")
+    recipe = recipe.replace("{max", f"{{ahead: {ahead}, max")
+    if packing:
+        recipe = recipe.replace("max_length: 64", "max_length: 256").replace("512", "2048")
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    finish(tmp_path, "--name", "whole")
+    whole, killed = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
+    log = figures(whole)
+    answers = [row["rollouts"] for row in log]
+    assert sum(answers) > 64 if packing else answers == [8] * 8, answers
+    assert any(0 < row["rollout_truncated"] < 1 for row in log), "a stop string ends some of them"
+    process = start(tmp_path, "--name", "killed", forked=True)
+    while not (killed / "checkpoint-2").exists():
+        assert process.poll() is None
+        time.sleep(0.002)
+    process.kill()
+    process.wait()
+    assert not (killed / "result.json").exists()
+    finish(tmp_path, "--name", "killed", "--resume")
+    assert figures(killed) == log and len(log) == 8
+    ours, theirs = (load_file(run / "student" / "model.safetensors") for run in (killed, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
