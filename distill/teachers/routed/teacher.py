@@ -200,6 +200,8 @@ class RoutedTeacher(SeveralTeachers):
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if "routes" not in batch:
             raise ValueError(f"batch: expected routes too, as RoutedCollator gives them; got {sorted(batch)}")
+        for _, member, own in self.batches(batch):
+            member.student_batch(own, needs_targets)  # which holds that nothing is missing
         return {name: value for name, value in batch.items() if not name.startswith(("route", PREFIX))}
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, AnyTeacher, Batch]]:
