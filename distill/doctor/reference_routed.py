@@ -100,7 +100,7 @@ class RoutedReference(Reference):
         for group in description["members"]:
             own, shares = [], []
             for (place, has_context), (number, share) in zip(group, numbered, strict=False):
-                teacher = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
+                teacher: Any = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
                 own.append(ContextTeacher(teacher) if has_context else teacher)
                 shares.append(share)
             members.append(own[0] if len(own) == 1 else MixtureTeacher(own, shares))
