@@ -306,6 +306,27 @@ def routed_answering():
     return with_answers(subject, prompts=True)
 
 
+def routed_informed():
+    """Three routes: a teacher, one that reads more before each answer, and a mixture."""
+    subject, plain = informed({"terms": [{"type": "reverse_kl"}]}), routed()
+    code, talk = plain.teacher.members
+    (model,) = subject.teacher.models.values()
+    own = ContextTeacher(LoadedTeacher(model, field="teachers.3"))
+    made = [part | {"route": [number % 3]} for number, part in enumerate(subject.documents())]
+    for part in made:
+        if part["route"] != [1]:
+            part |= {f"teacher_{name}": part[name] for name in ("input_ids", "position_ids")}
+    return replace(
+        subject, teacher=RoutedTeacher([code, own, talk], ["code", "own", "talk"]), weights=(1.0, 1.0, 0.75, 0.25),
+        rows=[Rows.joined(made[at : at + 2]) for at in range(0, len(made), 2)], tokenizers=(plain.tokenizers[0],) * 5,
+    )  # fmt: skip
+
+
+def routed_informed_answering():
+    """The same of a student that answers: its answers keep their teacher and what that reads before them."""
+    return with_answers(routed_informed())
+
+
 def kept():
     """One teacher, whose hidden states go through a store that holds them for a batch."""
     subject = one(TWO_TERMS)
@@ -323,6 +344,8 @@ SUBJECTS |= {"kept": kept, "informed": informed, "informed answering": informed_
 KINDS = {"model": ["one", "answering", "drawing"], "mixture": ["several"], "cross": ["across"]}
 SUBJECTS |= {"routed": routed, "routed answering": routed_answering}
 KINDS |= {"context": ["informed", "informed answering"], "routed": ["routed", "routed answering"]}
+SUBJECTS |= {"routed informed": routed_informed, "routed informed answering": routed_informed_answering}
+KINDS["routed"] += ["routed informed", "routed informed answering"]
 SUBJECTS |= {"apart": apart}
 KINDS |= {"ranks": ["apart"]}
 KINDS |= {"keep": ["kept"], "cache": list(CACHED), "server": list(SERVED)}

@@ -59,7 +59,7 @@ def test_overlap_is_that_of_dense_logits():
     a, b = torch.randn(2, 8, generator=generator), torch.randn(40, 2, generator=generator)
     call = HeadCall(hidden, HeadWeights(own, None, (a, b, 0.5)), LossInputs(targets, None, True), None, None)
     rows = torch.tensor([1, 3, 8])
-    shares = teacher.overlap(teacher.pair(LogitTransform(), 40, None), call, rows)
+    (shares,) = teacher.overlap(teacher.pair(LogitTransform(), 40, None), call, rows).values()
     likeliest = [
         z.flatten(0, 1)[rows, :40].topk(8).indices.tolist()
         for z in (hidden @ (own + 0.5 * b @ a).T, targets @ theirs.T)

@@ -187,7 +187,6 @@ def test_a_server_that_is_gone_ends_the_run_in_a_line(place, urls, monkeypatch):
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("teachers.1.route=math", "teachers.1.route: expected one of its own, since a server is no part"),
         ("teachers.1.top_k=8", "compared over the whole vocabulary"),
         ("teachers.1.context={template: Be brief.}", "context works for one teacher only"),
         ("teachers.1.url=[http://127.0.0.1:9, http://127.0.0.1:9]", "expected each server once"),

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from distill.core.units import counted
-from distill.data.packing import Documents
+from distill.data.packing import IDS, Documents
 from distill.data.token_cache import key_of
 from distill.data.tokenise import Tally
 
@@ -25,7 +25,8 @@ class DataReport(Tally):
         max_length: tokens in a row at most.
         documents: pieces of text, chats and pairs to train on; none is split further.
         tokens: in them.
-        trained_tokens: of these the ones that are learned.
+        teacher_tokens: in them as the teacher reads them, where that is another reading.
+        trained_tokens: of `tokens` the ones that are learned.
         rows: rows they are packed into.
         validation_documents: documents held out, and likewise the tokens and rows of them.
         frozen_date: the day a chat template stamps instead of today, if it stamps one.
@@ -40,6 +41,7 @@ class DataReport(Tally):
     max_length: int = 0
     documents: int = 0
     tokens: int = 0
+    teacher_tokens: int = 0
     trained_tokens: int = 0
     rows: int = 0
     validation_documents: int = 0
@@ -82,7 +84,8 @@ class DataReport(Tally):
         """Count what is trained and what is held out, by the documents' numbers."""
         self.documents, self.validation_documents = len(chosen), len(held_out)
         self.tokens, self.validation_tokens = documents.tokens(chosen), held_out_of.tokens(held_out)
-        self.trained_tokens = documents.trained_tokens(chosen)
+        reading = f"teacher_{IDS}" if f"teacher_{IDS}" in documents.columns else IDS
+        self.teacher_tokens, self.trained_tokens = documents.tokens(chosen, reading), documents.trained_tokens(chosen)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields and the two shares."""

@@ -16,7 +16,10 @@ from distill.doctor.reference_loss import token_loss
 from distill.doctor.rows import RoutedRows, Row, bounds
 from distill.recipe.loss import Loss
 from distill.teachers.base import Batch, Teacher
+from distill.teachers.context.teacher import ContextTeacher
 from distill.teachers.mixture import MixtureTeacher
+from distill.teachers.model import LoadedTeacher
+from distill.teachers.reading import PREFIX
 from distill.teachers.routed.teacher import RoutedTeacher
 
 
@@ -27,10 +30,10 @@ class RoutedReference(Reference):
 
     @property
     def groups(self) -> list[list[tuple[float, Any]]]:
-        """Of each route its models with their shares, by the recipe's weights; None is a model that is elsewhere."""
+        """Of each route its teachers of one model with their shares, by the recipe's weights."""
         shares = iter(self.weights)
-        models = [list(member.models.values()) or [None] for member in self.teacher.members]
-        return [[(next(shares), model) for model in group] for group in models]
+        groups = [route.members if isinstance(route, MixtureTeacher) else [route] for route in self.teacher.members]
+        return [[(next(shares), member) for member in group] for group in groups]
 
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
         total, count, device = torch.zeros((), dtype=torch.float64), 0, batch["labels"].device
@@ -41,19 +44,11 @@ class RoutedReference(Reference):
                 at = (labels[1:] != IGNORE_INDEX).nonzero().squeeze(1)
                 if len(at) == 0:
                     continue
-
-                def logits(
-                    model: Any, route: int, ids: torch.Tensor = ids, at: torch.Tensor = at, document: Row = document
-                ) -> torch.Tensor:
-                    if model is not None:
-                        return model(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
-                    member, alone = self.teacher.members[route], {"input_ids": ids[None], "valid_rows": at}
-                    return ELSEWHERE[type(member)].logits(member, [document], alone)[:, :columns]
-
-                route = document["route"][0]
                 with torch.no_grad():
-                    teachers = [(share, logits(model, route)) for share, model in self.groups[route]]
-                mean = token_loss(logits(student, route), teachers, labels[at + 1], loss, at)
+                    group = self.groups[document["route"][0]]
+                    teachers = [(share, _logits(member, document, at)[:, :columns]) for share, member in group]
+                own = student(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
+                mean = token_loss(own, teachers, labels[at + 1], loss, at)
                 total = total.to(device) + len(at) * mean
                 count += len(at)
         return total / max(count, 1)
@@ -70,17 +65,21 @@ class RoutedReference(Reference):
         """Each model its route's documents, row by row, padded to the longest row."""
         calls: Reads = []
         for number, group in enumerate(self.groups):
-            lines = []
-            for ids, positions, routes in zip(*(batch[n].tolist() for n in READ), strict=True):
-                parts = [(a, b) for a, b in bounds(positions) if routes[a] == number]
+            lines, reading = [], PREFIX if isinstance(group[0][1], ContextTeacher) else ""
+            read = (batch[f"{reading}{name}"].tolist() for name in ("input_ids", "position_ids"))
+            own = (batch[name].tolist() for name in ("position_ids", "routes"))
+            for ids, positions, plain, routes in zip(*read, *own, strict=True):
+                both = zip(bounds(positions), bounds(plain), strict=False)  # padding is a document of its own
+                parts = [place for place, (begin, _) in both if routes[begin] == number]
                 if parts:
                     lines.append([[values[i] for a, b in parts for i in range(a, b)] for values in (ids, positions)])
             longest = max((len(ids) for ids, _ in lines), default=0)
             for _, positions in lines:
                 positions += range(longest - len(positions))
-            padded = [ids + [0] * (longest - len(ids)) for ids, _ in lines]
+            pad = group[0][1].model.config.pad_token_id or 0 if reading else 0
+            padded = [ids + [pad] * (longest - len(ids)) for ids, _ in lines]
             made = {"input_ids": torch.tensor(padded), "position_ids": torch.tensor([at for _, at in lines])}
-            here = [model for _, model in group if model is not None]
+            here = [model for _, member in group for model in member.models.values()]
             calls += [(model, {n: t.to(batch["labels"].device) for n, t in made.items()}) for model in here]
         return [*calls, (student, {name: batch[name] for name in ("input_ids", "position_ids")})]
 
@@ -92,18 +91,28 @@ class RoutedReference(Reference):
         return same and -1 not in routes, f"{detail}; each document at its own teacher: tokens learned {counts}"
 
     def description(self) -> dict[str, Any]:
-        members = self.teacher.members
-        return {"routes": list(self.teacher.routes), "sizes": [len(member.models) for member in members],
-                "places": [place_of(member) for member in members]}  # fmt: skip
+        members = [[(place_of(m), isinstance(m, ContextTeacher)) for _, m in group] for group in self.groups]
+        return {"routes": list(self.teacher.routes), "members": members}
 
     @staticmethod
     def rebuilt(models: list[nn.Module], weights: Sequence[float], description: Mapping[str, Any]) -> Teacher:
-        members: list[Teacher | nn.Module] = []
-        shares, left = iter(weights), iter(models)
-        for size, place in zip(description["sizes"], description["places"], strict=True):
-            own = [next(left) for _ in range(size)], [next(shares) for _ in range(size or 1)]
-            members.append(teacher_at(place) if place else own[0][0] if size == 1 else MixtureTeacher(*own))
+        left, numbered, members = iter(models), enumerate(weights), []
+        for group in description["members"]:
+            own, shares = [], []
+            for (place, has_context), (number, share) in zip(group, numbered, strict=False):
+                teacher: Any = teacher_at(place) if place else LoadedTeacher(next(left), field=f"teachers.{number}")
+                own.append(ContextTeacher(teacher) if has_context else teacher)
+                shares.append(share)
+            members.append(own[0] if len(own) == 1 else MixtureTeacher(own, shares))
         return RoutedTeacher(members, description["routes"])
 
 
-READ = ("input_ids", "position_ids", "routes")
+def _logits(member: Any, document: Row, at: torch.Tensor) -> torch.Tensor:
+    """What one teacher says after the places `at` of a document, [N, V]."""
+    if not member.models:
+        alone = {"input_ids": torch.tensor([document["input_ids"]], device=at.device), "valid_rows": at}
+        return ELSEWHERE[type(member)].logits(member, [document], alone)
+    (model,) = member.models.values()
+    ids = document[f"{PREFIX * isinstance(member, ContextTeacher)}input_ids"]
+    later = len(ids) - len(document["labels"])  # the answer stands so much later than in the student's
+    return model(input_ids=torch.tensor([ids], device=at.device), use_cache=False).logits[0, at + later]

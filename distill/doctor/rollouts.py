@@ -80,8 +80,10 @@ class StudentRollouts:
         Answers follow from weights, seed and document alone: `at_once` plays no part.
         """
         collate: Any = Collator(self.pad)
-        for name, collator in (("teacher_input_ids", ContextCollator), ("route", RoutedCollator)):
-            collate = collator(collate, self.pad) if name in rows[0] else collate
+        for name, collator in (("route", RoutedCollator), ("teacher_input_ids", ContextCollator)):
+            if name in rows[0]:
+                collate = collator(collate, self.pad)
+                break
         batches = [collate(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
         with eval_mode(student):
             batches = self.by(student, fraction=1.0).replace(batches, 0, lambda rows: {"rows": rows})

@@ -72,10 +72,20 @@ class RoutedRows(Rows):
     @staticmethod
     def documents(row: Row) -> list[Document]:
         """Cut where positions start again, each with its route."""
-        return [
-            {name: list(row[name][a:b]) for name in OWN} | {"route": [route]}
-            for (a, b), route in zip(bounds(row["position_ids"]), row["route"], strict=True)
-        ]
+        own = {name: values for name, values in row.items() if name != "route"}
+        documents = RoutedRows._form(row).documents(own)
+        return [each | {"route": [route]} for each, route in zip(documents, row["route"], strict=True)]
+
+    @staticmethod
+    def shortened(document: Row, tokens: int) -> Document | None:
+        """With its route."""
+        short = RoutedRows._form(document).shortened(document, tokens)
+        return short and short | {"route": list(document["route"])}
+
+    @staticmethod
+    def _form(row: Row) -> type[Rows]:
+        """Where a teacher has a context, every document holds two readings."""
+        return TwoPromptRows if OTHERS[0] in row else Rows
 
 
 class SpanRows(Rows):

@@ -22,6 +22,7 @@ from distill_kernels.launch import OLDER
 from distill.core.folders import runs_folder
 from distill.core.units import GIB
 from distill.core.worlds import require_teacher_ranks
+from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.fp8_student import fp8_problem
 from distill.models.meta import meta_config, sizes_of
@@ -148,7 +149,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     models = {"teacher": source.config_section, "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
     vocabulary = _check_vocabulary(source, report)
-    pairs = _check_data(source, vocabulary, report) if look_at_data else None
+    facts = _check_data(source, vocabulary, report) if look_at_data else None
     report.memory = memory = _memory(situation, device)
     report.fits = memory.peak <= situation.usable
     if not report.fits:
@@ -166,7 +167,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     report.teacher_text = source.size_text()
     if device.cuda and source.is_to_be_made:
         report.teacher_text += f"; {what_caching_takes(situation)}"
-    _time(situation, pairs, report)
+    _time(situation, facts, report)
     _disk(recipe, student.shape, situation.precision, report)
     return report
 
@@ -315,8 +316,8 @@ def why_no_tokenizer(section: ModelSection, name: str) -> str:
     return "" if here else f"{section.model} is not on this machine"
 
 
-def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Preflight) -> float | None:
-    """Read data that are on this machine; returns (query, key) pairs a token."""
+def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Preflight) -> DataReport | None:
+    """Read data that are on this machine, and report of them."""
     data, train = source.recipe.data, source.recipe.train
     synthetic = is_synthetic(data)
     names = {part.data.source: part.field for part in data.parts}
@@ -341,14 +342,20 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
         report.problems.append(f"data: only {facts.trained_share:.1%} of the tokens are learned; look at data.train_on")
     report.steps = total_steps(train, source.recipe.data, len(splits.train), report.accumulation, report.training)
     report.notes += small_data_notes(source.recipe, facts, report.accumulation, report.training)
-    return (facts.tokens / max(facts.documents, 1) + 1) / 2
+    return facts
 
 
-def _time(situation: Situation, pairs: float | None, report: Preflight) -> None:
-    tokens = report.tokens_per_step
-    share = report.trained_share if report.trained_share is not None else 1.0
-    each = pairs or (situation.recipe.data.max_length + 1) / 2
-    if found := step_time(situation, report.device, StepTokens(tokens, tokens * share, tokens * each)):
+def _time(situation: Situation, facts: DataReport | None, report: Preflight) -> None:
+    """By what each model reads: rows are as long as their longer reading."""
+    length = situation.recipe.data.max_length
+    facts = facts or DataReport(documents=1, tokens=length, teacher_tokens=length, trained_tokens=length)
+    rows = report.tokens_per_step / max(facts.tokens, facts.teacher_tokens, 1)  # this share of the data is a step
+
+    def read(tokens: int) -> StepTokens:
+        pairs = tokens * (tokens / max(facts.documents, 1) + 1) / 2
+        return StepTokens(rows * tokens, rows * facts.trained_tokens, rows * pairs)
+
+    if found := step_time(situation, report.device, read(facts.tokens), read(facts.teacher_tokens)):
         report.flops_per_step, report.seconds_per_step = found
 
 

@@ -50,20 +50,28 @@ def longer_in_bf16(device: Device, weights: float, tokens: float) -> float | Non
     return 2 * weights * tokens * (1 / device.card.bf16 - 1 / device.card.fp8) / (SUSTAINED * 1e12)
 
 
-def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepTime | None:
-    """Arithmetic and time of a step; None for a model whose arithmetic is not known."""
+def step_time(
+    situation: Situation, device: Device, tokens: StepTokens, read: StepTokens | None = None
+) -> StepTime | None:  # fmt: skip
+    """Arithmetic and time of a step; None for a model whose arithmetic is not known.
+
+    Args:
+        tokens: of the student.
+        read: what the teacher reads in their place; None for the same.
+    """
+    read = read or tokens
     recipe, student, world, micro = situation.recipe, situation.student, situation.world, situation.accumulation
     soft, footprint, shape = is_soft(recipe.loss), situation.footprint(), student.shape
     teacher = footprint.work if soft else NO_WORK
     if student.work is None or teacher is None:
         return None
-    flops = student.work.of(*tokens) + teacher.of(*tokens)
+    flops = student.work.of(*tokens) + teacher.of(*read)
     if (card := device.card) is None or (peak := card.flops) is None or situation.precision.compute == torch.float32:
         return StepTime(flops, None)
     bandwidth = COPIED * card.bandwidth * 1e9
     bus, link = (REACHED * rate * 1e9 for rate in (card.link, card.peers or card.link))
 
-    def seconds(work: Work, in_fp8: bool = False) -> float:
+    def seconds(work: Work, in_fp8: bool = False, tokens: StepTokens = tokens) -> float:
         """Of a device that does all of it."""
         body = card.fp8 * 1e12 if in_fp8 and card.fp8 is not None else peak
         products = (work.token * tokens.tokens / body + work.trained * tokens.learned / peak) / SUSTAINED
@@ -78,7 +86,7 @@ def step_time(situation: Situation, device: Device, tokens: StepTokens) -> StepT
     if recipe.train.gradient_checkpointing and (again := work_of(student.model, trains=False)) is not None:
         students += seconds(again._replace(trained=0.0, trained_bytes=0.0), fp8)
     dtypes = {section.dtype for section in situation.source.sections.values()}
-    teachers = seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})
+    teachers = seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"}, read)
     sharing = sharing_of(situation)
     held = step_memory(situation, sharded=sharing.student_sharded).parts
     optimizer = (3 * held["gradients"] + 2 * held["optimizer states"]) / bandwidth

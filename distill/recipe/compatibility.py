@@ -6,14 +6,19 @@ refused where that is known, before weights are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from distill.recipe.models import Teacher
 from distill.recipe.teachers import Kind, Sections, kind_of
 
 
 def _on_policy(recipe: Sections) -> bool:
     return recipe.data.on_policy is not None and recipe.data.on_policy.fraction > 0
+
+
+def _teachers(recipe: Sections) -> Sequence[Teacher]:
+    return recipe.teachers or [recipe.teacher]
 
 
 def _policy_gradient(recipe: Sections) -> bool:
@@ -41,8 +46,8 @@ FEATURES: dict[str, Callable[[Sections], bool]] = {
     "kept teacher": lambda recipe: recipe.teacher.keep is not None,
     "cut student": lambda recipe: recipe.student.is_cut,
     "teacher's context": lambda recipe: recipe.teacher.context is not None,
-    "student as teacher": lambda recipe: recipe.teacher.type == "student",
-    "running average": lambda recipe: recipe.teacher.ema is not None,
+    "student as teacher": lambda recipe: any(teacher.type == "student" for teacher in _teachers(recipe)),
+    "running average": lambda recipe: any(teacher.ema is not None for teacher in _teachers(recipe)),
     "teacher for some steps": lambda recipe: recipe.loss.leaves_the_teacher_out,
     "LoRA": lambda recipe: recipe.student.lora is not None,
     "fp8 student": lambda recipe: recipe.student.compute == "fp8",
@@ -247,8 +252,16 @@ def conflicts(recipe: Sections) -> Iterator[str]:
     if _policy_gradient(recipe) and kind_of(recipe) == "routed" and len(set(routes)) < len(routes):
         yield _SAMPLED
     for number, teacher in enumerate(recipe.teachers):
-        if not teacher.is_loaded and routes.count(teacher.route) > 1:
-            yield f"teachers.{number}.route: expected one of its own, since a {teacher.type} is no part of a mixture"
+        field, route = f"teachers.{number}", teacher.route
+        if teacher.context is not None and routes.count(route) > 1:
+            yield f"{field}.route: expected one of its own, since a mixture's teachers read the same; got context"
+        if teacher.is_cached and any(other.is_cached and other.route == route for other in recipe.teachers[:number]):
+            yield f"{field}.route: expected one cache at most in a mixture, whose other teachers are loaded or served"
+        if teacher.ema is not None and any(other.ema is not None for other in recipe.teachers[:number]):
+            yield f"{field}.ema: expected one running average of the student at most"
+        parts = [part for part in recipe.data.parts if teacher.context is not None and part.teacher in (None, route)]
+        if any(part.data.format == "text" for part in parts):
+            yield f"{field}.context: running text has no answers that could be read after another prompt"
         if teacher.is_cached and recipe.data.on_policy is not None:
             yield f"data.on_policy: teachers.{number} is a cache, which has not read what the student will say"
     own = recipe.data.on_policy

@@ -258,15 +258,18 @@ class WeightedTeacher(Teacher):
 
     @model_validator(mode="after")
     def _is_loaded_as_it_is(self) -> Self:
-        elsewhere = self.type in ("server", "cache") and self.route is not None
-        if elsewhere and (self.top_k is not None or self.protocol != "distill"):
+        routed = self.route is not None
+        if routed and (self.top_k is not None or self.protocol != "distill"):
             raise ValueError("top_k: routed teachers are compared over the whole vocabulary; leave it out")
-        alone = self.context or self.keep or self.dtype in EIGHT_BITS or self.offload
-        if alone or (self.type != "model" and not elsewhere):
-            what = "offload: cpu" if self.offload else f"dtype: {self.dtype}"
-            what = "context" if self.context else "keep" if self.keep else what
-            what = what if elsewhere or self.type == "model" else f"type: {self.type}"
-            where = ", or with a route of its own" if what in ("type: server", "type: cache") else ""
+        alone = {
+            f"type: {self.type}": self.type != "model" and not routed,
+            "context": self.context is not None and not (routed and self.is_loaded),
+            "keep": self.keep is not None,
+            "offload: cpu": self.offload is not None,
+            f"dtype: {self.dtype}": self.dtype in EIGHT_BITS,
+        }
+        if what := next((name for name, holds in alone.items() if holds), None):
+            where = ", or with a route" * (not routed and what in ("context", f"type: {self.type}"))
             raise ValueError(f"{what} works for one teacher only, under teacher:{where}")
         return self
 

@@ -56,12 +56,13 @@ def kind_of(recipe: Sections) -> Kind:
     return "ranks" if recipe.parallel.teacher == "ranks" else "model"
 
 
-def loaded_section(recipe: Sections) -> Teacher:
-    """The section of the model that is loaded as the only teacher: of `type: student`, the student's own checkpoint."""
-    if recipe.teacher.type != "student":
-        return recipe.teacher
-    own = {name: getattr(recipe.student, name) for name in CHECKPOINT}
-    return recipe.teacher.model_copy(update=own)
+def loaded_section(recipe: Sections, teacher: Teacher | None = None) -> Teacher:
+    """The section of the model that is loaded as a teacher, by default as the only one: of `type: student`, the
+    student's own checkpoint."""
+    teacher = teacher or recipe.teacher
+    if teacher.type != "student":
+        return teacher
+    return teacher.model_copy(update={name: getattr(recipe.student, name) for name in CHECKPOINT})
 
 
 def describe_teacher(recipe: Sections) -> TeacherDescription:
@@ -72,6 +73,6 @@ def describe_teacher(recipe: Sections) -> TeacherDescription:
     sections: list[WeightedTeacher] = recipe.teachers
     routes = tuple(section.route or "" for section in sections)
     totals = {route: sum(s.weight for s in sections if (s.route or "") == route) for route in routes}
-    members = {f"teachers.{number}": section.alone() for number, section in enumerate(sections)}
+    members = {f"teachers.{number}": loaded_section(recipe, section.alone()) for number, section in enumerate(sections)}
     weights = tuple(section.weight / totals[route] for section, route in zip(sections, routes, strict=True))
     return TeacherDescription(kind, members, weights, routes if kind == "routed" else ())

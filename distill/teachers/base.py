@@ -164,10 +164,11 @@ class TargetFormat(Protocol):
         int64; by route, "" where there are none. Empty where these targets do not tell it at once."""
         return {}
 
-    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> torch.Tensor | None:
+    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of flat `rows` [n] the share of the student's `TOP` likeliest tokens that are among the teacher's, float32
-        [n]; None where these targets do not tell it at once."""
-        return None
+        [n], by route, NaN in the rows of others; "" where there are none. Empty where these targets do not tell it at
+        once."""
+        return {}
 
     def needs_targets(self, loss: TargetLoss) -> bool:
         """Whether the teacher has to be asked at all for this loss."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, find_head, whole
 from distill.recipe.loss import Loss
-from distill.teachers.base import TOP, HeadCall, LossResult, Pairing, TargetFormat
+from distill.teachers.base import TOP, HeadCall, LossResult, Pairing, TargetFormat, Targets
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
 from distill.teachers.policy_gradient import SampledTokenLoss, is_sampled
 
@@ -74,6 +74,30 @@ class FusedFormat(TargetFormat):
     def held_out(self, pairing: Pairing) -> TargetLoss:
         return HeldOutLoss(lambda term: FusedDistillationLoss([term], **self.transforms(pairing)))
 
+    def scores(self, targets: Targets, rows: torch.Tensor) -> torch.Tensor:
+        """Of flat `rows` [n] a number for each token, fp32 [n, columns], in the order of the teacher's
+        probabilities."""
+        raise NotImplementedError
+
+    def likeliest(
+        self, targets: Targets, rows: torch.Tensor, most: int
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+        return {"": (rows[:most], self.scores(targets, rows[:most]).argmax(-1))}
+
+    @torch.no_grad()
+    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Of the student's head's product: a scale and a soft cap leave its order as it is."""
+        hidden, head = call.hidden.flatten(0, 1)[rows], call.head
+        # autocast would keep its copy of the head's weight for the rest of the forward, and this one has no gradient
+        with torch.autocast(hidden.device.type, enabled=False):
+            own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+            if head.lora is not None:
+                a, b, scale = head.lora
+                own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
+            both = (own, self.scores(call.inputs.targets, rows))
+        own, theirs = (z[:, : pairing.columns].topk(min(TOP, pairing.columns)).indices for z in both)
+        return {"": (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)}
+
 
 class HiddenFormat(FusedFormat):
     """One teacher's last hidden states, and its head.
@@ -105,26 +129,9 @@ class HiddenFormat(FusedFormat):
             both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
             return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))
 
-    def likeliest(
-        self, targets: object, rows: torch.Tensor, most: int
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
         assert isinstance(targets, torch.Tensor)
-        return {"": (rows[:most], self.logits(targets.flatten(0, 1)[rows[:most]]).argmax(-1))}
-
-    @torch.no_grad()
-    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> torch.Tensor:
-        """Of the heads' products: a scale and a soft cap leave their order as it is."""
-        assert isinstance(call.inputs.targets, torch.Tensor)
-        hidden, head = call.hidden.flatten(0, 1)[rows], call.head
-        # autocast would keep its copy of the head's weight for the rest of the forward, and this one has no gradient
-        with torch.autocast(hidden.device.type, enabled=False):
-            own = nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
-            if head.lora is not None:
-                a, b, scale = head.lora
-                own = own + scale * (hidden.to(a.dtype) @ a.T) @ b.T
-            both = (own, self.logits(call.inputs.targets.flatten(0, 1)[rows]))
-        own, theirs = (z[:, : pairing.columns].topk(min(TOP, pairing.columns)).indices for z in both)
-        return (own[:, :, None] == theirs[:, None]).any(-1).float().mean(-1)
+        return self.logits(targets.flatten(0, 1)[rows])
 
     def logits(self, targets: torch.Tensor) -> torch.Tensor:
         """fp32 logits [..., rows of the head] of hidden states [..., hidden], scale and soft cap applied."""

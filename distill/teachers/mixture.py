@@ -4,7 +4,7 @@
 
 The mixture is made in the fused pass (`distill_kernels.TeacherHead`); held-out figures are against it too. All teachers
 see the same tokens, so they share one vocabulary. Each is loaded for itself, also where two of them are the same model
-with different adapters.
+with different adapters; of a route some may be served or cached (`distill.teachers.routed`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,14 +22,24 @@ from torch import nn
 from distill.core.ranks import is_first
 from distill.generation.answers import generate
 from distill.models.fingerprint import model_identity
-from distill.models.head import LogitTransform, last_hidden
+from distill.models.head import LogitTransform
 from distill.models.load import load_tokenizer
 from distill.models.shape import Shape
 from distill.models.vocabulary import compare
 from distill.models.work import total_work
 from distill.recipe import Generate, Recipe, Student
 from distill.recipe.teachers import describe_teacher
-from distill.teachers.base import Batch, CutStudent, HeadCall, LossResult, OpenContext, Pairing, Teacher, TeacherSource
+from distill.teachers.base import (
+    Batch,
+    Collate,
+    CutStudent,
+    HeadCall,
+    LossResult,
+    OpenContext,
+    Pairing,
+    Teacher,
+    TeacherSource,
+)
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import FusedFormat, HiddenFormat, pairing_of
 from distill.teachers.losses import TargetLoss
@@ -66,50 +77,136 @@ class MixtureFormat(FusedFormat):
             arguments = pairing.arguments(call)
             return loss(call.hidden, call.head.weight, labels=call.labels, teachers=heads, **arguments)
 
+    def scores(self, targets: object, rows: torch.Tensor) -> torch.Tensor:
+        """Their probabilities, over the columns that all have."""
+        assert isinstance(targets, tuple)
+        each = [member.scores(hidden, rows) for member, hidden in zip(self.members, targets, strict=True)]
+        columns = min(logits.shape[-1] for logits in each)
+        parts = zip(self.weights, each, strict=True)
+        return sum((share * logits[:, :columns].softmax(-1) for share, logits in parts), each[0].new_zeros(()))
 
-class MixtureTeacher(Teacher):
-    """Several loaded teachers over one vocabulary.
+
+class SeveralTeachers(Teacher):
+    """What several teachers are together.
+
+    Args:
+        members: the teachers, or causal language models; all give hidden states.
+    """
+
+    def __init__(self, members: Sequence[Teacher | nn.Module]) -> None:
+        self.members: list[Teacher] = [
+            LoadedTeacher(member, field=f"teachers.{number}") if isinstance(member, nn.Module) else member
+            for number, member in enumerate(members)
+        ]
+        self.models = {name: model for member in self.members for name, model in member.models.items()}
+        self.ahead = max(member.ahead for member in self.members)
+        self.judges_new_rows = all(member.judges_new_rows for member in self.members)
+        self.whole_documents = any(member.whole_documents for member in self.members)
+        if not all(isinstance(member.format, FusedFormat) for member in self.members):
+            raise ValueError("teachers: expected several teachers that give hidden states, got one that gives top k")
+
+    def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
+        """Of each member that reads some of a batch its number, itself, and its batch."""
+        raise NotImplementedError
+
+    def submit(self, batch: Batch) -> None:
+        for _, member, own in self.batches(batch):
+            member.submit(own)
+
+    def fault_of(self, batches: Sequence[Batch]) -> str | None:
+        parts = [(member, own) for batch in batches for _, member, own in self.batches(batch)]
+        return next((fault for member, own in parts if (fault := member.fault_of([own]))), None)
+
+    def head_rows(self) -> list[int]:
+        return [rows for member in self.members for rows in member.head_rows()]
+
+    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for member in self.members:
+            yield from member.head_tensors()
+
+    def to(self, device: torch.device) -> None:
+        for member in self.members:
+            member.to(device)
+
+    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
+        """Cut from the first one."""
+        return self.members[0].cut_student(section, device, dtype)
+
+    def follow(self, student: nn.Module) -> None:
+        for member in self.members:
+            member.follow(student)
+
+    def save(self, checkpoint: Path) -> None:
+        for member in self.members:
+            member.save(checkpoint)
+
+    def restore(self, checkpoint: Path) -> None:
+        for member in self.members:
+            member.restore(checkpoint)
+
+    def prove(self, batch: Batch, student: nn.Module, pairing: Pairing) -> list[str]:
+        return [line for _, member, own in self.batches(batch) for line in member.prove(own, student, pairing)]
+
+    def elsewhere(self) -> dict[str, object]:
+        """The fingerprints of the members whose weights are not here."""
+        return {f"member {number}": m.fingerprint() for number, m in enumerate(self.members) if not m.models}
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+
+class MixtureTeacher(SeveralTeachers):
+    """Several teachers of hidden states over one vocabulary.
 
     Args:
         members: the teachers, or causal language models.
         weights: of their probabilities, >= 0, not all 0; divided by their sum.
     """
 
-    def __init__(self, members: Sequence[LoadedTeacher | nn.Module], weights: Sequence[float]) -> None:
+    def __init__(self, members: Sequence[Teacher | nn.Module], weights: Sequence[float]) -> None:
         if len(members) != len(weights) or not members or min(weights) < 0 or sum(weights) <= 0:
             raise ValueError(
                 f"teachers: expected a weight >= 0 for each of {len(members)} models, not all 0; got {list(weights)}"
             )
-        self.members = [
-            member if isinstance(member, LoadedTeacher) else LoadedTeacher(member, field=f"teachers.{number}")
-            for number, member in enumerate(members)
-        ]
-        self.models = {name: model for member in self.members for name, model in member.models.items()}
+        super().__init__(members)
+        if sum(not member.judges_new_rows for member in self.members) > 1:
+            raise ValueError("teachers: expected one cache at most in a mixture, whose batches hold what it says")
         self.weights = tuple(weight / sum(weights) for weight in weights)
-        self.format = MixtureFormat([member.hidden for member in self.members], self.weights)
+        self.format = MixtureFormat([cast("HiddenFormat", member.format) for member in self.members], self.weights)
+
+    def collate(self, plain: Collate) -> Collate:
+        for member in self.members:
+            plain = member.collate(plain)
+        return plain
+
+    def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
+        for member in self.members:
+            batch = member.student_batch(batch, needs_targets)
+        return dict(batch)
+
+    def batches(self, batch: Batch) -> Iterator[tuple[int, Teacher, Batch]]:
+        for number, member in enumerate(self.members):
+            yield number, member, batch
 
     def targets(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Each teacher's last hidden states, [B, S, its hidden size]."""
-        return tuple(last_hidden(member.model, batch) for member in self.members)
-
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """Cut from the first one."""
-        return self.members[0].cut_student(section, device, dtype)
+        return tuple(cast("torch.Tensor", member.targets(batch)) for member in self.members)
 
     def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
-        tokenizer = self.members[0].tokenizer
-        if tokenizer is None or not is_first():
+        """None where one of them is not loaded."""
+        first = self.members[0]
+        if len(self.models) < len(self.members) or not isinstance(first, LoadedTeacher) or not is_first():
             return None
-        return generate(self._group(), tokenizer, prompts, settings.max_new_tokens)
+        group = MixtureModel(list(self.models.values()), self.weights)
+        return first.tokenizer and generate(group, first.tokenizer, prompts, settings.max_new_tokens)
 
     def small(self, layers: Sequence[int]) -> MixtureTeacher:
         return MixtureTeacher([member.small(layers) for member in self.members], self.weights)
 
     def fingerprint(self) -> dict[str, object]:
-        return model_identity(self._group())
-
-    def _group(self) -> MixtureModel:
-        return MixtureModel([member.model for member in self.members], self.weights)
+        here = model_identity(MixtureModel(list(self.models.values()), self.weights)) if self.models else {}
+        return here | self.elsewhere()
 
 
 class MixtureModel(nn.Module):
@@ -195,8 +292,7 @@ class MixtureSource(TeacherSource):
         for number, section in enumerate(sections):
             if any(section.model == other.model and section.config == other.config for other in sections[:number]):
                 log.info("teachers.%d: %s is loaded a second time", number, section.model or section.config)
-        opened = [cast("LoadedTeacher", member.open(context, vocabulary)) for member in self.members]
-        return MixtureTeacher(opened, self.weights)
+        return MixtureTeacher([member.open(context, vocabulary) for member in self.members], self.weights)
 
 
 class MixtureVocabulary(Vocabulary):

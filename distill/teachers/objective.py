@@ -208,7 +208,7 @@ class DistillationObjective:
         Returns `loss`, a scalar; if they were asked for, `statistics`, fp32 sums over this batch's valid tokens in the
         order of `STATISTICS`; and for tokens that the student drew `drawn` [4], the sum of the absolute differences of
         their log-probabilities now and then, and their number, and of `COMPARED` learned tokens at most the sum of
-        `TargetFormat.overlap`, and their number (0 where it is not told).
+        `TargetFormat.overlap`, and their number (0 where it is not told); of several routes these two for each.
         """
         inputs = {key: value for key, value in inputs.items() if value is not None}
         # what PEFT passes along for the full forward
@@ -228,14 +228,15 @@ class DistillationObjective:
             if (drawn := loss_inputs.drawn_log_p) is not None:
                 gap = stats[STATISTICS.index("student_label_logprob")].detach() - drawn.flatten()
                 known = (shifted.flatten() != IGNORE_INDEX) & ~gap.isnan()
-                shares = gap.new_zeros(0)
+                shares: dict[str, torch.Tensor] = {}
                 if valid_rows is not None:
                     sample = valid_rows[:: -(-len(valid_rows) // COMPARED) or 1]
                     call = HeadCall(hidden, head, loss_inputs, shifted, valid_rows)
-                    overlap = self.teacher.format.overlap(self.pairing, call, sample)
-                    shares = shares if overlap is None else overlap
-                total, compared = gap.abs().masked_fill(~known, 0.0).sum(), gap.new_full((), len(shares))
-                output["drawn"] = torch.stack((total, known.sum(), shares.sum(), compared))
+                    shares = self.teacher.format.overlap(self.pairing, call, sample)
+                total, nothing = gap.abs().masked_fill(~known, 0.0).sum(), gap.new_zeros(0)
+                each = [shares.get(route, nothing) for route in self.routes or ("",)]
+                sums = [figure for share in each for figure in (share.nansum(), (~share.isnan()).sum())]
+                output["drawn"] = torch.stack((total, known.sum(), *sums))
             return output
 
         return call_head(find_head(student), hidden, compute)

@@ -69,7 +69,7 @@ class Meter:
         precision = torch.float32 if self.device.type == "mps" else torch.float64
         self._sums = torch.zeros(number_of_sums(self.routes), dtype=precision, device=self.device)
         self._counts = torch.zeros(3, dtype=precision, device=self.device)  # trained tokens, compared ones, pairs
-        self._drawn = torch.zeros(4, dtype=precision, device=self.device)
+        self._drawn = torch.zeros(2 + 2 * max(len(self.routes), 1), dtype=precision, device=self.device)
         self._work = torch.zeros((), dtype=precision, device=self.device)  # of the teacher
         self._tokens = 0
         self._start, self._pause = time.perf_counter(), 0.0
@@ -127,16 +127,17 @@ class Meter:
             over trained tokens, natural logarithms), of each route kl_NAME, agreement_NAME and tokens_NAME,
             rollout_gap (mean absolute difference between the engine's and the trainer's log-probability of a token
             that the student drew), overlap (share of the student's 8 likeliest tokens that are among the teacher's, on
-            some tokens of its answers), tokens_per_second, trained_tokens_per_second, tokens_seen (since this process
-            started), peak_memory_gib, time_data and the other phases (seconds an optimizer step, means over the ranks)
-            and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
+            some tokens of its answers; of each route overlap_NAME), tokens_per_second, trained_tokens_per_second,
+            tokens_seen (since this process started), peak_memory_gib, time_data and the other phases (seconds an
+            optimizer step, means over the ranks) and, where known, mfu, mfu_teacher and mfu_student (shares of 1).
         """
         phases = self.phases.seconds()
         steps = max(self.phases.steps, 1)
         host = self._counts.new_tensor([self._tokens, 1.0, *phases.values()])
-        values = reduce(torch.cat([self._sums, self._counts, self._drawn, self._work[None], host])).tolist()
-        sums, rest = values[: len(self._sums)], values[len(self._sums) :]
-        trained, compared, pairs, gap, drawn, common, examined, work, tokens, ranks, *times = rest
+        values = reduce(torch.cat([self._sums, self._drawn, self._counts, self._work[None], host])).tolist()
+        begin, end = len(self._sums), len(self._sums) + len(self._drawn)
+        sums, (gap, drawn, *shares) = values[:begin], values[begin:end]
+        trained, compared, pairs, work, tokens, ranks, *times = values[end:]
         seconds = max(time.perf_counter() - self._start - self._pause, 1e-9)
         self.tokens_seen += int(tokens)
         divergence = self.divergence if compared or not trained else (None, 1.0)
@@ -151,8 +152,8 @@ class Meter:
         }
         if drawn:
             figures["rollout_gap"] = gap / drawn
-        if examined:
-            figures["overlap"] = common / examined
+        each = {"overlap": shares, **{f"overlap_{r}": shares[2 * n : 2 * n + 2] for n, r in enumerate(self.routes)}}
+        figures |= {name: sum(own[::2]) / count for name, own in each.items() if (count := sum(own[1::2]))}
         if self.peak and None not in self.teacher.values() and self.student:
             available = self.peak * seconds * ranks
             figures["mfu_teacher"] = work / available

@@ -9,7 +9,6 @@ exceeds it is cut off both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ import torch
 
 from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.formats import Sample
-from distill.data.packing import Documents
 from distill.data.report import DataReport
 from distill.data.sources import Row, RowFault
 from distill.data.tokenise import Batch, Document, Encoder, Tally, clean, hash_of
@@ -157,19 +155,8 @@ def _secrets(context: Context, row: Row, private: str) -> list[str]:
     return [_value(row, column).strip() for column in context.columns] or [private.strip()]
 
 
-@dataclass
 class ContextReport(DataReport):
-    """What became of the data, with the tokens that the teacher reads in the training documents.
-
-    Attributes:
-        teacher_tokens: those.
-    """
-
-    teacher_tokens: int = 0
-
-    def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
-        super().count(documents, chosen, held_out_of, held_out)
-        self.teacher_tokens = documents.tokens(chosen, "teacher_input_ids")
+    """What became of the data, with what the teacher reads more."""
 
     def __str__(self) -> str:
         more = (self.teacher_tokens - self.tokens) / max(self.documents, 1)

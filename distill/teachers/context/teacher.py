@@ -23,6 +23,7 @@ from distill.generation.answers import generate
 from distill.models.average import RunningAverage
 from distill.models.head import last_hidden
 from distill.recipe import Data, Generate, Part, Recipe
+from distill.recipe import Teacher as TeacherSection
 from distill.recipe.models import Context
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import Batch, Collate, OpenContext, Pairing
@@ -111,10 +112,10 @@ class ContextTeacher(LoadedTeacher):
 
 
 class ContextSource(ModelSource):
-    """The recipe's teacher with a context."""
+    """The recipe's teacher with a context, or one of several; arguments as of `ModelSource`."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe, describe_teacher(recipe).members["teacher"])
+    def __init__(self, recipe: Recipe, section: TeacherSection | None = None, field: str = "teacher") -> None:
+        super().__init__(recipe, section or describe_teacher(recipe).members["teacher"], field)
 
     def vocabulary(self) -> ContextVocabulary:
         return ContextVocabulary(self.recipe, self.section)
@@ -130,7 +131,7 @@ class ContextSource(ModelSource):
 
     def open(self, context: OpenContext, vocabulary: Vocabulary) -> ContextTeacher:
         if self.section.ema is not None and context.sharing.student_sharded:
-            raise ValueError("teacher.ema: a running average needs the student whole; set parallel.strategy: ddp")
+            raise ValueError(f"{self.field}.ema: a running average needs the student whole; set parallel.strategy: ddp")
         return ContextTeacher(super().open(context, vocabulary), self.section.context, self.section.ema)
 
 

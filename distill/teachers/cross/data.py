@@ -32,13 +32,11 @@ class CrossReport(DataReport):
     """What became of the data, for two tokenizers. Tokens are the student's, and so are rows.
 
     Attributes:
-        teacher_tokens: the teacher's tokens in the training documents.
         spans: aligned spans to train on.
         single: of these the ones that are one token of each model.
         span_tokens, teacher_span_tokens: tokens in them.
     """
 
-    teacher_tokens: int = 0
     spans: int = 0
     single: int = 0
     span_tokens: int = 0
@@ -47,7 +45,6 @@ class CrossReport(DataReport):
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
         """Tokens are trained that lie in spans."""
         super().count(documents, chosen, held_out_of, held_out)
-        self.teacher_tokens = documents.tokens(chosen, "teacher_input_ids")
         spans = documents.columns["spans"].take(chosen)[0].reshape(-1, 2, 2)
         widths = spans[:, :, 1] - spans[:, :, 0]
         self.spans, self.single = len(widths), int((widths == 1).all(1).sum())

@@ -5,6 +5,9 @@ holds `routes` int64 [B, S], that of each position (-1 in padding), and for each
 the batch of its teachers (`route{r}_input_ids` and all else that their collator makes: the documents of a row one after
 the other) and the flat positions there that predict what is learned, with those of the student (`route{r}_at`,
 `route{r}_rows`).
+
+Where the teacher of a route has a context, every document has the teacher's reading beside its own, as in
+`distill.teachers.context.data`; those of other routes are the same twice.
 """
 
 from __future__ import annotations
@@ -20,15 +23,20 @@ from distill.data.collator import Collator
 from distill.data.sources import RowFault
 from distill.data.tokenise import Batch, Document, Encoder, Tally
 from distill.teachers.base import Collate
+from distill.teachers.context.data import ContextCollator, ContextEncoder
+from distill.teachers.reading import PREFIX
 
 OWN = ("input_ids", "labels", "position_ids")
+READ = {"": OWN, PREFIX: ("input_ids", "position_ids")}  # by reading
+Places = dict[str, list[int]]  # of a row, by reading
 
 
 class OfRoute(NamedTuple):
-    """A document with the number of its route."""
+    """A document with the number of its route; `twice`: with the teacher's reading, else its own."""
 
     document: Document
     route: int
+    twice: bool
 
     @property
     def origin(self) -> int:
@@ -37,7 +45,9 @@ class OfRoute(NamedTuple):
 
     def columns(self) -> dict[str, np.ndarray]:
         """As `RoutedEncoder.columns`."""
-        return {**self.document.columns(), "route": np.array([self.route], dtype=np.int32)}
+        own = self.document.columns()
+        again = {"teacher_input_ids": own["input_ids"]} if self.twice else {}
+        return {**again, **own, "route": np.array([self.route], dtype=np.int32)}
 
 
 class RoutedEncoder(Encoder):
@@ -47,14 +57,21 @@ class RoutedEncoder(Encoder):
     column: str | None
     route: str | None
     routes: Sequence[str]
+    readers: Mapping[int, ContextEncoder] | None = None
 
     def by(self, column: str | None, routes: Sequence[str], route: str | None = None) -> RoutedEncoder:
         """This encoder, with the column that names a row's route or the route of all, and all routes."""
         self.column, self.routes, self.route = column, routes, route
         return self
 
+    def with_readers(self, readers: Mapping[int, ContextEncoder]) -> RoutedEncoder:
+        """This encoder, with those of the routes, by number, whose teacher reads after a context."""
+        self.readers, self.columns = readers, {"teacher_input_ids": (), **self.columns}
+        return self
+
     def settings(self) -> list[object]:
-        return [*super().settings(), self.column, list(self.routes), *filter(None, [self.route])]
+        contexts = [[route, reader.context.model_dump()] for route, reader in (self.readers or {}).items()]
+        return [*super().settings(), self.column, list(self.routes), *filter(None, [self.route]), *contexts]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
         groups: list[Batch] = [[] for _ in self.routes]
@@ -69,8 +86,9 @@ class RoutedEncoder(Encoder):
                     raise RowFault("no teacher of this name", f"column {self.column!r}: {name!r:.40}, not of {names}")
                 groups[self.routes.index(name)].append((number, row))
         for route, rows in enumerate(groups):
-            for document in super().documents(rows, tally):
-                yield OfRoute(document, route)
+            reader = (self.readers or {}).get(route)
+            for document in super().documents(rows, tally) if reader is None else reader.documents(rows, tally):
+                yield OfRoute(document, route, self.readers is not None)
 
 
 class RouteRows(Sequence[Mapping[str, np.ndarray]]):
@@ -102,7 +120,7 @@ class RoutedCollator:
         self.plain = plain
         inner = getattr(plain, "collator", plain)
         self.on_the_left = getattr(inner, "padding_side", "right") == "left"
-        self.teacher: Collate = Collator(pad_token_id, getattr(inner, "pad_to_multiple_of", None))
+        self.teacher = Collator(pad_token_id, getattr(inner, "pad_to_multiple_of", None))
         self.members = [member(self.teacher) for member in members]
 
     def __call__(self, rows: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -113,27 +131,33 @@ class RoutedCollator:
         """
         if any("route" not in row for row in rows):
             raise ValueError("rows: expected route, the number of each document's, which the recipe's data have")
-        batch = self.plain([{name: row[name] for name in OWN} for row in rows])
+        readings = ("", PREFIX) if rows and f"{PREFIX}input_ids" in rows[0] else ("",)
+        plain = self.plain if len(readings) == 1 else ContextCollator(self.plain, self.teacher.pad_token_id)
+        batch = plain(rows)
         width = batch["input_ids"].shape[1]
         routes = torch.full_like(batch["input_ids"], -1)
-        by_route: dict[int, list[list[int]]] = {}  # the teachers' rows: row and offset in the batch, positions in it
+        by_route: dict[int, list[tuple[int, int, Places]]] = {}  # the teachers' rows: row and offset in the batch
         for number, row in enumerate(rows):
             at = (width - len(row["input_ids"])) * self.on_the_left
-            bounds = document_bounds(row["position_ids"])
-            places_of: dict[int, list[int]] = {}
-            for (start, end), route in zip(bounds, row["route"], strict=True):
-                routes[number, at + start : at + end] = route
-                places_of.setdefault(route, []).extend(range(start, end))
+            bounds = [document_bounds(row[f"{reading}position_ids"]) for reading in readings]
+            places_of: dict[int, Places] = {}
+            for route, *spans in zip(row["route"], *bounds, strict=True):
+                routes[number, at + spans[0][0] : at + spans[0][1]] = route
+                for reading, span in zip(readings, spans, strict=True):
+                    places_of.setdefault(route, {}).setdefault(reading, []).extend(range(*span))
             for route, places in places_of.items():
-                by_route.setdefault(route, []).append([number, at, *places])
+                by_route.setdefault(route, []).append((number, at, places))
         is_learned = torch.zeros(batch["labels"].numel(), dtype=torch.bool)
         is_learned[batch["valid_rows"]] = True
         for route, groups in sorted(by_route.items()):
-            own = [{name: [rows[n][name][p] for p in places] for name in OWN} for n, _, *places in groups]
+            own = [
+                {r + name: [rows[n][r + name][p] for p in at] for r, at in places.items() for name in READ[r]}
+                for n, _, places in groups
+            ]
             teacher_batch = (self.members[route] if self.members else self.teacher)(own)
             longest, at_teacher, at_student = teacher_batch["input_ids"].shape[1], [], []
-            for line, (number, at, *places) in enumerate(groups):
-                flat = number * width + at + torch.tensor(places)
+            for line, (number, at, places) in enumerate(groups):
+                flat = number * width + at + torch.tensor(places[""])
                 positions = is_learned[flat].nonzero().squeeze(1)
                 at_teacher.append(line * longest + positions)
                 at_student.append(flat[positions])

@@ -1,15 +1,15 @@
 """Several teachers over one vocabulary, of which each row has its own: `teachers` with routes.
 
-A route is one teacher, loaded or served, or a mixture of loaded ones. Each gets a batch of its own documents, packed as
-they are in the student's rows; its hidden states are spread to the student's positions, and the losses of the routes,
-each over its own tokens and divided by the tokens of all, are added up.
+A route is one teacher, loaded, served or cached, or a mixture of such. Each gets a batch of its own documents, packed
+as they are in the student's rows; its hidden states are spread to the student's positions, and the losses of the
+routes, each over its own tokens and divided by the tokens of all, are added up.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from distill_kernels import LossTerm, TokenStats
@@ -19,15 +19,16 @@ from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import load_template
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
+from distill.data.report import DataReport
+from distill.data.tokenise import Encoder
 from distill.models.fingerprint import model_identity
 from distill.models.head import LogitTransform
 from distill.models.work import Work, total_work
-from distill.recipe import Data, Generate, ModelSection, Part, Recipe, Student
+from distill.recipe import Data, Generate, ModelSection, Part, Recipe, Teacher
 from distill.recipe.teachers import describe_teacher
 from distill.teachers.base import (
     Batch,
     Collate,
-    CutStudent,
     HeadCall,
     LossInputs,
     LossResult,
@@ -39,13 +40,25 @@ from distill.teachers.base import (
 from distill.teachers.base import Teacher as AnyTeacher
 from distill.teachers.cache.teacher import CacheSource
 from distill.teachers.cache.top_k import spread
+from distill.teachers.context.data import ContextEncoder, ContextReport
+from distill.teachers.context.teacher import ContextSource
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, pairing_of
 from distill.teachers.losses import PER_ROUTE, LossSpec, TargetLoss
-from distill.teachers.mixture import SHARDED, MixtureFormat, MixtureSource, MixtureTeacher, MixtureVocabulary
-from distill.teachers.model import LoadedTeacher
+from distill.teachers.mixture import (
+    SHARDED,
+    MixtureFormat,
+    MixtureSource,
+    MixtureTeacher,
+    MixtureVocabulary,
+    SeveralTeachers,
+)
+from distill.teachers.model import ModelSource
+from distill.teachers.reading import PREFIX
 from distill.teachers.routed.data import RoutedCollator, RoutedEncoder, RouteRows
 from distill.teachers.server.teacher import ServerSource
+
+E = TypeVar("E", bound=Encoder)
 
 
 class RouteTargets(NamedTuple):
@@ -117,6 +130,15 @@ class RoutedFormat(TargetFormat):
         likeliest = {n: self.members[n].likeliest(own.hidden, own.rows, most) for n, own in targets.items()}
         return {self.routes[number]: each for number, of_one in likeliest.items() for each in of_one.values()}
 
+    def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        assert isinstance(call.inputs.targets, dict)
+        shares = {}
+        for number, own in call.inputs.targets.items():
+            mine = call._replace(inputs=LossInputs(own.hidden, None, True))
+            (share,) = self.members[number].overlap(pairing, mine, rows).values()
+            shares[self.routes[number]] = share.masked_fill(~torch.isin(rows, own.rows), torch.nan)
+        return shares
+
     def needs_targets(self, loss: TargetLoss) -> bool:
         """Always: which tokens are whose."""
         return True
@@ -156,7 +178,7 @@ class RoutedFormat(TargetFormat):
         return total, statistics
 
 
-class RoutedTeacher(AnyTeacher):
+class RoutedTeacher(SeveralTeachers):
     """Several teachers, by route.
 
     Args:
@@ -167,18 +189,9 @@ class RoutedTeacher(AnyTeacher):
     def __init__(self, members: Sequence[AnyTeacher | nn.Module], routes: Sequence[str]) -> None:
         if len(members) != len(routes) or len(set(routes)) < len(routes) or not routes:
             raise ValueError(f"teachers: expected a route of its own for each of {len(members)}, got {list(routes)}")
-        self.members: list[AnyTeacher] = [
-            LoadedTeacher(member, field=f"teachers.{number}") if isinstance(member, nn.Module) else member
-            for number, member in enumerate(members)
-        ]
+        super().__init__(members)
         self.routes = tuple(routes)
-        self.models = {name: model for member in self.members for name, model in member.models.items()}
-        self.ahead = max(member.ahead for member in self.members)
-        self.judges_new_rows = all(member.judges_new_rows for member in self.members)
-        self.whole_documents = any(member.whole_documents for member in self.members)
-        formats = [each.format for each in self.members if isinstance(each.format, HiddenFormat | MixtureFormat)]
-        if len(formats) < len(self.members):
-            raise ValueError("teachers: expected routed teachers that give hidden states, got one that gives top k")
+        formats = [cast("HiddenFormat | MixtureFormat", member.format) for member in self.members]
         self.format = RoutedFormat(formats, self.routes)
 
     def collate(self, plain: Collate) -> Collate:
@@ -187,7 +200,9 @@ class RoutedTeacher(AnyTeacher):
     def student_batch(self, batch: Batch, needs_targets: bool) -> dict[str, torch.Tensor]:
         if "routes" not in batch:
             raise ValueError(f"batch: expected routes too, as RoutedCollator gives them; got {sorted(batch)}")
-        return {name: value for name, value in batch.items() if not name.startswith("route")}
+        for _, member, own in self.batches(batch):
+            member.student_batch(own, needs_targets)  # which holds that nothing is missing
+        return {name: value for name, value in batch.items() if not name.startswith(("route", PREFIX))}
 
     def batches(self, batch: Batch) -> Iterator[tuple[int, AnyTeacher, Batch]]:
         """Of each route that occurs its number, its teacher and that teacher's batch."""
@@ -197,16 +212,9 @@ class RoutedTeacher(AnyTeacher):
                 named = {name.removeprefix(own): value for name, value in batch.items() if name.startswith(own)}
                 yield number, member, named
 
-    def submit(self, batch: Batch) -> None:
-        for _, member, own in self.batches(batch):
-            member.submit(own)
-
-    def fault_of(self, batches: Sequence[Batch]) -> str | None:
-        parts = [(member, own) for batch in batches for _, member, own in self.batches(batch)]
-        return next((fault for member, own in parts if (fault := member.fault_of([own]))), None)
-
     def works(self) -> dict[str, Work | None]:
-        return {f"route{n}_": work for n, member in enumerate(self.members) for work in member.works().values()}
+        works = [(n, *each) for n, member in enumerate(self.members) for each in member.works().items()]
+        return {f"route{n}_{prefix}": work for n, prefix, work in works}
 
     def targets(self, batch: Batch) -> dict[int, RouteTargets]:
         """Of each route that occurs, [B, S, hidden] of each teacher; 0 elsewhere."""
@@ -224,28 +232,13 @@ class RoutedTeacher(AnyTeacher):
             targets[0] = RouteTargets(nothing if isinstance(self.members[0], MixtureTeacher) else nothing[0], rows)
         return targets
 
-    def head_rows(self) -> list[int]:
-        return [rows for member in self.members for rows in member.head_rows()]
-
-    def head_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for member in self.members:
-            yield from member.head_tensors()
-
     def parameters_text(self) -> str:
         return ", ".join(f"{name} {member.parameters_text()}" for name, member in self._named())
-
-    def to(self, device: torch.device) -> None:
-        for member in self.members:
-            member.to(device)
 
     def head_widths(self, route: int) -> list[tuple[int, torch.dtype]]:
         """Hidden size and dtype of a route's heads."""
         weights = [tensor for name, tensor in self.members[route].head_tensors() if tensor.dim() == 2]
         return [(weight.shape[1], weight.dtype) for weight in weights]
-
-    def cut_student(self, section: Student, device: torch.device, dtype: torch.dtype) -> CutStudent:
-        """Cut from the first one."""
-        return self.members[0].cut_student(section, device, dtype)
 
     def respond(self, prompts: Sequence[str], settings: Generate) -> list[str] | None:
         """None: a prompt names no teacher."""
@@ -255,19 +248,20 @@ class RoutedTeacher(AnyTeacher):
         """How many tokens of the first held-out batch are whose; and what each teacher that occurs has to prove."""
         counts = {name: len(batch.get(f"route{n}_rows", ())) for n, name in enumerate(self.routes)}
         shares = ", ".join(f"{count:,} by {name}" for name, count in counts.items())
-        proofs = [line for _, member, own in self.batches(batch) for line in member.prove(own, student, pairing)]
-        return [f"{'routes':<12}of the first held-out batch's learned tokens {shares}", *proofs]
+        line = f"{'routes':<12}of the first held-out batch's learned tokens {shares}"
+        return [line, *super().prove(batch, student, pairing)]
 
     def small(self, layers: Sequence[int]) -> RoutedTeacher:
         return RoutedTeacher([member.small(layers) for member in self.members], self.routes)
 
     def fingerprint(self) -> dict[str, object]:
         loaded: dict[str, object] = {name: model_identity(model) for name, model in self.models.items()}
-        return loaded | {f"route {name}": m.fingerprint() for name, m in self._named() if not m.models}
-
-    def close(self) -> None:
-        for member in self.members:
-            member.close()
+        for name, member in self._named():
+            if isinstance(member, MixtureTeacher):
+                loaded |= {f"route {name} {which}": own for which, own in member.elsewhere().items()}
+            elif not member.models:
+                loaded[f"route {name}"] = member.fingerprint()
+        return loaded
 
     def _named(self) -> Iterator[tuple[str, AnyTeacher]]:
         return zip(self.routes, self.members, strict=True)
@@ -287,13 +281,18 @@ class RoutedSource(MixtureSource):
         description = describe_teacher(recipe)
         super().__init__(recipe)
         self.routes = description.routes
-        self.members = [
-            loaded
-            if section.is_loaded
-            else ELSEWHERE[section.type](recipe.model_copy(update={"teacher": section, "teachers": []}))
-            for section, loaded in zip(description.members.values(), self.members, strict=True)
-        ]
+        self.members = [self._source(*each) for each in self.sections.items()]
+        self.contexts = {
+            route: section.context
+            for route, section in zip(self.routes, self.sections.values(), strict=True)
+            if section.context is not None
+        }
         self.sections = {field: section for field, section in self.sections.items() if section.is_loaded}
+
+    def _source(self, field: str, section: Teacher) -> TeacherSource:
+        if section.is_loaded:
+            return (ModelSource if section.context is None else ContextSource)(self.recipe, section, field)
+        return ELSEWHERE[section.type](self.recipe.model_copy(update={"teacher": section, "teachers": []}))
 
     @property
     def config_section(self) -> ModelSection:
@@ -342,7 +341,7 @@ class RoutedSource(MixtureSource):
         return RoutedTeacher(
             [
                 opened[own[0]] if len(own) == 1
-                else MixtureTeacher([cast("LoadedTeacher", opened[n]) for n in own], [self.weights[n] for n in own])
+                else MixtureTeacher([opened[n] for n in own], [self.weights[n] for n in own])
                 for own in groups.values()
             ],
             list(groups),
@@ -355,11 +354,17 @@ class RoutedVocabulary(MixtureVocabulary):
     def read(self, data: Data, seed: int) -> Splits:
         template = load_template(data.chat_template, self.tokenizer)
         assert isinstance(self.source, RoutedSource)
-        routes = list(dict.fromkeys(self.source.routes))
+        routes, contexts = list(dict.fromkeys(self.source.routes)), self.source.contexts
 
         def encoder(format: Format, part: Part) -> RoutedEncoder:
             own = part.data
-            rows = RoutedEncoder(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
-            return rows.by(own.fields.teacher, routes, part.teacher)
 
-        return load_rows(data, encoder, [template], seed=seed)
+            def made(kind: type[E]) -> E:
+                return kind(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
+
+            here = {route: context for route, context in contexts.items() if part.teacher in (None, route)}
+            readers = {routes.index(route): made(ContextEncoder).after(context) for route, context in here.items()}
+            rows = made(RoutedEncoder).by(own.fields.teacher, routes, part.teacher)
+            return rows.with_readers(readers) if contexts else rows
+
+        return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport if contexts else DataReport)
