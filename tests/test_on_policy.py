@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from test_trainer import arguments, weights
 from tiny import save_models, tiny_model, tiny_tokenizer
 from transformers import TrainingArguments
 from two_ranks import run_as_two
@@ -55,26 +56,17 @@ def on_policy(model, **settings):
 
 
 def trainer(folder, *, student=None, data=None, own=None, callbacks=None, loss="reverse_kl", **settings):
-    defaults = {
-        "max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
-        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
-        "seed": 3,
-    }  # fmt: skip
     student = student or tiny_model(dtype=torch.float64)
     made = DistillationTrainer(
         student,
         tiny_model(seed=1, hidden=64, dtype=torch.float64),
-        TrainingArguments(str(folder), **defaults | settings),
+        arguments(folder, **{"max_steps": 3} | settings),
         loss=loss,
         train_dataset=Dataset.from_list(pairs() if data is None else data),
         callbacks=callbacks,
     )
     made.on_policy = on_policy(student, **(own or {}))
     return made
-
-
-def weights(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def test_documents_are_taken_apart_and_put_together():

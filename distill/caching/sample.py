@@ -170,11 +170,7 @@ def _seed(seed: int, number: int) -> int:
 
 
 def _finished(out: Path, prompts: list[Prompt], settings: dict[str, Any]) -> int:
-    """How many lines of `out` are done; a last line that was cut short is taken away.
-
-    Raises:
-        ValueError: `out` cannot be written, or its lines answer other prompts or were made otherwise.
-    """
+    """How many lines of `out` are done, if they answer these prompts; a last one that was cut short is taken away."""
     if out.suffix != ".jsonl":
         raise ValueError(f"--out: expected a file that ends in .jsonl, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
@@ -220,11 +216,7 @@ def answers_in_shards(recipe: Recipe, processes: int, batch_size: int, max_new_t
 
 
 def _processes(recipe: Recipe, who: str, settings: AnswerSettings) -> int:
-    """How many processes answer: one, or those that hold the teacher in shards, which have found each other then.
-
-    Raises:
-        ValueError: several that hold whole models, or an engine that needs one.
-    """
+    """How many processes answer: one, or those that hold the teacher in shards, which have found each other then."""
     world = world_size()
     if world == 1:
         return 1

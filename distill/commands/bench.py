@@ -175,20 +175,18 @@ def decoder_inputs(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name not in ("labels", "valid_rows")} | {"use_cache": False}
 
 
+def plain_divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """Forward KL over fp32 log-probabilities of all positions but the last of a row, from logits [B, T, V]."""
+    shared = min(student_logits.shape[-1], teacher_logits.shape[-1])  # of heads padded to different sizes
+    log_p, log_q = (z[:, :-1, :shared].flatten(0, 1).float().log_softmax(-1) for z in (student_logits, teacher_logits))
+    return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
+
+
 def plain_step(
     teacher: nn.Module, student: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer, compiled: bool = False
 ) -> Step:
-    """Logits of both models in full, forward KL over fp32 log-probabilities of all positions but the last of a row."""
-
-    def divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-        shared = min(student_logits.shape[-1], teacher_logits.shape[-1])  # of heads padded to different sizes
-        student_logits, teacher_logits = (
-            z[:, :-1, :shared].flatten(0, 1).float() for z in (student_logits, teacher_logits)
-        )
-        log_p, log_q = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
-        return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
-
-    inputs, loss = decoder_inputs(batch), torch.compile(divergence) if compiled else divergence
+    """Logits of both models in full, and `plain_divergence`."""
+    inputs, loss = decoder_inputs(batch), torch.compile(plain_divergence) if compiled else plain_divergence
     return logits_step(lambda: teacher(**inputs).logits, lambda: student(**inputs).logits, loss, optimizer)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distill.commands.arguments import AsJson, Overrides, complete_recipe, load_recipe, say_json
 from distill.core import console
 from distill.core.units import counted
+
+if TYPE_CHECKING:
+    from distill.doctor.invariants import Finding
 
 
 def doctor(
@@ -40,28 +44,25 @@ def doctor(
         from distill.doctor.machine import examine_machine, machine_lines
 
         lines += machine_lines()
-    if not as_json:
-        console.say("\n".join(map(str, lines)))
-    kernels, findings = [], []
+    say: Callable[[str], None] = (lambda line: None) if as_json else console.say
+    say("\n".join(map(str, lines)))
+
+    kernels: list[Finding] = []
+    findings: list[Finding] = []
     if machine:
         with console.working("trying the kernels; compiling them takes minutes the first time"):
             for finding in examine_machine():
                 kernels.append(finding)
-                if not as_json:
-                    console.say(str(finding))
-    if resolved is not None:
-        for finding in examine(resolved, small=small):
-            findings.append(finding)
-            if not as_json:
-                console.say(str(finding))
+                say(str(finding))
+    for finding in () if resolved is None else examine(resolved, small=small):
+        findings.append(finding)
+        say(str(finding))
     if as_json:
         say_json({"environment": lines, **({"kernels": kernels} if machine else {}), "recipe": findings})
-    failed = sum(finding.passed is False for finding in [*kernels, *findings])
-    if kernels and not as_json:
-        console.say(_summary([finding.passed for finding in kernels], "check"))
-    if findings and not as_json:
-        console.say(_summary([finding.passed for finding in findings], "invariant"))
-    if failed or not all(line.fine for line in lines):
+    for what, group in (("check", kernels), ("invariant", findings)):
+        if group:
+            say(_summary([finding.passed for finding in group], what))
+    if any(finding.passed is False for finding in [*kernels, *findings]) or not all(line.fine for line in lines):
         raise typer.Exit(1)
 
 

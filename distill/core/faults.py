@@ -259,11 +259,8 @@ def _literals(model: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def _locate(loc: tuple[int | str, ...], model: type[BaseModel]) -> tuple[list[str], list[str]]:
-    """The path as the user wrote it, and the fields known where it ends.
-
-    pydantic puts names into a path that the user never wrote (which member of a union, `[key]`); a part that is
-    neither an index nor a field is dropped unless it comes last.
-    """
+    """The path as the user wrote it, and the fields known where it ends: of what pydantic adds (a union's member,
+    `[key]`), neither an index nor a field, all is dropped but the last part."""
     path: list[str] = []
     sections: list[type[BaseModel]] = [model]
     for position, part in enumerate(loc):

@@ -223,10 +223,8 @@ def _texts(origin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hold_out(origin: np.ndarray, section: Validation) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the held-out and the other documents; pieces of one text and copies of it stay together.
-
-    Only where all is one text are its pieces themselves divided.
-    """
+    """Indices of the held-out and the other documents; pieces of one text and copies of it stay together, unless all is
+    one text."""
     origin, texts = _texts(origin)
     if len(texts) < 2:
         raise ValueError(

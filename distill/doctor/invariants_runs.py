@@ -257,10 +257,8 @@ def _two_processes(folder: Path, program: Sequence[str], gpus: bool) -> tuple[in
 
 
 def _one_step(folder: Path, *, processes: int, cpu: bool) -> Weights:
-    """Weights after one SGD step over the rows in `folder`, each of the processes with as many of them.
-
-    Without dropout, of which every process draws its own.
-    """
+    """Weights after one SGD step over the rows in `folder`, each of the processes with as many of them; without
+    dropout, of which every process draws its own."""
     subject = _read_subject(folder)
     trainer = _trainer(
         subject, folder / "run", max_steps=1, batch_size=len(subject.rows) // processes, optim="sgd",

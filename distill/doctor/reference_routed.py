@@ -73,7 +73,9 @@ class RoutedReference(Reference):
                 parts = [place for place, (begin, _) in both if routes[begin] == number]
                 if parts:
                     lines.append([[values[i] for a, b in parts for i in range(a, b)] for values in (ids, positions)])
-            longest = max((len(ids) for ids, _ in lines), default=0)
+            if not lines:  # nobody is asked
+                continue
+            longest = max(len(ids) for ids, _ in lines)
             for _, positions in lines:
                 positions += range(longest - len(positions))
             pad = group[0][1].model.config.pad_token_id or 0 if reading else 0

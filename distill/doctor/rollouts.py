@@ -70,7 +70,7 @@ class StudentRollouts:
         engine = engine_for(self.engine, student, settings, trains=True)
         return OnPolicy(
             engine, fraction=self.fraction if fraction is None else fraction, max_new_tokens=self.max_new_tokens,
-            sampling=self.sampling, seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
+            sampling=Sampling(*self.sampling), seed=self.seed, max_length=self.max_length, batch_size=self.batch_size,
             log_probs=log_probs,
         )  # fmt: skip
 

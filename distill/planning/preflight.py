@@ -213,19 +213,22 @@ def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
 def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
     """Settings that may save memory, and the recipe with each."""
     recipe, precision, source = situation.recipe, situation.precision, situation.source
-    train, changes = recipe.train, []
+    train, changes = recipe.train, list[tuple[str, Recipe]]()
+
+    def offer(section: str, note: str = "", **values: Any) -> None:
+        label = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in values.items())
+        changes.append((label + note, _with(recipe, section, **values)))
+
     if not train.gradient_checkpointing:
-        changes.append(("train.gradient_checkpointing=true", _with(recipe, "train", gradient_checkpointing=True)))
+        offer("train", gradient_checkpointing=True)
     if train.batch_size > (least := recipe.data.samples):
-        changes.append((f"train.batch_size={least}", _with(recipe, "train", batch_size=least)))
+        offer("train", batch_size=least)
     if recipe.data.max_length >= 1024:
-        half = recipe.data.max_length // 2
-        changes.append((f"data.max_length={half}", _with(recipe, "data", max_length=half)))
+        offer("data", max_length=recipe.data.max_length // 2)
     if train.optimizer != FUSED:
-        changes.append((f"train.optimizer={FUSED}", _with(recipe, "train", optimizer=FUSED)))
+        offer("train", optimizer=FUSED)
     elif train.optimizer_states == "float32" or (train.optimizer_states == "auto" and precision.student.itemsize > 2):
-        label = "train.optimizer_states=bfloat16"
-        changes.append((label, _with(recipe, "train", optimizer_states="bfloat16")))
+        offer("train", optimizer_states="bfloat16")
     wide = precision.teacher == torch.float32
     for way in source.smaller(device.family) if device.cuda else []:
         if way.same_targets or not wide:
@@ -233,19 +236,17 @@ def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
             note = f"{moved / GIB:.1f} GiB cross the bus in every micro-batch" if moved else way.note
             changes.append((f"{way.override} ({note})", way.recipe))
     if wide and source.sections:
-        changes.append(("teacher.dtype=bfloat16", _with(recipe, "teacher", dtype="bfloat16")))
+        offer("teacher", dtype="bfloat16")
     if recipe.student.lora is None:
         lora = _with(recipe, "student", lora=Lora(), dtype="bfloat16" if device.cuda else recipe.student.dtype)
         changes.append(("student.lora.r=16 student.dtype=bfloat16", lora))
         if precision.student == torch.float32 and device.cuda:
             how = "rounded at random" if train.optimizer == FUSED else "small updates are lost"
-            label = f"student.dtype=bfloat16 (weights without float32 copies: {how})"
-            changes.append((label, _with(recipe, "student", dtype="bfloat16")))
+            offer("student", f" (weights without float32 copies: {how})", dtype="bfloat16")
     if situation.world > 1 and recipe.parallel.strategy != "fsdp":
-        changes.append(("parallel.strategy=fsdp", _with(recipe, "parallel", strategy="fsdp")))
+        offer("parallel", strategy="fsdp")
     if situation.world > 1 and recipe.parallel.teacher != "sharded" and source.shardable:
-        label = "parallel.strategy=fsdp parallel.teacher=sharded"
-        changes.append((label, _with(recipe, "parallel", strategy="fsdp", teacher="sharded")))
+        offer("parallel", strategy="fsdp", teacher="sharded")
     return changes
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from distill.models.cards import Card
 from distill.models.work import NO_WORK, Work, work_of
 from distill.planning.devices import REACHED, Device
 from distill.planning.memory import step_memory
@@ -50,6 +51,28 @@ def longer_in_bf16(device: Device, weights: float, tokens: float) -> float | Non
     return 2 * weights * tokens * (1 / device.card.bf16 - 1 / device.card.fp8) / (SUSTAINED * 1e12)
 
 
+class Clock(NamedTuple):
+    """What a device with these rates takes for the `tokens` of a step; both models are called `calls` times in it."""
+
+    card: Card
+    peak: float
+    tokens: StepTokens
+    calls: int
+
+    @property
+    def bandwidth(self) -> float:
+        """Of its memory, bytes a second."""
+        return COPIED * self.card.bandwidth * 1e9
+
+    def seconds(self, work: Work, in_fp8: bool = False) -> float:
+        """Of a device that does all of it."""
+        tokens, body = self.tokens, self.card.fp8 * 1e12 if in_fp8 and self.card.fp8 is not None else self.peak
+        products = (work.token * tokens.tokens / body + work.trained * tokens.learned / self.peak) / SUSTAINED
+        moved = work.token_bytes * tokens.tokens + work.trained_bytes * tokens.learned
+        moved += (work.token + work.trained) * self.calls  # weights: a byte a FLOP of one token
+        return products + work.pair * tokens.pairs / (ATTENTION * self.peak) + moved / self.bandwidth
+
+
 def step_time(
     situation: Situation, device: Device, tokens: StepTokens, read: StepTokens | None = None
 ) -> StepTime | None:  # fmt: skip
@@ -60,44 +83,48 @@ def step_time(
         read: what the teacher reads in their place; None for the same.
     """
     read = read or tokens
-    recipe, student, world, micro = situation.recipe, situation.student, situation.world, situation.accumulation
-    soft, footprint, shape = is_soft(recipe.loss), situation.footprint(), student.shape
-    teacher = footprint.work if soft else NO_WORK
+    recipe, student = situation.recipe, situation.student
+    teacher = situation.footprint().work if is_soft(recipe.loss) else NO_WORK
     if student.work is None or teacher is None:
         return None
     flops = student.work.of(*tokens) + teacher.of(*read)
     if (card := device.card) is None or (peak := card.flops) is None or situation.precision.compute == torch.float32:
         return StepTime(flops, None)
-    bandwidth = COPIED * card.bandwidth * 1e9
-    bus, link = (REACHED * rate * 1e9 for rate in (card.link, card.peers or card.link))
-
-    def seconds(work: Work, in_fp8: bool = False, tokens: StepTokens = tokens) -> float:
-        """Of a device that does all of it."""
-        body = card.fp8 * 1e12 if in_fp8 and card.fp8 is not None else peak
-        products = (work.token * tokens.tokens / body + work.trained * tokens.learned / peak) / SUSTAINED
-        moved = work.token_bytes * tokens.tokens + work.trained_bytes * tokens.learned
-        moved += (work.token + work.trained) * world * micro  # weights: a byte a FLOP of one token
-        return products + work.pair * tokens.pairs / (ATTENTION * peak) + moved / bandwidth
-
-    fp8 = recipe.student.compute == "fp8"
-    students = seconds(student.work, fp8) + seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
-    if situation.precision.student == torch.float32:  # and its residual stream: 2 bytes more, 4 times a layer and pass
-        students += 24 * shape.hidden * shape.layers * tokens.tokens / bandwidth
-    if recipe.train.gradient_checkpointing and (again := work_of(student.model, trains=False)) is not None:
-        students += seconds(again._replace(trained=0.0, trained_bytes=0.0), fp8)
-    dtypes = {section.dtype for section in situation.source.sections.values()}
-    teachers = seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"}, read)
-    sharing = sharing_of(situation)
-    held = step_memory(situation, sharded=sharing.student_sharded).parts
-    optimizer = (3 * held["gradients"] + 2 * held["optimizer states"]) / bandwidth
-    exchanged = 2 * held["gradients"]
-    if sharing.student_sharded:  # its weights gathered forward and backward, its gradients summed in float32
-        exchanged = 2.0 * situation.precision.compute.itemsize * shape.parameters * micro + 4 * shape.trained
-    students = students / world + optimizer + exchanged * (1 - 1 / world) / link
-    ranks, in_shards = world, sharing.teacher_sharded
-    if apart := recipe.parallel.teacher_ranks:
-        ranks, (in_shards, _, _, footprint) = apart, teacher_side(situation)
-    calls = micro * soft * world / ranks
-    teachers = max(teachers / ranks, footprint.moved * calls / bus)
-    teachers += footprint.weights * in_shards * (1 - 1 / ranks) * calls / link
+    clock = Clock(card, peak, tokens, situation.world * situation.accumulation)
+    work = clock.seconds(student.work, recipe.student.compute == "fp8")
+    work += clock.seconds(teacher._replace(token=0.0, pair=0.0, token_bytes=0.0))
+    students = _student_seconds(situation, clock, work)
+    teachers = _teacher_seconds(situation, clock._replace(tokens=read), teacher)
+    apart = recipe.parallel.teacher_ranks
     return StepTime(flops, max(students, teachers) if apart else students + teachers)
+
+
+def _student_seconds(situation: Situation, clock: Clock, work: float) -> float:
+    """Of the side that trains: `work` seconds of one device, what is computed again, optimizer and exchange."""
+    recipe, student, shape, world = situation.recipe, situation.student, situation.student.shape, situation.world
+    if situation.precision.student == torch.float32:  # and its residual stream: 2 bytes more, 4 times a layer and pass
+        work += 24 * shape.hidden * shape.layers * clock.tokens.tokens / clock.bandwidth
+    if recipe.train.gradient_checkpointing and (again := work_of(student.model, trains=False)) is not None:
+        work += clock.seconds(again._replace(trained=0.0, trained_bytes=0.0), recipe.student.compute == "fp8")
+    sharded = sharing_of(situation).student_sharded
+    held = step_memory(situation, sharded=sharded).parts
+    optimizer = (3 * held["gradients"] + 2 * held["optimizer states"]) / clock.bandwidth
+    exchanged = 2 * held["gradients"]
+    if sharded:  # its weights gathered forward and backward, its gradients summed in float32
+        gathered = 2.0 * situation.precision.compute.itemsize * shape.parameters * situation.accumulation
+        exchanged = gathered + 4 * shape.trained
+    link = REACHED * (clock.card.peers or clock.card.link) * 1e9
+    return work / world + optimizer + exchanged * (1 - 1 / world) / link
+
+
+def _teacher_seconds(situation: Situation, clock: Clock, teacher: Work) -> float:
+    """Of the teacher's layers, on the ranks that hold it."""
+    dtypes = {section.dtype for section in situation.source.sections.values()}
+    work = clock.seconds(teacher._replace(trained=0.0, trained_bytes=0.0), dtypes == {"fp8"})
+    ranks, in_shards, footprint = situation.world, sharing_of(situation).teacher_sharded, situation.footprint()
+    if apart := situation.recipe.parallel.teacher_ranks:
+        ranks, (in_shards, _, _, footprint) = apart, teacher_side(situation)
+    calls = clock.calls * is_soft(situation.recipe.loss) / ranks
+    bus, link = (REACHED * rate * 1e9 for rate in (clock.card.link, clock.card.peers or clock.card.link))
+    layers = max(work / ranks, footprint.moved * calls / bus)
+    return layers + footprint.weights * in_shards * (1 - 1 / ranks) * calls / link

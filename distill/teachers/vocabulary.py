@@ -37,14 +37,18 @@ class Vocabulary:
         teacher_tokenizer: puts questions to the teacher.
     """
 
-    def __init__(self, recipe: Recipe, teacher: ModelSection, id_bound: int | None = None) -> None:
+    top_k = False
+
+    def __init__(self, recipe: Recipe, teacher: ModelSection, id_bound: int | None = None, top_k: bool = False) -> None:
         """Read the teacher's tokenizer.
 
         Args:
             recipe: the run's.
             teacher: whose tokenizer is read.
             id_bound: random ids stay below it; None for the smaller of the two vocabularies.
+            top_k: the teacher says K tokens of a position, and its format holds that the student has their columns.
         """
+        self.top_k = top_k
         self.recipe, self._teacher, self._id_bound = recipe, teacher, id_bound
         self.tokenizer: Any = None
         if not is_synthetic(recipe.data):
@@ -99,7 +103,7 @@ class Vocabulary:
             student_rows: of the student's.
         """
         shared, verdict = shared_columns(self.tokenizer, self.student_tokenizer, teacher_rows[0], student_rows)
-        return Match(min(shared, *teacher_rows), verdict + self.other_prompt())
+        return Match(None if self.top_k else min(shared, *teacher_rows), verdict + self.other_prompt())
 
     def other_prompt(self) -> str:
         """Where the student's own chat template writes a prompt in another way than the data's; empty where it does

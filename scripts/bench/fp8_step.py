@@ -27,7 +27,7 @@ from distill_kernels.matmul import fp8_train
 from distill_kernels.optim.adamw import FusedAdamW
 
 from distill.commands.bench import Clock, make_batch, our_step, plain_step, timed_steps
-from distill.models.head import decoder_of
+from distill.models.compiling import compile_layers
 from distill.recipe.loss import Loss
 from distill.teachers.objective import DistillationObjective
 from scripts.bench.harness import Row, time_in_turn
@@ -65,8 +65,7 @@ def rival(name: str, teacher: Any, student: Any, batch: dict[str, torch.Tensor])
     if compiled:
         torch._dynamo.reset()
         for model in (teacher, student):
-            for layer in decoder_of(model).layers:  # type: ignore[union-attr]
-                layer.compile()
+            compile_layers(model)
     return plain_step(teacher, student, batch, torch.optim.AdamW(student.parameters(), lr=1e-5, fused=True), compiled)
 
 

@@ -8,6 +8,7 @@ enqueue one call, measured on small shapes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -77,14 +78,12 @@ def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, 1e-6)
 
 
-def _torch_add_rms_norm(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + r
-    return _torch_rms_norm(total, weight), total
+def _after_addition(norm: Function) -> Function:
+    def run(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + r
+        return norm(total, weight), total
 
-
-def _hf_add_rms_norm(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    total = x + r
-    return _hf_rms_norm(total, weight), total
+    return run
 
 
 def _torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -130,7 +129,8 @@ def layers() -> dict[str, Layer]:
             (2, 5), 2, _rows(1, 1), norm_shapes, more_norm_shapes, _liger("liger_rms_norm", 1e-6, **in_place),
         ),
         "add_rms_norm": Layer(
-            ours.add_rms_norm, {"add, F.rms_norm": _torch_add_rms_norm, "as transformers": _hf_add_rms_norm},
+            ours.add_rms_norm,
+            {"add, F.rms_norm": _after_addition(_torch_rms_norm), "as transformers": _after_addition(_hf_rms_norm)},
             "as transformers", (4, 8), 3, _rows(2, 1), norm_shapes, more_norm_shapes,
             _liger("liger_fused_add_rms_norm", 1e-6, **in_place),
         ),
@@ -174,23 +174,22 @@ def layers() -> dict[str, Layer]:
     }  # fmt: skip
 
 
+def _outputs(function: Function, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+    outputs = function(*inputs)
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
 def _step(function: Function, backward: bool, sets: list[tuple[Tensors, Tensors]], differentiate: int) -> Function:
     """A call of `function` on the next input set, with the gradients of its first inputs where asked for."""
-    position = -1
+    turn = itertools.cycle(sets)
 
     def forward_only() -> None:
-        nonlocal position
-        position = (position + 1) % len(sets)
         with torch.no_grad():
-            function(*sets[position][0])
+            function(*next(turn)[0])
 
     def both() -> None:
-        nonlocal position
-        position = (position + 1) % len(sets)
-        inputs, upstream = sets[position]
-        outputs = function(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.autograd.grad(outputs, inputs[:differentiate], upstream)
+        inputs, upstream = next(turn)
+        torch.autograd.grad(_outputs(function, inputs), inputs[:differentiate], upstream)
 
     return both if backward else forward_only
 
@@ -210,8 +209,7 @@ def _make_sets(layer: Layer, shape: tuple[int, ...], most: int = 48) -> tuple[li
         wanted = min(max(math.ceil(ROTATE_BYTES / (size * layer.passes[0])), 2), most)
         for tensor in inputs[: layer.differentiate]:
             tensor.requires_grad_()
-        outputs = next(iter(layer.eager.values()))(*inputs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = _outputs(next(iter(layer.eager.values())), inputs)
         sets.append((inputs, [torch.randn_like(out) for out in outputs]))
     return sets, size
 
@@ -219,22 +217,15 @@ def _make_sets(layer: Layer, shape: tuple[int, ...], most: int = 48) -> tuple[li
 def _copy_step(size: int, count: int) -> Callable[[], object]:
     """A plain copy that moves as many bytes: what launch and ramp-up leave of the bandwidth at this size."""
     sources = [torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda") for _ in range(count)]
-    position = -1
-
-    def step() -> torch.Tensor:
-        nonlocal position
-        position = (position + 1) % count
-        return sources[position].clone()
-
-    return step
+    turn = itertools.cycle(sources)
+    return lambda: next(turn).clone()
 
 
 def _errors(function: Function, layer: Layer, inputs: Tensors, upstream: Tensors) -> dict[str, float]:
     """Relative errors against fp64 of the first output and the first gradient."""
 
     def results(call: Function, tensors: Tensors, grads: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = call(*tensors)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = _outputs(call, tensors)
         return outputs[0].detach(), torch.autograd.grad(outputs, tensors[0], grads)[0]
 
     wide = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in inputs]

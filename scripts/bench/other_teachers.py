@@ -11,21 +11,20 @@ but a tenth of the tokens shared; the plain fused KL beside it. Errors are those
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from distill_kernels import FusedDistillationLoss, FusedKLLoss, LossTerm, TeacherHead
-from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.mixture import Mixture
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Head
 
 from distill.models.head import HeadWeights
 from distill.teachers.cross.loss import CrossTokenizerLoss, Spans, SpanTargets
-from scripts.bench.harness import Row, time_in_turn
-from scripts.bench.losses import FLOOR_ROWS, KL, MAIN, MOST_ERROR, Inputs, floor, gradient_errors
+from scripts.bench.harness import Row
+from scripts.bench.losses import FLOOR_ROWS, KL, MAIN, Inputs, exact_gradients_from, floor, measured
 
+FLOOR = f"floor: one teacher's bare products, {FLOOR_ROWS:,} rows"
 SECOND_HIDDEN = 3072
 SHARES = (0.7, 0.3)
 
@@ -42,7 +41,6 @@ def mixture_rows(quick: bool, only: str) -> list[Row]:
     """Two teachers against one, and against eager PyTorch."""
     inputs = Inputs(MAIN)
     y, v = second_head(inputs)
-    n, vocab = inputs.shape.rows, inputs.shape.vocab
 
     def teachers(i: Inputs) -> list[TeacherHead]:
         return [TeacherHead(i.x_teacher, i.w_teacher, SHARES[0]), TeacherHead(y, v, SHARES[1])]
@@ -72,18 +70,12 @@ def mixture_rows(quick: bool, only: str) -> list[Row]:
     }
     if not quick:
         losses["eager, two teachers, full logits"] = eager
-    scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device="cuda")
     heads = (Head(inputs.x_teacher.double(), inputs.w_teacher.double()), Head(y.double(), v.double()))
-    outcome = reference_linear_divergence(
-        Head(inputs.x.detach().double(), inputs.w.detach().double()), Mixture(heads, SHARES, (1.0, 1.0), (0.0, 0.0)),
-        Batch(None, scale, None), one.objective, Wanted(True, True), vocab=vocab, dtype=torch.float64,
-        workspace=4 * 256 * vocab * 8,
-    )  # fmt: skip
-    assert outcome.hidden is not None and outcome.weight is not None
-    exact = outcome.hidden.float(), outcome.weight.float()
-    del outcome, heads
+    mixture = Mixture(heads, SHARES, (1.0, 1.0), (0.0, 0.0))
+    exact = {"two teachers": exact_gradients_from(inputs, mixture, one.objective, labels=None, rows=256)}
+    del heads, mixture
     torch.cuda.empty_cache()
-    return _measured("mixture of teachers", inputs, losses, floor(inputs), {"two teachers": exact}, only, quick)
+    return measured("mixture of teachers", inputs, losses, (FLOOR, floor(inputs)), exact, only, quick)
 
 
 def aligned(rows: int, device: str = "cuda") -> Spans:
@@ -121,31 +113,7 @@ def cross_rows(quick: bool, only: str) -> list[Row]:
         torch.cuda.empty_cache()
     one = FusedKLLoss(skip_ignored_rows=False)
     losses["one tokenizer, the fused KL"] = lambda i: one(i.x, i.w, i.x_teacher, i.w_teacher)
-    return _measured("across tokenizers", inputs, losses, floor(inputs), exact, only, quick)
-
-
-def _measured(
-    case: str, inputs: Inputs, losses: dict[str, Any], bare: Callable[[], None], exact: dict[str, Any], only: str,
-    quick: bool,
-) -> list[Row]:  # fmt: skip
-    """Errors first, then peaks and times in turn with the floor."""
-    steps = {name: inputs.run(loss) for name, loss in losses.items() if only in name}
-    rows = []
-    for name in list(steps):
-        rows.append(Row(case, str(MAIN), name, math.nan, peak_mib=inputs.peak(steps[name])))
-        if name in exact:
-            rows[-1].error = gradient_errors(inputs, steps[name], exact[name])
-        if any(not error < MOST_ERROR for error in rows[-1].error.values()):
-            rows[-1].note = "wrong: not timed"
-            del steps[name]
-    inputs.clear()
-    torch.cuda.empty_cache()
-    label = f"floor: one teacher's bare products, {FLOOR_ROWS:,} rows"
-    times = time_in_turn({label: bare, **steps}, rounds=5 if quick else 7, calls=2, settle=1)
-    for row in rows:
-        if row.candidate in times:
-            row.ms, row.floor_ratio = times[row.candidate], times[row.candidate] / times[label]
-    return [Row(case, str(MAIN), label, times[label], 1.0), *rows]
+    return measured("across tokenizers", inputs, losses, (FLOOR, floor(inputs)), exact, only, quick)
 
 
 def run(quick: bool = False, only: str = "") -> Iterator[Row]:

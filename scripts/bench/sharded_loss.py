@@ -25,15 +25,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, TeacherHead
-from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.mixture import Mixture
-from distill_kernels.losses.operands import Batch, Head, Wanted
+from distill_kernels.losses.operands import Head
 from distill_kernels.losses.terms import make_objective
 from distill_kernels.losses.topk_rows import TAILS
 
 from scripts.bench import topk_losses
 from scripts.bench.harness import Row, time_in_turn
-from scripts.bench.losses import HARD, JSD, KL, MAIN, Inputs, exact_gradients, floor, gradient_errors
+from scripts.bench.losses import (
+    HARD,
+    JSD,
+    KL,
+    MAIN,
+    Inputs,
+    exact_gradients,
+    exact_gradients_from,
+    floor,
+    gradient_errors,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = {
@@ -54,7 +63,8 @@ def losses_of(inputs: Inputs, own: slice, group: Any) -> dict[str, tuple[Callabl
     ids, given = topk_losses.teacher_tokens(inputs, TOP_K)
     heads = tuple(Head(inputs.x_teacher.double(), weight.double()) for weight in (inputs.w_teacher, second))
     mixture = Mixture(heads, SHARES, (1.0, 1.0), (0.0, 0.0))
-    exact: dict[str, Any] = {"forward KL": exact_gradients(inputs, KL), "two teachers": exact_mixture(inputs, mixture)}
+    both_exact = exact_gradients_from(inputs, mixture, make_objective([KL]), labels=inputs.labels, rows=256)
+    exact: dict[str, Any] = {"forward KL": exact_gradients(inputs, KL), "two teachers": both_exact}
     del heads, mixture
     tops = {f"K = {TOP_K}, {tail}": FusedTopKKLLoss(tail=tail, skip_ignored_rows=False) for tail in TAILS}
     exact |= {name: topk_losses.exact_gradients(inputs, module, ids, given) for name, module in tops.items()}
@@ -90,18 +100,6 @@ def losses_of(inputs: Inputs, own: slice, group: Any) -> dict[str, tuple[Callabl
     return {name: (loss, exact.get(name.removesuffix(", not cut"))) for name, loss in losses.items()}
 
 
-def exact_mixture(inputs: Inputs, mixture: Mixture) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx and dW of the mean forward KL from the mixture in fp64."""
-    n, vocab = inputs.shape.rows, inputs.shape.vocab
-    scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device="cuda")
-    outcome = reference_linear_divergence(
-        Head(inputs.x.detach().double(), inputs.w.detach().double()), mixture, Batch(inputs.labels, scale, None),
-        make_objective([KL]), Wanted(True, True), vocab=vocab, dtype=torch.float64, workspace=4 * 256 * vocab * 8,
-    )  # fmt: skip
-    assert outcome.hidden is not None and outcome.weight is not None
-    return outcome.hidden.float(), outcome.weight.float()
-
-
 def measure(rounds: int) -> list[Row]:
     """What every rank does; all time the same calls in the same order."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -110,7 +108,7 @@ def measure(rounds: int) -> list[Row]:
     losses = losses_of(inputs, own, dist.group.WORLD)
     torch.cuda.empty_cache()
     bare = {f"floor: products of 1/{ranks}": floor(inputs)}
-    bare[f"floor: the student's of 1/{ranks}"] = topk_losses.floor(inputs)
+    bare[f"floor: the student's of 1/{ranks}"] = floor(inputs, teacher=False)
     steps, rows = dict(bare), []
     for name, (loss, exact) in losses.items():
         steps[name] = inputs.run(loss)

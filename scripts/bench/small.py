@@ -157,9 +157,7 @@ def products(pair: Pair) -> dict[str, Any]:
 
 def rival(name: str, pair: Pair) -> dict[str, Any]:
     """A training loop of few lines on transformers' models."""
-    from torch.nn import functional as F
-
-    from distill.commands.bench import Clock, apply_liger, liger_loss, make_batch
+    from distill.commands.bench import Clock, apply_liger, liger_loss, make_batch, plain_divergence
     from distill.models.head import decoder_of
     from scripts.bench.step import random_model
 
@@ -182,11 +180,7 @@ def rival(name: str, pair: Pair) -> dict[str, Any]:
     batch = make_batch(pair.batch, pair.length, min(model.config.vocab_size for model in (teacher, student)))
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True, capturable=in_graph)
 
-    def divergence(student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-        student_logits, teacher_logits = (z[:, :-1].flatten(0, 1).float() for z in (student_logits, teacher_logits))
-        log_p, log_q = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
-        return F.kl_div(log_p, log_q, log_target=True, reduction="sum") / log_p.shape[0]
-
+    divergence: Callable[..., Any] = plain_divergence
     ask: Callable[..., Any] = teacher
     learn: Callable[..., Any] = student
     if kind == "compile":

@@ -11,37 +11,17 @@ the full KL's time; K from 16 to 256 and hard labels in the same pass make no di
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from distill_kernels import FusedKLLoss, FusedTopKKLLoss
-from distill_kernels.losses.linear import reference_linear_divergence
-from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.topk_rows import TopK
 
-from scripts.bench.harness import Row, time_in_turn
-from scripts.bench.losses import FLOOR_ROWS, MAIN, MOST_ERROR, Inputs, gradient_errors
+from scripts.bench.harness import Row
+from scripts.bench.losses import MAIN, Inputs, exact_gradients_from, floor, measured
 
 FLOOR = "floor: the student's bare products"
-
-
-def floor(inputs: Inputs) -> Callable[[], None]:
-    """The student's three products, chunk by chunk."""
-    x, w = inputs.x.detach(), inputs.w.detach()
-    logits = torch.empty(FLOOR_ROWS, inputs.shape.vocab, dtype=torch.bfloat16, device="cuda")
-    gradient = torch.empty_like(logits).normal_(std=1e-5)
-    dx, dw = torch.empty_like(x), torch.zeros_like(w)
-
-    def run() -> None:
-        for start in range(0, inputs.shape.rows, FLOOR_ROWS):
-            part = slice(start, start + FLOOR_ROWS)
-            torch.mm(x[part], w.t(), out=logits)
-            torch.mm(gradient, w, out=dx[part])
-            dw.addmm_(gradient.t(), x[part])
-
-    return run
 
 
 def teacher_tokens(inputs: Inputs, k: int, rows: int = 1024) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,16 +35,9 @@ def teacher_tokens(inputs: Inputs, k: int, rows: int = 1024) -> tuple[torch.Tens
 
 
 def exact_gradients(inputs: Inputs, loss: FusedTopKKLLoss, ids: torch.Tensor, logprobs: torch.Tensor) -> Any:
-    """dx and dW of the mean loss in fp64, chunk by chunk, rounded to fp32."""
-    n, vocab = inputs.shape.rows, inputs.shape.vocab
-    scale = torch.full((n,), 1.0 / n, dtype=torch.float64, device="cuda")
-    outcome = reference_linear_divergence(
-        Head(inputs.x.detach().double(), inputs.w.detach().double()), None,
-        Batch(inputs.labels, scale, None, TopK(ids, logprobs.double(), loss.tail)), loss.objective,
-        Wanted(True, True), vocab=vocab, dtype=torch.float64, workspace=4 * 512 * vocab * 8,
-    )  # fmt: skip
-    assert outcome.hidden is not None and outcome.weight is not None
-    return outcome.hidden.float(), outcome.weight.float()
+    """dx and dW of the mean loss in fp64."""
+    top_k = TopK(ids, logprobs.double(), loss.tail)
+    return exact_gradients_from(inputs, None, loss.objective, labels=inputs.labels, top_k=top_k, rows=512)
 
 
 def eager(ids: torch.Tensor, logprobs: torch.Tensor) -> Callable[[Inputs], torch.Tensor]:
@@ -87,7 +60,7 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     losses: dict[str, Callable[[Inputs], torch.Tensor]] = {
         "full fused KL": lambda i: full(i.x, i.w, i.x_teacher, i.w_teacher),
     }
-    errors: dict[str, dict[str, float]] = {}
+    exact: dict[str, Any] = {}
     for k in (64,) if quick else (16, 64, 256):
         ids, given = teacher_tokens(inputs, k)
         for label, settings in {
@@ -101,25 +74,9 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
             name = f"ours, K = {k}, {label}"
             losses[name] = lambda i, m=module, t=ids, g=given: m(i.x, i.w, t, g, i.labels)
             if k == 64 and label != "bucket, reverse" and only in name:
-                exact = exact_gradients(inputs, module, ids, given)
-                errors[name] = gradient_errors(inputs, inputs.run(losses[name]), exact)
+                exact[name] = exact_gradients(inputs, module, ids, given)
                 if label == "bucket":
-                    errors["eager, K = 64"] = gradient_errors(inputs, inputs.run(eager(ids, given)), exact)
+                    exact["eager, K = 64"] = exact[name]
         if k == 64:
             losses["eager, K = 64"] = eager(ids, given)
-    steps = {name: inputs.run(loss) for name, loss in losses.items() if only in name}
-    rows = []
-    for name in list(steps):
-        rows.append(Row("linear top-k", str(MAIN), name, math.nan, peak_mib=inputs.peak(steps[name])))
-        rows[-1].error = errors.get(name, {})
-        if any(not error < MOST_ERROR for error in rows[-1].error.values()):
-            rows[-1].note = "wrong: not timed"
-            del steps[name]
-    inputs.clear()
-    torch.cuda.empty_cache()
-    times = time_in_turn({FLOOR: floor(inputs), **steps}, rounds=5 if quick else 7, calls=2, settle=1)
-    for row in rows:
-        if row.candidate in times:
-            row.ms = times[row.candidate]
-            row.floor_ratio = row.ms / times[FLOOR]
-    yield from [Row("linear top-k", str(MAIN), FLOOR, times[FLOOR], 1.0), *rows]
+    yield from measured("linear top-k", inputs, losses, (FLOOR, floor(inputs, teacher=False)), exact, only, quick)

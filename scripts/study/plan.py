@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from distill.recipe import Recipe, load
 
@@ -48,6 +48,23 @@ QUICK = (
 )  # fmt: skip
 
 
+def told_of(recipe: Recipe, data: str) -> dict[str, Any]:
+    """What a recipe sets, with the data by their name and not by where they lie."""
+    told = recipe.model_dump(mode="json", exclude_unset=True)
+    told["data"]["source"] = data
+    return told
+
+
+def key_of(told: object) -> str:
+    """A hash of plain values."""
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def shown_of(settings: Sequence[str], data: str) -> list[str]:
+    """Settings as a row keeps them: the data by their name, not by where they lie."""
+    return [f"data.source={data}" if setting.startswith("data.source=") else setting for setting in settings]
+
+
 class Setup(NamedTuple):
     """One configuration.
 
@@ -72,14 +89,12 @@ class Setup(NamedTuple):
     @property
     def key(self) -> str:
         """A hash of every setting but where the data lie; a row with this key need not be made again."""
-        told = self.recipe().model_dump(mode="json", exclude_unset=True)
-        told["data"]["source"] = self.data
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        return key_of(told_of(self.recipe(), self.data))
 
     @property
     def shown(self) -> list[str]:
-        """The settings as a row keeps them: the data by their name, not by where they lie."""
-        return [f"data.source={self.data}" if s.startswith("data.source=") else s for s in self.settings]
+        """The settings as a row keeps them."""
+        return shown_of(self.settings, self.data)
 
     def __str__(self) -> str:
         return f"{self.data}, {self.layers} layers, {self.objective}, seed {self.seed}"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import transformers
@@ -36,6 +37,7 @@ from distill.training.trainer import DistillationTrainer
 from scripts.study.plan import Setup
 
 MOMENTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)  # shares of the run after which the student is looked at
+CURVE = ("forward_kl", "reverse_kl", "agreement", "student_cross_entropy")  # of each place on it
 SPLIT_SEED = 0  # what is held out is the same for every seed
 
 
@@ -82,8 +84,10 @@ class Bench:
         student = copy.deepcopy(self.cuts[setup.layers])
         self._use_kernels(student, "student", recipe)
         if recipe.student.compute == "fp8":
-            fp8_student.GAINS_FROM = 0  # what it costs is asked, also of layers that are too small to gain
-            fp8_student.compute_in_fp8(student)
+            with mock.patch.object(
+                fp8_student, "GAINS_FROM", 0
+            ):  # what it costs, also where layers are too small to gain
+                fp8_student.compute_in_fp8(student)
         return student
 
     def teacher_for(self, recipe: Recipe) -> Any:
@@ -121,7 +125,7 @@ class Quality(TrainerCallback):
     """Looks at the student along the run: held-out figures over the tokens seen."""
 
     def __init__(self, bench: Bench, setup: Setup, recipe: Recipe) -> None:
-        self.bench, self.recipe, self.rows = bench, recipe, bench.splits(setup).validation
+        self.bench, self.setup, self.recipe, self.rows = bench, setup, recipe, bench.splits(setup).validation
         steps = recipe.train.steps or 0
         self.at = {max(1, round(share * steps)) for share in MOMENTS}
         self.trainer: DistillationTrainer | None = None
@@ -139,16 +143,12 @@ class Quality(TrainerCallback):
     def point(self) -> dict[str, float]:
         """The student's held-out figures as it stands."""
         assert self.trainer is not None
-        return _point(
-            evaluate(
-                self.trainer.model,
-                self.bench.teacher,
-                self.rows,  # type: ignore[arg-type]
-                batch_size=self.recipe.train.batch_size,
-                autocast=self.bench.precision.autocast,
-                objective=self.trainer.objective,
-            )
-        )
+        found = evaluate(
+            self.trainer.model, self.bench.teacher, self.rows,  # type: ignore[arg-type]
+            batch_size=self.recipe.train.batch_size, autocast=self.bench.precision.autocast,
+            objective=self.trainer.objective,
+        )  # fmt: skip
+        return {name: getattr(found, name) for name in CURVE}
 
 
 class Judged(Quality):
@@ -157,16 +157,7 @@ class Judged(Quality):
     def point(self) -> dict[str, float]:
         """The student's held-out figures as it stands."""
         assert self.trainer is not None
-        train_section, bench = self.recipe.train, self.bench
-        return point_of(
-            judge(
-                self.trainer.model,
-                bench.teacher,
-                self.rows,
-                batch_size=train_section.batch_size,
-                autocast=bench.precision.autocast,
-            )
-        )
+        return point_of(self.bench.judge(self.trainer.model, self.setup, self.recipe))
 
 
 class Training(NamedTuple):
@@ -213,14 +204,6 @@ def train(
     return Training(seconds, int(sum(row.get("trained_tokens", 0) for row in trainer.state.log_history)))
 
 
-def _point(found: Any) -> dict[str, float]:
-    """The figures of one place on a curve."""
-    return {
-        "forward_kl": found.forward_kl, "reverse_kl": found.reverse_kl, "agreement": found.agreement,
-        "student_cross_entropy": found.student_cross_entropy,
-    }  # fmt: skip
-
-
 def run_one(setup: Setup, bench: Bench) -> dict[str, Any]:
     """Train one configuration and judge it: the row of the results, without what the machine is."""
     recipe = setup.recipe()
@@ -262,9 +245,7 @@ def free(bench: Bench) -> None:
 
 def point_of(found: Judgement) -> dict[str, float]:
     """A judgement's place on a curve."""
-    import types
-
-    return _point(types.SimpleNamespace(**{name: figure.value for name, figure in found.figures.items()}))
+    return {name: found.figures[name].value for name in CURVE}
 
 
 def finished(folder: Path, plan: str = "objectives") -> list[dict[str, Any]]:

@@ -10,13 +10,11 @@ A configuration is a list of recipe settings over `study.yaml`, as in the first 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from distill.recipe import Recipe, load
-from scripts.study.plan import QUICK, RECIPE
+from scripts.study.plan import QUICK, RECIPE, key_of, shown_of, told_of
 
 CACHE, OWN = "cache", "own words"
 K = 64
@@ -71,19 +69,14 @@ class TeacherSetup(NamedTuple):
     @property
     def key(self) -> str:
         """A hash of every setting but where the data lie; a row with this key need not be made again."""
-        told = [self.part, self.tail, K if self.tail else None, self._told(self.recipe())]
-        told += [self._told(self.stage_before())] if self.first else []
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
-
-    def _told(self, recipe: Recipe) -> dict[str, object]:
-        told = recipe.model_dump(mode="json", exclude_unset=True)
-        told["data"]["source"] = self.data
-        return told
+        stages = [self.recipe(), *([self.stage_before()] if self.first else [])]
+        told = [told_of(recipe, self.data) for recipe in stages]
+        return key_of([self.part, self.tail, K if self.tail else None, *told])
 
     @property
     def shown(self) -> list[str]:
-        """The settings as a row keeps them: the data by their name, not by where they lie."""
-        return [f"data.source={self.data}" if s.startswith("data.source=") else s for s in self.settings]
+        """The settings as a row keeps them."""
+        return shown_of(self.settings, self.data)
 
     def __str__(self) -> str:
         return f"{self.part}, {self.layers} layers, {self.objective}, seed {self.seed}"

@@ -43,7 +43,7 @@ from distill.teachers.cache.top_k import TopKFormat, TopKTargets, spread, top_k_
 from distill.teachers.footprint import Footprint, FootprintContext
 from distill.teachers.hidden import HiddenFormat, StoredHead
 from distill.teachers.measure import Measure, over_stored
-from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 
 class CachedTeacher(Teacher):
@@ -200,7 +200,10 @@ class CacheSource(TeacherSource):
 
     def vocabulary(self) -> Vocabulary:
         """The cache's tokenizer makes the data, which must be those that it was made of."""
-        return CacheVocabulary(self)
+        manifest = self.manifest or {}
+        section = self.section if is_synthetic(self.recipe.data) else self.tokenizer_section
+        top_k = bool(manifest) and manifest.get("kind") != "hidden"
+        return Vocabulary(self.recipe, section, manifest.get("ids_below"), top_k)
 
     def measure(self) -> Measure:
         manifest = self.manifest
@@ -245,22 +248,6 @@ class CacheSource(TeacherSource):
         cache = TeacherCache(self.folder)
         require_same_teacher(self.recipe, vocabulary.tokenizer, cache.manifest, cache.path)
         return CachedTeacher(cache, context.device)
-
-
-class CacheVocabulary(Vocabulary):
-    """The tokenizer in a cache."""
-
-    def __init__(self, source: CacheSource) -> None:
-        manifest = source.manifest
-        bound = None if manifest is None or manifest.get("ids_below") is None else int(manifest["ids_below"])
-        section = source.section if is_synthetic(source.recipe.data) else source.tokenizer_section
-        super().__init__(source.recipe, section, bound)
-        self._top_k = manifest is not None and manifest.get("kind") != "hidden"
-
-    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """K tokens were taken among the cache's columns: the format holds that the student has them all."""
-        match = super().match(teacher_rows, student_rows)
-        return match._replace(columns=None) if self._top_k else match
 
 
 def section_to_load(recipe: Recipe) -> TeacherSection:

@@ -185,11 +185,7 @@ class KeepSource(ModelSource):
         return plan
 
     def _require_same(self, begun: Plan, now: Plan) -> None:
-        """Hold that what is stored is what this run would store.
-
-        Raises:
-            ValueError: with the first difference.
-        """
+        """Hold that what is stored is what this run would store; ValueError with the first difference."""
         same = ("kind", "dtype", "hidden", "scale", "softcap", "weights", *(["k"] if begun["kind"] == "top_k" else []))
         flat = [{**plan, "teacher.dtype": plan.get("teacher", {}).get("dtype")} for plan in (begun, now)]
         names = [name for name in (*same, "teacher.dtype") if all(plan.get(name) is not None for plan in flat)]
@@ -224,6 +220,6 @@ class KeepVocabulary(Vocabulary):
         return splits
 
     def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """As `CacheVocabulary`: the format holds that the student has the columns that K tokens were taken of."""
+        """The format holds that the student has the columns that K tokens were taken of."""
         match = super().match(teacher_rows, student_rows)
         return match if self.source.settings().hidden else match._replace(columns=None)

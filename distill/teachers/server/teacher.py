@@ -43,7 +43,7 @@ from distill.teachers.server.proof import LogitReading, prove
 from distill.teachers.server.vllm import VllmExchange
 from distill.teachers.server.vllm_hidden import VllmHiddenExchange, load_ends
 from distill.teachers.server.wire import FILES, Identity, TargetRequest, head_hash, tensors_of
-from distill.teachers.vocabulary import Match, Vocabulary, is_synthetic
+from distill.teachers.vocabulary import Vocabulary, is_synthetic
 
 CONFIG = "config.json"
 SERVED = "served"  # of a batch: what is to be asked of it
@@ -255,7 +255,8 @@ class ServerSource(TeacherSource):
         return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
 
     def vocabulary(self) -> Vocabulary:
-        return ServedVocabulary(self)
+        section = self.config_section if is_synthetic(self.recipe.data) else self.tokenizer_section
+        return Vocabulary(self.recipe, section, top_k=self.section.top_k is not None)
 
     def measure(self) -> Measure:
         section, loss = self.section, self.recipe.loss
@@ -395,17 +396,3 @@ def _head(servers: Servers, identity: Identity, device: torch.device) -> HeadWei
         raise TeacherGone("teacher.url: the server's head is not the one that its identity names")
     bias = tensors.get("bias")
     return HeadWeights(tensors["weight"].to(device), None if bias is None else bias.to(device), None)
-
-
-class ServedVocabulary(Vocabulary):
-    """The served teacher's tokenizer."""
-
-    def __init__(self, source: ServerSource) -> None:
-        section = source.config_section if is_synthetic(source.recipe.data) else source.tokenizer_section
-        super().__init__(source.recipe, section)
-        self._top_k = source.section.top_k is not None
-
-    def match(self, teacher_rows: list[int], student_rows: int) -> Match:
-        """K tokens were taken among columns that the student has."""
-        match = super().match(teacher_rows, student_rows)
-        return match._replace(columns=None) if self._top_k else match
