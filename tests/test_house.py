@@ -14,8 +14,8 @@ from scripts import house
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 20
-MOST_LINES = {"distill": 39_361, "kernels": 13_708}
-MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 599}
+MOST_LINES = {"distill": 39_766, "kernels": 13_667}
+MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 598}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
     "distill/cli.py:run",

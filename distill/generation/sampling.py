@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from distill_kernels.sampling import sample_tokens
@@ -36,7 +36,7 @@ class Sampling(NamedTuple):
     def cut(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] over the temperature, float32 or wider, -inf where a cut-off leaves a token out."""
         scores = as_wide(logits) / self.temperature
-        no_ids = cast(Any, None)  # the warpers look at the scores alone
+        no_ids = cast(torch.LongTensor, None)  # the warpers look at the scores alone
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(no_ids, scores)
         if self.top_p < 1:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class StopStrings:
     """Texts that end an answer, by the tokenizer of the model that answers; special tokens are text."""
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.tokenizer, self.strings = tokenizer, tuple(strings)
         # each token of a match has a byte of it or more, and the first token of all may lose the space before it
         self.window = 1 + max(len(string.encode()) for string in strings)
@@ -26,7 +29,7 @@ class StopStrings:
 
     def are_in(self, tokens: Sequence[int]) -> bool:
         """Whether the text of these tokens contains one of the strings."""
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(string in text for string in self.strings)
 
     def criterion(self, start: int) -> Callable[..., torch.Tensor]:

@@ -14,7 +14,6 @@ import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from distill_kernels.launch import OLDER
@@ -206,7 +205,7 @@ def _memory(situation: Situation, device: Device) -> Memory:
     return step_memory(situation, sharded=sharing.student_sharded, teacher_sharded=sharing.teacher_sharded)
 
 
-def _with(recipe: Recipe, section: str, **values: Any) -> Recipe:
+def _with(recipe: Recipe, section: str, **values: object) -> Recipe:
     return recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=values)})
 
 
@@ -215,7 +214,7 @@ def _changes(situation: Situation, device: Device) -> list[tuple[str, Recipe]]:
     recipe, precision, source = situation.recipe, situation.precision, situation.source
     train, changes = recipe.train, list[tuple[str, Recipe]]()
 
-    def offer(section: str, note: str = "", **values: Any) -> None:
+    def offer(section: str, note: str = "", **values: object) -> None:
         label = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in values.items())
         changes.append((label + note, _with(recipe, section, **values)))
 
