@@ -7,7 +7,7 @@ A table stands between two comments, the first of which says what it shows:
 
 The README's table of one line a claim stands after `<!-- headlines -->`, see HEADLINES. The study's tables and its
 verdict in words stand between `<!-- study -->` and `<!-- end rows -->`, those of its other plans after `<!-- study
-teachers -->` and `<!-- study privileged -->`, made from the rows in scripts/study/results. Of a plan without rows the
+teachers -->` and the like, made from the rows in scripts/study/results. Of a plan without rows the
 block is empty: its first line comes with the rows too. Of each candidate the newest row counts whose commit is known.
 Nothing in such a block is typed by hand.
 """
@@ -35,6 +35,11 @@ STUDIES = {
         "teachers",
         "A teacher on disk beside the loaded one, and a second stage on the student's own words "
         "(`python -m scripts.study --plan teachers`):",
+    ),
+    "<!-- study fp8 -->": (
+        "fp8",
+        "SmolLM2-135M-Instruct to 15 of its layers, all judged against the teacher in bf16 "
+        "(`python -m scripts.study --plan fp8`; fp8 also in layers too small to gain by it):",
     ),
     "<!-- study privileged -->": (
         "privileged",
