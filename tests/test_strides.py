@@ -11,6 +11,7 @@ from collections.abc import Callable
 import distill_kernels
 import pytest
 import torch
+from distill_kernels.launch import device_facts
 from helpers import relative_error
 from public_calls import CALLS, VALUE_TYPES, Tensors
 
@@ -179,6 +180,8 @@ def test_all_views_as_copies(kernel_device, name, argument):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_kernels_take_views_as_copies(kernel_device, name):
+    if name == "Fp8Linear" and not device_facts(kernel_device).fp8:
+        pytest.skip("this family of GPUs has no products of e4m3")
     for _, argument, form in (case for case in product() if case[0] == name):
         for dtype in CALLS[name].dtypes:
             check(name, argument, form, dtype, kernel_device)
