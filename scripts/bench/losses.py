@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm
+from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
 from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, Wanted
 
@@ -339,6 +339,16 @@ def variants(rounds: int) -> list[Row]:
     return rows
 
 
+def log_probs(inputs: Inputs, quick: bool) -> list[Row]:
+    """`fused_log_probs` of the labels and its gradients, beside the student's products; errors are those of their mean,
+    the cross-entropy's but for the sign."""
+    hard = FusedDistillationLoss([LossTerm("cross_entropy", 1.0)]).objective
+    exact = {"fused_log_probs": exact_gradients_from(inputs, None, hard, labels=inputs.labels)}
+    losses = {"fused_log_probs": lambda i: -fused_log_probs(i.x, i.w, i.labels).mean()}
+    bare = "floor: the student's products", floor(inputs, teacher=False)
+    return measured("linear log_probs", inputs, losses, bare, exact, "", quick)
+
+
 def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """All cases; `quick`: the main shape with its rivals and variants; `only`: part of a case's or shape's name."""
     rounds = 5 if quick else 7
@@ -350,6 +360,8 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
             yield from compare(MAIN, term, candidates, rounds)
     if only in "linear variants":
         yield from variants(rounds)
+    if only in "linear log_probs":
+        yield from log_probs(Inputs(MAIN), quick)
     if not quick:
         for shape in MORE:
             if only in f"linear forward_kl {shape}":
