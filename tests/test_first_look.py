@@ -32,18 +32,41 @@ def test_the_share_is_that_of_the_teachers_own_logits(make, monkeypatch):
 
 
 def test_a_teacher_that_says_the_data_is_seen_and_each_route_is_told(monkeypatch):
+    """The other route is a mixture, whose likeliest token is that of its members' probabilities."""
     subject = routed()
     batch, objective = subject.batch(), subject.objective()
     labels = shift_labels(batch["labels"]).flatten()
-    good = objective.teacher.format.members[0]
-    rows = batch["route0_rows"]
-    monkeypatch.setattr(good, "likeliest", lambda targets, own, most: {"": (own[:most], labels[own[:most]])})
-    (line,) = agreement_with_data(objective, batch)
-    assert f"100.0% of {len(rows)} by {objective.routes[0]} held-out tokens" in line  # the other one is a mixture
-    assert objective.routes[1] not in line and "that is little" not in line
-    monkeypatch.setattr(good, "likeliest", lambda targets, own, most: {"": (own[:most], labels[own[:most]] + 1)})
-    (line,) = agreement_with_data(objective, batch)
-    assert f"0.0% of {len(rows)}" in line and "that is little" in line
+    first, second = (batch[f"route{n}_rows"] for n in range(2))
+    members = objective.teacher.format.members
+
+    def line_where(**off):
+        for number, member in enumerate(members):
+            said = labels + off.get(f"route{number}", 0)
+
+            def answer(targets, own, most, said=said):
+                return {"": (own[:most], said[own[:most]])}
+
+            monkeypatch.setattr(member, "likeliest", answer)
+        (line,) = agreement_with_data(objective, batch)
+        return line
+
+    shares = f"{{:.1%}} of {len(first)} by {objective.routes[0]}, {{:.1%}} of {len(second)} by {objective.routes[1]}"
+    assert shares.format(1, 1) in (line := line_where()) and "that is little" not in line
+    assert shares.format(0, 1) in (line := line_where(route0=1)) and "that is little" in line
+    assert shares.format(1, 0) in (line := line_where(route1=1)) and "that is little" in line
+
+
+def test_the_likeliest_token_of_a_mixture():
+    """Of one route's two models, by their probabilities in full."""
+    subject = routed()
+    objective = subject.objective()
+    mixture = objective.teacher.format.members[1]
+    widths = [next(head.head.model.parameters()).shape[1] for head in mixture.members]
+    hidden = tuple(torch.randn(1, 6, width) for width in widths)
+    ((rows, tokens),) = mixture.likeliest(hidden, torch.arange(6), 4).values()
+    each = [head.logits(part[0]).softmax(-1) for head, part in zip(mixture.members, hidden, strict=True)]
+    mean = sum(share * p for share, p in zip(mixture.weights, each, strict=True))
+    assert rows.tolist() == [0, 1, 2, 3] and torch.equal(tokens, mean.argmax(-1)[:4])
 
 
 def test_a_teacher_of_another_kind_is_not_asked():

@@ -93,13 +93,14 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 
 @contextlib.contextmanager
 def as_asked(model: Any, *, most: int, sampling: Sampling, pad: int | None, ends: Sequence[int]) -> Iterator[None]:
-    """Inside, `model.generate` draws as `sampling` says, and from nothing else.
+    """Inside, `model.generate` draws as `sampling` says, whose cut-offs are left to `_Scores`, and from nothing else.
 
     A chat model's own configuration would bring penalties and cut-offs, and transformers' a top-k of 50.
     """
     inner: Any = bare(model)
     own = inner.generation_config
-    drawn: dict[str, Any] = {"do_sample": True, **sampling._asdict(), "min_p": sampling.min_p or None}
+    given = 1.0 if sampling.cuts else sampling.temperature  # `Sampling.cut` divides by it
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": given, "top_k": 0, "top_p": 1.0}
     inner.generation_config = GenerationConfig(
         max_new_tokens=most, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
         **(drawn if sampling.temperature > 0 else {"do_sample": False}),
@@ -151,7 +152,7 @@ class TransformersEngine(Engine):
         # who is finished goes on beside the others, beyond what was asked for
         if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
-        scores = _Scores(self.columns, self.log_probs)
+        scores = _Scores(self.columns, self.log_probs, sampling)
         with as_asked(self.inner, most=most, sampling=sampling, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
@@ -164,10 +165,10 @@ class TransformersEngine(Engine):
 
 
 class _Scores:
-    """What `generate` draws from: tokens beyond `columns` made impossible, those drawn remembered by how likely."""
+    """What `generate` draws from: tokens beyond `columns` or cut off made impossible; the likelihood of those drawn."""
 
-    def __init__(self, columns: int | None, remembers: bool) -> None:
-        self.columns, self.remembers = columns, remembers
+    def __init__(self, columns: int | None, remembers: bool, sampling: Sampling) -> None:
+        self.columns, self.remembers, self.sampling = columns, remembers, sampling
         self.latest: torch.Tensor | None = None
         self.of_tokens: list[torch.Tensor] = []
 
@@ -178,7 +179,7 @@ class _Scores:
         if self.remembers:
             self._see(ids)
             self.latest = as_wide(scores).log_softmax(-1)
-        return scores
+        return self.sampling.cut(scores) if self.sampling.cuts else scores
 
     def log_probs(self, ids: torch.Tensor) -> list[list[float]]:
         """Of the tokens drawn, those of padding after an answer's end among them, from all [B, S] in the end."""
