@@ -98,6 +98,7 @@ ours.sample_tokens(z, n, n, 0.7)
         """
 import transformers
 from distill.generation.fused_step import FusedStep
+from distill.generation.sampling import Sampling
 from distill.generation.seats import Seats
 from distill.models.ragged_cache import AttentionCall
 config = transformers.Qwen3Config(
@@ -108,7 +109,7 @@ model = transformers.Qwen3ForCausalLM(config).to(torch.{dtype}).requires_grad_(F
 seats = Seats(config, {rows}, 512, 8, torch.device("cpu"))
 calls = {{layer.self_attn: AttentionCall(0.125, None, None) for layer in model.model.layers}}
 step = FusedStep(model, seats, torch.bfloat16, calls, (torch.ones(1, dtype=torch.int64), 0, None))
-step(0.7), step(0.0)
+step(Sampling(0.7)), step(Sampling(0.0))
 """,
         {"rows": (32, 128), "dtype": ("bfloat16", "float32")},
     ),

@@ -9,7 +9,8 @@ from subjects import mean_of_means
 from distill.doctor import invariants, invariants_runs
 from distill.generation.on_policy import OnPolicy
 from distill.recipe.loss import Loss
-from distill.teachers import hidden, mixture
+from distill.teachers import hidden
+from distill.teachers import model as loaded
 from distill.teachers.cache import teacher as cache_teacher
 from distill.teachers.cache import top_k as cache_top_k
 from distill.teachers.cache.read import TeacherCache
@@ -68,9 +69,9 @@ def logits_are_mixed(patch):
 
 
 def second_teacher_reads_other_ids(patch):
-    read = mixture.last_hidden
+    read = loaded.last_hidden
     patch.setattr(
-        mixture, "last_hidden",
+        loaded, "last_hidden",
         lambda model, inputs: read(model, {**inputs, "input_ids": inputs["input_ids"].roll(
             int(model.config.model_type == "gemma2"), dims=1)}),
     )  # fmt: skip
@@ -78,7 +79,7 @@ def second_teacher_reads_other_ids(patch):
 
 def the_second_teacher_sees_all(patch):
     """Its packed documents are one text to it."""
-    read = mixture.last_hidden
+    read = loaded.last_hidden
 
     def whole(model, inputs):
         if model.config.model_type == "gemma2":
@@ -86,7 +87,7 @@ def the_second_teacher_sees_all(patch):
             inputs = {**inputs, "position_ids": torch.arange(length).expand_as(inputs["input_ids"])}
         return read(model, inputs)
 
-    patch.setattr(mixture, "last_hidden", whole)
+    patch.setattr(loaded, "last_hidden", whole)
 
 
 def a_teacher_is_patched_wrongly(patch):
