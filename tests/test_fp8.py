@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from distill_kernels.layers.glu import glu
 from distill_kernels.matmul.fp8 import (
     FP8,
     Fp8Linear,
@@ -80,6 +81,25 @@ def test_layer_equals_its_reference_and_is_near_bf16(device, with_bias):
     assert y.dtype == torch.bfloat16
     assert_as_good_as_torch(y, reference, exact, torch.bfloat16)
     assert 0.01 < relative_error(y, exact) < 0.05  # nearer than e4m3 can be means that it was not quantised
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_what_a_gated_mlp_makes_is_quantised_as_if_it_lay_in_memory(kernel_device, activation):
+    layer = Fp8Linear(torch.randn(48, 96, device=kernel_device), torch.randn(48, device=kernel_device))
+    both = 3 * torch.randn(2, 5, 200, device=kernel_device).to(torch.bfloat16)
+    gate, up = both[..., :96], both[..., 104:]  # rows apart
+    expected = layer(glu(gate, up, activation))
+    assert torch.equal(layer.of_gated(gate, up, activation), expected)
+    assert torch.equal(layer.of_gated(gate.contiguous(), up, activation), expected)
+    assert layer.of_gated(gate[:0], up[:0], activation).shape == (0, 5, 48)
+    for wrong, message in (
+        ((gate, up[..., :64], activation), "up: expected torch.bfloat16"),
+        ((gate, up.float(), activation), "up: expected torch.bfloat16"),
+        ((gate, up, "relu"), "activation: expected one of silu"),
+        ((gate.requires_grad_(), up, activation), "fp8 layers are for inference"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.of_gated(*wrong)
 
 
 def test_siblings_quantise_once(device, monkeypatch):

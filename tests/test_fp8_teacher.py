@@ -16,6 +16,7 @@ from distill.data.collator import Collator
 from distill.models.fingerprint import fingerprint
 from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
 from distill.models.load import load_teacher
+from distill.models.patching import patch
 from distill.recipe import RecipeError, Teacher, parse
 from distill.teachers.fp8_cost import Before, fp8_offers, quantise_and_measure
 from distill.teachers.model import LoadedTeacher
@@ -46,6 +47,25 @@ def test_the_reported_divergences_are_those_of_the_logits():
     assert report.teacher_kl == pytest.approx(kl(before, after), rel=1e-4)
     assert report.student_kl == pytest.approx(kl(before, of_student), rel=1e-4)
     assert 1e-5 < report.teacher_kl < 0.2 * report.student_kl
+
+
+def test_a_patched_teacher_quantises_what_its_mlps_make(monkeypatch):
+    teacher, ids = tiny_model(seed=1, hidden=64), torch.arange(12)[None]
+    swap_linears_for_fp8(teacher)
+    patch(teacher, "teacher", attention=None)
+    made, of_gated = [], Fp8Linear.of_gated
+    monkeypatch.setattr(Fp8Linear, "of_gated", lambda *args: made.append(args[3]) or of_gated(*args))
+
+    def logits():
+        made.clear()
+        with torch.no_grad():
+            return teacher(ids).logits
+
+    ours, down = logits(), teacher.model.layers[0].mlp.down_proj
+    assert made == ["silu"] * len(teacher.model.layers)
+    hook = down.register_forward_pre_hook(lambda module, args: None)  # somebody's, which must be called
+    assert torch.equal(logits(), ours) and len(made) == len(teacher.model.layers) - 1
+    hook.remove()
 
 
 def test_training_goes_on_against_the_quantised_teacher():

@@ -364,15 +364,18 @@ def test_what_the_benchmark_compares_is_the_same_step(kernel_device):
     from scripts.bench import decode_step
 
     model, steps = lively(kernel_device, layers=1), {}
-    for name, make in {"fused": decode_step.fused_step, "today's": decode_step.todays_step}.items():
+    shape = decode_step.Shape("lively", 3)
+    for name in ("fused", "today's"):
         torch.manual_seed(4)  # what the cache is filled with
-        step, seats = make(model, 3, None if name == "today's" else model.dtype)
+        fused = name == "fused"
+        make = decode_step.fused_step if fused else decode_step.todays_step
+        step, seats = make(model, shape, **({"dtype": model.dtype} if fused else {}))
         seats.column.zero_()
         step(Sampling(1.0))
         steps[name] = seats.log_probs[:, 0].float()
         assert int(seats.column) == 1 and bool(seats.done.all())
     torch.testing.assert_close(*steps.values(), rtol=1e-4 if kernel_device.type == "cpu" else 0.05, atol=1e-4)
-    plans = list(decode_step.other_plans(decode_step.fused_step(model, 3, model.dtype)[0].decoder.plan, 3))
+    plans = list(decode_step.other_plans(decode_step.fused_step(model, shape, dtype=model.dtype)[0].decoder.plan, 3))
     assert {kind for kind, _ in plans} == set(plans[0][1]._fields)
     answers_ = answers(model, True)
     assert decode_step.log_prob_gap(model, PROMPTS, answers_.tokens, answers_.log_probs) < 1e-2

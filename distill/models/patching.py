@@ -28,6 +28,7 @@ from distill_kernels.layers.glu import geglu, swiglu
 from distill_kernels.layers.layer_norm import layer_norm
 from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from distill_kernels.layers.rope import rope
+from distill_kernels.matmul.fp8 import Fp8Linear
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -351,6 +352,9 @@ def _gated_forward(names: tuple[str, str | None, str], activation: str) -> Calla
         if (both := gated_product(self, x)) is not None:
             return down_of_gated(down, lambda hidden: hidden, both, residual=residual)
         parts = [getattr(self, name)(x) for name in (gate_name, up_name) if name is not None]
+        if type(down) is Fp8Linear and len(parts) == 2 and not (down._forward_hooks or down._forward_pre_hooks):
+            y = down.of_gated(*parts, activation)  # type: ignore[arg-type]
+            return y if residual is None else residual + y
         return down_of_gated(down, gated, *parts, residual=residual)
 
     return forward

@@ -1,6 +1,6 @@
 """A step of the decode loop, device time in a CUDA graph: fused kernels against a model's own layers.
 
-Every sequence has 300 tokens in the cache, tokens are drawn at T = 1 with log-probabilities. "x floor" is the time over
+Tokens are drawn at T = 1 with log-probabilities. "x floor" is the time over
 what the weights and cached keys of a step take at the bandwidth of a copy. Without `--quick` tiles are tried first, a
 kind of kernel after the other in the whole step, and kept where the step is faster: rows "fused, best tiles" name
 them. Kernels of all tiles are compiled by processes side by side.
@@ -18,7 +18,7 @@ import itertools
 import math
 import multiprocessing
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from distill_kernels.decoding.attention import Pace
@@ -35,45 +35,81 @@ from scripts.bench.generate import REGRET, Tokens, ragged_prompts, regret, twin
 from scripts.bench.harness import Row, copy_bandwidth, time_in_turn
 from scripts.bench.step import random_model
 
-SHAPES = (  # model, rows, whether its weights are fp32 under autocast
-    ("smollm2-135m", 32, False),
-    ("llama-3.2-1b", 64, False),
-    ("smollm2-135m", 32, True),
-    ("llama-3.2-1b", 1, False),
+
+class Shape(NamedTuple):
+    """A model, its sequences, whether its weights are fp32 under autocast, tokens of each sequence in the cache."""
+
+    name: str
+    rows: int
+    wide: bool = False
+    cached: int = 300
+
+    @property
+    def slots(self) -> int:
+        return (self.cached // 512 + 1) * 512
+
+
+SHAPES = (
+    Shape("smollm2-135m", 32),
+    Shape("llama-3.2-1b", 64),
+    Shape("smollm2-135m", 32, wide=True),
+    Shape("llama-3.2-1b", 1),
+    Shape("smollm2-135m", 64),
+    Shape("qwen2.5-0.5b", 64),
+    Shape("llama-3.2-1b", 16),
+    Shape("llama-3.2-1b", 8, cached=1900),
 )
-SLOTS, LENGTH, NEW = 512, 300, 32
-NARROW = [(16, 128, 1, 4, 4), (16, 64, 1, 4, 6), (16, 64, 1, 2, 6), (16, 256, 1, 4, 3), (32, 64, 1, 4, 5)]
-WIDE = [(64, 128, 4, 4, 4), (64, 64, 4, 4, 6), (64, 128, 2, 4, 4), (32, 128, 2, 4, 4), (32, 128, 1, 4, 4)]
-FEW_ROWS = {
-    "qkv": [*NARROW, (8, 128, 1, 4, 4), (32, 64, 2, 4, 4)],
-    "out": [*NARROW, (8, 128, 1, 4, 4), (16, 64, 2, 4, 5), (16, 64, 3, 4, 3)],
-    "gate_up": [*NARROW, (8, 128, 1, 4, 4), (32, 128, 1, 4, 3)],
-    "down": [(16, 128, 2, 4, 4), (16, 128, 1, 4, 6), (16, 256, 1, 4, 3), (32, 128, 4, 4, 3), (16, 256, 4, 4, 4)],
-    "attention": [(64, 1), (64, 2), (64, 4), (128, 1), (64, 2, 2, 3), (32, 8, 2, 4)],
-    "head": [(128, 64, 1, 4, 3), (64, 64, 1, 4, 4), (128, 64, 1, 8, 4), (64, 128, 1, 4, 3), (256, 64, 1, 8, 3)],
-}
-MANY_ROWS = {
-    "qkv": [*WIDE, (128, 64, 4, 8, 4)],
-    "out": [*WIDE, (64, 128, 8, 4, 2)],
-    "gate_up": [(64, 64, 2, 4, 4), (64, 64, 1, 4, 4), (64, 64, 1, 8, 6), (32, 128, 1, 4, 3), (64, 128, 1, 8, 3)],
-    "down": [(64, 128, 8, 4, 4), (64, 128, 4, 4, 6), (64, 64, 8, 4, 4), (64, 128, 16, 4, 3), (32, 128, 4, 4, 4)],
-    "attention": [(64, 1), (128, 1), (64, 1, 2, 3), (64, 2), (128, 1, 4, 2)],
-    "head": [(128, 64, 1, 8, 3), (64, 64, 1, 4, 4), (64, 128, 1, 4, 3), (128, 64, 1, 8, 5), (256, 64, 1, 8, 3)],
-}
+NEW = 32
+NARROW = [
+    (16, 64, 1, 4, 6), (16, 64, 1, 2, 6), (16, 64, 1, 4, 9), (16, 256, 1, 4, 3), (32, 64, 1, 4, 5), (32, 64, 1, 4, 8),
+    (32, 64, 2, 4, 4), (16, 128, 1, 4, 4),
+]  # fmt: skip
+FEW_ROWS: dict[str, list[Any]] = {
+    "qkv": NARROW,
+    "out": [*NARROW, (16, 64, 2, 4, 5)],
+    "gate_up": [*NARROW, (32, 128, 1, 4, 3)],
+    "down": [
+        (32, 128, 4, 4, 3), (32, 128, 4, 4, 5), (32, 64, 4, 4, 6), (32, 128, 2, 4, 5), (32, 128, 8, 4, 3),
+        (16, 128, 1, 4, 6), (16, 128, 2, 4, 4), (32, 256, 4, 4, 3),
+    ],
+    "attention": [(64, 1), (64, 1, 2, 3), (128, 1, 4, 2), (64, 2), (64, 4), (128, 2, 4, 2), (64, 8)],
+    "head": [(128, 64, 1, 4, 3), (64, 64, 1, 4, 4), (128, 64, 1, 8, 4), (256, 64, 1, 8, 3)],
+}  # fmt: skip
+MANY_ROWS: dict[str, list[Any]] = {
+    "qkv": [
+        (64, 64, 4, 4, 6), (64, 128, 4, 4, 4), (64, 64, 2, 4, 8), (32, 64, 2, 4, 8), (64, 128, 4, 4, 3),
+        (64, 128, 4, 8, 4), (32, 64, 1, 4, 6), (16, 64, 1, 4, 6),
+    ],
+    "out": [
+        (64, 128, 4, 4, 4), (64, 64, 4, 4, 8), (32, 128, 2, 4, 6), (32, 64, 2, 4, 8), (64, 128, 4, 8, 4),
+        (32, 64, 1, 4, 6), (16, 64, 1, 4, 6),
+    ],
+    "gate_up": [
+        (64, 128, 1, 8, 3), (64, 64, 1, 8, 6), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (64, 128, 2, 8, 3),
+        (32, 128, 1, 8, 4), (32, 64, 1, 4, 6), (16, 64, 1, 4, 6),
+    ],
+    "down": [
+        (64, 128, 4, 4, 6), (32, 128, 4, 4, 4), (32, 128, 4, 4, 6), (64, 128, 4, 8, 6), (64, 256, 4, 8, 3),
+        (32, 128, 2, 4, 6), (64, 64, 4, 4, 8), (32, 64, 4, 4, 6),
+    ],
+    "attention": [(128, 1, 4, 2), (64, 1, 2, 3), (64, 1), (64, 1, 2, 2), (64, 1, 2, 4), (128, 1, 8, 2), (32, 1, 2, 4)],
+    "head": [(128, 64, 1, 8, 3), (128, 64, 1, 8, 5), (128, 64, 1, 4, 4), (128, 128, 1, 8, 3), (64, 64, 1, 4, 6)],
+}  # fmt: skip
 
 
 def other_plans(plan: Plan, rows: int) -> Iterator[tuple[str, Plan]]:
     """Plans that differ from `plan` in one kind of kernel, and that kind."""
     for kind, tiles in (FEW_ROWS if rows <= 32 else MANY_ROWS).items():
         for tile in tiles:
-            yield kind, plan._replace(**{kind: (Pace if kind == "attention" else Tile)(*tile)})
+            yield kind, plan._replace(**{kind: (Pace if kind == "attention" else Tile)(*tile)})  # type: ignore[arg-type]
 
 
-def seats_of(model: Any, rows: int) -> Seats:
+def seats_of(model: Any, shape: Shape) -> Seats:
     """Buffers of sequences that are done, so that a step leaves them as they were but for the column."""
-    seats = Seats(model.config, rows, SLOTS, 256, model.device)
+    rows = shape.rows
+    seats = Seats(model.config, rows, shape.slots, 256, model.device)
     seats.seat([[5]] * rows, [0] * rows, list(range(rows)), 0)
-    seats.cache.begin(torch.full_like(seats.cache.lengths, LENGTH))
+    seats.cache.begin(torch.full_like(seats.cache.lengths, shape.cached))
     return seats
 
 
@@ -84,18 +120,20 @@ def _begin(seats: Seats, vocab: int) -> None:
         tensor.normal_()
 
 
-def fused_step(model: Any, rows: int, dtype: torch.dtype, plan: Plan | None = None) -> tuple[FusedStep, Seats]:
+def fused_step(
+    model: Any, shape: Shape, plan: Plan | None = None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[FusedStep, Seats]:
     """A step by our kernels, of `plan` or as it is chosen, and its buffers."""
-    seats, ends = seats_of(model, rows), torch.tensor([2], device=model.device)
+    seats, ends = seats_of(model, shape), torch.tensor([2], device=model.device)
     calls = {layer.self_attn: AttentionCall(layer.self_attn.scaling, None, None) for layer in model.model.layers}
     step = FusedStep(model, seats, dtype, calls, (ends, 0, None), plan)
     _begin(seats, model.config.vocab_size)
     return step, seats
 
 
-def todays_step(model: Any, rows: int, autocast: torch.dtype | None) -> tuple[Callable[[Sampling], None], Seats]:
+def todays_step(model: Any, shape: Shape) -> tuple[Callable[[Sampling], None], Seats]:
     """A step by the model's own layers, and its buffers."""
-    loop, seats = DecodeLoop(model, settings(False, autocast)), seats_of(model, rows)
+    loop, seats = DecodeLoop(model, settings(False, shape.wide)), seats_of(model, shape)
 
     def step(sampling: Sampling) -> None:
         with loop._ready():
@@ -106,8 +144,8 @@ def todays_step(model: Any, rows: int, autocast: torch.dtype | None) -> tuple[Ca
     return step, seats
 
 
-def settings(fused: bool, autocast: torch.dtype | None) -> EngineSettings:
-    return EngineSettings(0, [], autocast=autocast, log_probs=True, fused=fused)
+def settings(fused: bool, wide: bool) -> EngineSettings:
+    return EngineSettings(0, [], autocast=torch.bfloat16 if wide else None, log_probs=True, fused=fused)
 
 
 def _graphed(step: Callable[[Sampling], None], seats: Seats) -> Callable[[], None]:
@@ -137,23 +175,21 @@ def _milliseconds(step: Callable[[Sampling], None], seats: Seats) -> float:
     return time_in_turn({"step": _graphed(step, seats)}, rounds=3, calls=10, settle=3)["step"]
 
 
-def _compile(name: str, rows: int, part: slice) -> None:
-    model = random_model(name, 0, num_hidden_layers=1)
-    plan = fused_step(model, rows, torch.bfloat16)[0].decoder.plan
-    for _, other in list(other_plans(plan, rows))[part]:
+def _compile(shape: Shape, part: slice) -> None:
+    model = random_model(shape.name, 0, num_hidden_layers=1)
+    plan = fused_step(model, shape)[0].decoder.plan
+    for _, other in list(other_plans(plan, shape.rows))[part]:
         try:
-            fused_step(model, rows, torch.bfloat16, other)[0](Sampling(1.0))
+            fused_step(model, shape, other)[0](Sampling(1.0))
             torch.cuda.synchronize()
         except (RuntimeError, ValueError) as error:  # said again where it is timed
             print(f"{other}: {str(error).splitlines()[0]}")
 
 
-def compile_all(shapes: list[tuple[str, int, bool]], workers: int = 5) -> None:
-    """Fill Triton's cache with the kernels of all tiles, by processes that begin before this one uses the GPU."""
-    context = multiprocessing.get_context("fork")
-    jobs = [
-        (name, rows, slice(turn, None, workers)) for name, rows, wide in shapes if not wide for turn in range(workers)
-    ]
+def compile_all(shapes: list[Shape], workers: int = 5) -> None:
+    """Fill Triton's cache with the kernels of all tiles, by processes of their own."""
+    context = multiprocessing.get_context("spawn")  # CUDA is in use here, and would not outlive a fork
+    jobs = [(shape, slice(turn, None, workers)) for shape in shapes if not shape.wide for turn in range(workers)]
     processes = [context.Process(target=_compile, args=job) for job in jobs]
     for process in processes:
         process.start()
@@ -161,29 +197,31 @@ def compile_all(shapes: list[tuple[str, int, bool]], workers: int = 5) -> None:
         process.join()
 
 
-def best_plan(model: Any, rows: int) -> tuple[Plan, float]:
-    """The fastest of the tiles above, a kind of kernel after the other, and the step's time with them."""
-    step, seats = fused_step(model, rows, torch.bfloat16)
+def best_plan(model: Any, shape: Shape) -> Plan:
+    """The fastest of the tiles above, a kind of kernel after the other."""
+    step, seats = fused_step(model, shape)
     plan, best = step.decoder.plan, _milliseconds(step, seats)
-    for kind, other in other_plans(plan, rows):
+    print(f"{shape}: {plan}: {best:.4f} ms", flush=True)
+    for kind, other in other_plans(plan, shape.rows):
         tile = getattr(other, kind)
         try:
-            ms = _milliseconds(*fused_step(model, rows, torch.bfloat16, plan._replace(**{kind: tile})))
+            ms = _milliseconds(*fused_step(model, shape, plan._replace(**{kind: tile})))
         except RuntimeError as error:  # out of resources
             print(f"{kind} {tuple(tile)}: {str(error).splitlines()[0]}", flush=True)
             continue
         print(f"{kind} {tuple(tile)}: {ms:.4f} ms (best so far {best:.4f})", flush=True)
         if ms < best:
             plan, best = plan._replace(**{kind: tile}), ms
-    return plan, best
+    return plan
 
 
-def _check(model: Any, rows: int, autocast: torch.dtype | None) -> tuple[dict[str, float], str]:
+def _check(model: Any, shape: Shape) -> tuple[dict[str, float], str]:
     """Errors of the fused loop's answers, and a note; one that is not the same twice has an error of inf."""
-    prompts = ragged_prompts(rows, 64, model.config.vocab_size)
+    prompts = ragged_prompts(shape.rows, 64, model.config.vocab_size)
 
     def answered(fused: bool) -> Any:
-        return DecodeLoop(model, settings(fused, autocast)).generate(prompts, max_new_tokens=NEW, batch_size=rows)
+        loop = DecodeLoop(model, settings(fused, shape.wide))
+        return loop.generate(prompts, max_new_tokens=NEW, batch_size=shape.rows)
 
     ours, own = answered(True), answered(False)
     same = [a == b for x, y in zip(ours.tokens, own.tokens, strict=True) for a, b in zip(x, y, strict=True)]
@@ -205,51 +243,55 @@ def log_prob_gap(model: Any, prompts: Tokens, answers: Tokens, log_probs: list[l
     return sum(gaps) / len(gaps)
 
 
-def _measure(name: str, rows: int, wide: bool, quick: bool, bandwidth: float) -> list[Row]:
-    model = random_model(name, 0)
-    autocast = torch.bfloat16 if wide else None
-    if wide:
+def _measure(shape: Shape, quick: bool, bandwidth: float) -> list[Row]:
+    model = random_model(shape.name, 0)
+    if shape.wide:
         model = model.float()
     model.generation_config.eos_token_id = None
-    shape = f"{name}, {rows} rows, {LENGTH} cached, {'fp32 weights, autocast' if wide else 'bf16'}"
+    kind = "fp32 weights, autocast" if shape.wide else "bf16"
+    text = f"{shape.name}, {shape.rows} rows, {shape.cached} cached, {kind}"
     patched = twin(model, attention=None)
-    error, note = _check(patched, rows, autocast)
+    error, note = _check(patched, shape)
     if not error["regret"] < REGRET:
-        return [Row("decode_step", shape, "fused", math.nan, error=error, note=f"wrong, not timed; {note}")]
+        return [Row("decode_step", text, "fused", math.nan, error=error, note=f"wrong, not timed; {note}")]
     config = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cached = 2 * rows * LENGTH * config.num_key_value_heads * width * 2 * config.num_hidden_layers
+    cached = 2 * shape.rows * shape.cached * config.num_key_value_heads * width * 2 * config.num_hidden_layers
     floor = (sum(p.numel() * p.element_size() for p in model.parameters()) + cached) / bandwidth / 1e9
     runs = {
-        "fused": _graphed(*fused_step(model, rows, torch.bfloat16)),
-        "today's, our layers": _graphed(*todays_step(patched, rows, autocast)),
+        "fused": _graphed(*fused_step(model, shape)),
+        "today's, our layers": _graphed(*todays_step(patched, shape)),
     }
-    if not wide:  # their rotary embeddings would hand attention fp32 queries
-        runs["today's, layers of transformers"] = _graphed(*todays_step(model, rows, None))
+    if not shape.wide:  # their rotary embeddings would hand attention fp32 queries
+        runs["today's, layers of transformers"] = _graphed(*todays_step(model, shape))
     early = DeviceFacts.starts_early
     DeviceFacts.starts_early = property(lambda facts: False)  # type: ignore[assignment,method-assign]
     try:
-        runs["fused, no early starts"] = _graphed(*fused_step(model, rows, torch.bfloat16))
+        runs["fused, no early starts"] = _graphed(*fused_step(model, shape))
     finally:
         DeviceFacts.starts_early = early  # type: ignore[method-assign]
     notes = {"fused": note}
-    if not quick and not wide:
-        plan, _ = best_plan(model, rows)
-        runs["fused, best tiles"] = _graphed(*fused_step(model, rows, torch.bfloat16, plan))
+    if not quick and not shape.wide:
+        plan = best_plan(model, shape)
+        runs["fused, best tiles"] = _graphed(*fused_step(model, shape, plan))
         notes["fused, best tiles"] = ", ".join(f"{kind} {tuple(tile)}" for kind, tile in plan._asdict().items())
     return [
-        Row("decode_step", shape, label, ms, floor_ratio=ms / floor, tokens_per_s=rows / ms * 1e3,
+        Row("decode_step", text, label, ms, floor_ratio=ms / floor, tokens_per_s=shape.rows / ms * 1e3,
             error=error if label.startswith("fused") else {}, note=notes.get(label, ""))
         for label, ms in time_in_turn(runs, rounds=5, calls=10, settle=3).items()
     ]  # fmt: skip
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
-    """`quick`: the two main shapes, no other tiles."""
-    shapes = [shape for shape in (SHAPES[:2] if quick else SHAPES) if only in shape[0]]
+    """`quick`: the two main shapes, no other tiles. `only`: parts of "MODEL, ROWS rows", divided by `;`."""
+    parts = [part.strip() for part in only.split(";")]
+    shapes = [
+        shape for shape in (SHAPES[:2] if quick else SHAPES)
+        if any(part in f"{shape.name}, {shape.rows} rows" for part in parts)
+    ]  # fmt: skip
     if not quick:
         compile_all(shapes)
     bandwidth = copy_bandwidth(2.0)
     for shape in shapes:
-        yield from _measure(*shape, quick, bandwidth)
+        yield from _measure(shape, quick, bandwidth)
         torch.cuda.empty_cache()

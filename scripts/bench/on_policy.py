@@ -82,11 +82,17 @@ class Timed(TrainerCallback):
 
     Attributes:
         learned: tokens of each step, as they were counted; numbers or tensors.
+        phases: seconds a step of each phase, as a run logged them last.
     """
 
     def __init__(self, warm: int, steps: int) -> None:
         self.warm, self.steps, self.learned, self.result = warm, steps, list[Any](), dict[str, float]()
-        self.meter = Meter() if torch.cuda.is_available() else None
+        self.meter, self.phases = Meter() if torch.cuda.is_available() else None, dict[str, float]()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        """Keep what is said of phases."""
+        said = {name: value for name, value in (logs or {}).items() if name.startswith("time_")}
+        self.phases = said or self.phases
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin after the last untimed step, end after the last."""
@@ -164,7 +170,7 @@ def trl(name: str, pair: Pair, warm: int, steps: int) -> dict[str, float]:
     return timed.result
 
 
-def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, float]:
+def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, Any]:
     """A real run, of random weights, on a file of prompts."""
     import distill.run
     from distill.models.load import load_config
@@ -181,6 +187,7 @@ def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, float]:
             f"data.on_policy={{fraction: 1, max_new_tokens: {pair.new}, batch_size: {PROMPTS}}}",
             f"train.batch_size={pair.micro}", f"train.tokens_per_step={pair.rows * pair.length}",
             f"train.steps={warm + steps + 1}",  # the one after them is drawn for while the last one trains
+            f"train.log_every={steps}",  # as often as TRL logs
             "train.gradient_checkpointing=false", "train.eval_every=null",
             "train.save_every=null", *([] if torch.cuda.is_available() else ["student.dtype=float32"]), *OURS[name],
         ])  # fmt: skip
@@ -206,7 +213,7 @@ def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, float]:
         os.chdir(folder)
         distill.run.run(recipe)
         os.chdir(ROOT)
-    return timed.result
+    return timed.result | {"phases": timed.phases}
 
 
 def _architecture(name: str) -> str:
@@ -255,7 +262,8 @@ def run(quick: bool, only: str) -> Iterator[Row]:
                 trace = [] if isinstance(error, subprocess.TimeoutExpired) else done.stderr.splitlines()
                 print(f"on_policy: {shape}, {name}: {chr(10).join(trace[-60:]) or error}", file=sys.stderr, flush=True)
                 continue
-            said = [line.removeprefix("graphs").strip() for line in done.stdout.splitlines() if "graphs  " in line]
+            said = [f"{phase.removeprefix('time_')} {1e3 * s:.0f}" for phase, s in figures.pop("phases", {}).items()]
+            said += [line.removeprefix("graphs").strip() for line in done.stdout.splitlines() if "graphs  " in line]
             results.append((name, figures, ", ".join(said)))
             print(f"{shape} {name}: {json.dumps(figures)}", flush=True)
             yield rows_of(shape, pair, results)[-1]
