@@ -10,8 +10,8 @@
     ours, ours fp8 teacher, ours fp8 teacher and student
 
 torchao's candidate has a process of its own and BENCH_LIMIT seconds (150), compiling included; as in `small`, what it
-compiled is kept. `quantize_` would set inductor's `coordinate_descent_tuning`, in all directions: each of the layers' 62
-Triton kernels (27 in bf16) is then compiled 5 to 30 times more, one after the other, when it is first called. That is
+compiled is kept. `quantize_` would set inductor's `coordinate_descent_tuning`, in all directions: the layers' 62
+Triton kernels (27 in bf16) are then compiled 5 to 30 times more each, one after the other, when first called. That is
 some 1,000 compilations of 0.3 s each; here inductor is as it comes, as for `compile`.
 
 With `--only parts`: the student's products and what quantises their operands, alone.
