@@ -24,6 +24,7 @@ from scripts.bench import (
     breakdown,
     chat_step,
     down_backward,
+    fp8_step,
     gated,
     logit_losses,
     on_policy,
@@ -173,6 +174,34 @@ def test_a_candidate_that_fails_is_a_row_that_says_why(monkeypatch):
     )
     failed = of("import os; assert os.environ['TORCHINDUCTOR_CACHE_DIR']; raise RuntimeError('as captured')")
     assert failed.ms != failed.ms and failed.tokens_per_s is None and failed.note == "RuntimeError: as captured"
+
+
+def test_a_rival_in_fp8_ends_at_its_limit(monkeypatch, capsys):
+    begin = subprocess.Popen
+
+    def rows(code):
+        with monkeypatch.context() as inside:
+            inside.setattr(small.subprocess, "Popen", lambda _, **more: begin([sys.executable, "-c", code], **more))
+            inside.setenv("BENCH_LIMIT", "1")
+            return list(fp8_step.run(False, "torchao"))
+
+    shown = '{"case": "fp8_step", "shape": "s", "candidate": "torchao", "ms": 2.0, "joules": 1.0, "note": "split"}'
+    (row,) = rows(f"print('result ' + {shown!r})")
+    assert (row.ms, row.joules, row.note) == (2.0, 1.0, "split")
+    assert rows("import time; time.sleep(60)") == []
+    assert "torchao fp8 + compile: RuntimeError: not done after 1 s" in capsys.readouterr().err
+
+
+def test_torchao_leaves_the_compiler_as_it_is(monkeypatch):
+    """What it would set makes inductor try each kernel in many forms, one after the other."""
+    quant_api = pytest.importorskip("torchao.quantization.quant_api")
+    from torch._inductor import config
+
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+    teacher, student = tiny_model(seed=0, dtype=torch.bfloat16), tiny_model(seed=1, dtype=torch.bfloat16)
+    fp8_step.rival("torchao fp8 + compile", teacher, student, {})
+    assert type(teacher.model.layers[0].mlp.down_proj.weight).__name__ == "Float8Tensor"
+    assert not config.coordinate_descent_tuning
 
 
 def test_steps_are_picked_by_pair_and_variant():

@@ -1,19 +1,27 @@
-"""Several answers a prompt (`data.on_policy.samples`): which ones, in which rows, and runs that learn of them."""
+"""Several answers a prompt (`data.on_policy.samples`): which ones, in which rows, and runs that learn of them.
+
+The file is also the program of two processes, which train together.
+"""
 
 import hashlib
 import json
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from test_crash import finish, rows, start
 from test_on_policy import COLLATE, on_policy, packed, pairs, same_run, trainer, weights
 from tiny import save_models, tiny_model
 from transformers import TrainingArguments
+from two_ranks import run_as_two
 
 from distill.core.faults import first_line
+from distill.core.ranks import leave
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import Document, documents_of
 from distill.generation.on_policy import OnPolicy
@@ -105,22 +113,43 @@ def test_a_few_rows_that_all_fit_are_all_answered():
     assert len(documents_of(batch)) == 12 and own.read(lambda v: v, torch.device("cpu"))["rollouts_left_out"] == 0
 
 
-def eight_answers(folder, size, accumulation):
-    """Two steps of four prompts with two answers each."""
+def eight_answers(folder, size, accumulation, **own):
+    """Two steps of four prompts with two answers each: weights; tokens that train and documents of each step."""
     made = trainer(
         folder, max_steps=2, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation,
-        optim="sgd", learning_rate=1.0, own={"samples": 2, "max_new_tokens": 3},
+        optim="sgd", learning_rate=1.0, own={"samples": 2, "max_new_tokens": 3} | own,
     )  # fmt: skip
+    said, put_in = [], made.on_policy.replace
+
+    def kept(*given):
+        said.append(put_in(*given))
+        return said[-1]
+
+    made.on_policy.replace = kept
     made.train()
     logged = [entry for entry in made.state.log_history if "rollouts" in entry]
-    assert [entry["rollouts"] for entry in logged] == [8, 8]
-    return weights(made.model), [[entry["trained_tokens"]] for entry in logged]
+    assert all(entry["rollouts"] == 8 or own for entry in logged) and len(logged) == 2
+    documents = [[(*d.ids, *d.labels) for batch in step for d in documents_of(batch)] for step in said]
+    counts = [[entry["rollouts"], entry["trained_tokens"]] for entry in logged]
+    return weights(made.accelerator.unwrap_model(made.model)), counts, documents
 
 
-def test_any_micro_batches_learn_the_same_of_them(tmp_path):
-    expected = eight_answers(tmp_path, 4, 1)
-    for size, accumulation in ((2, 2), (1, 4)):
-        same_run(expected, eight_answers(tmp_path, size, accumulation))
+WAYS = ({}, {"fraction": 0.5, "samples": 3})
+
+
+def test_any_micro_batches_and_ranks_say_and_learn_the_same_of_them(tmp_path):
+    run_as_two(__file__, tmp_path, timeout=100)
+    of_ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for number, own in enumerate(WAYS):
+        expected = eight_answers(tmp_path, 4, 1, **own)
+        assert all(0 < answers < 12 for answers, _ in expected[1])  # of the second way, some are the data's
+        for size, accumulation in ((2, 2), (1, 4)) if not own else ():
+            same_run(expected, eight_answers(tmp_path, size, accumulation))
+        first, second = (made[number] for made in of_ranks)
+        for together in (first, second):
+            same_run(expected, together)
+        for whole, *parts in zip(expected[2], first[2], second[2], strict=True):
+            assert all(parts) and sorted(map(tuple, parts[0] + parts[1])) == sorted(whole)
 
 
 # ------------------------------------------------------------------ recipes and runs
@@ -210,3 +239,11 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
     assert figures(killed) == log and len(log) == 8
     ours, theirs = (load_file(run / "student" / "model.safetensors") for run in (killed, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+if __name__ == "__main__":  # one of two processes
+    torch.set_num_threads(1)
+    made = [eight_answers(Path(sys.argv[1]), 1 if own else 2, 2 if own else 1, **own) for own in WAYS]
+    torch.save(made, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    leave(0)

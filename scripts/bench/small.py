@@ -321,11 +321,12 @@ def tell(result: dict[str, Any]) -> None:
     print(RESULT + json.dumps(result), flush=True)
 
 
-def candidate(pair: str, name: str, limit: float) -> dict[str, Any]:
-    """What one candidate came to, in a process of its own; without `ms` where it failed, `note` says why."""
+def candidate(program: str, *arguments: str, limit: float) -> dict[str, Any]:
+    """What `python -m program *arguments` tells of a candidate in `limit` seconds; without `ms` where it failed, `note`
+    says why."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:  # a pipe's other end may live on
         process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.bench.small", pair, name], cwd=ROOT, env=COMPILER | os.environ,
+            [sys.executable, "-m", program, *arguments], cwd=ROOT, env=COMPILER | os.environ,
             stdout=out, stderr=errors, start_new_session=True,
         )  # fmt: skip
         try:
@@ -354,7 +355,8 @@ def run(quick: bool, only: str) -> Iterator[Row]:
     ends += time.monotonic()
     for name, candidate_name in chosen(quick, only):
         pair, began = PAIRS[name], time.monotonic()
-        found = candidate(name, candidate_name, max(min(limit, ends - began), 0.1))
+        seconds = max(min(limit, ends - began), 0.1)
+        found = candidate("scripts.bench.small", name, candidate_name, limit=seconds)
         ms = found.get("ms", math.nan)
         took, joules = time.monotonic() - began, found.get("joules", math.nan)
         times = f"{ms:8.2f} ms {joules:6.1f} J  {took:4.0f} s"
