@@ -85,7 +85,7 @@ def test_a_prompt_is_read_once():
         assert found.tokens == [each.tokens[0] for each in alone]
         for ours, each in zip(found.log_probs, alone, strict=True):
             assert ours == pytest.approx(each.log_probs[0], abs=1e-9)
-    assert read[0] == (3, 3) and len({tuple(tokens) for tokens in found.tokens}) == 12
+    assert read[0] == (1, 3 + 2) and len({tuple(tokens) for tokens in found.tokens}) == 12
 
 
 class Long(Engine):

@@ -1,4 +1,4 @@
-"""Batched generation as a lean loop: prompts in one padded call, then one fixed step a token, replayed on a GPU.
+"""Batched generation as a lean loop: prompts in one packed call, then one fixed step a token, replayed on a GPU.
 
     loop = DecodeLoop(model, EngineSettings(pad=0, ends=[2]))
     answers = loop.generate([[5, 6, 7], [8]], max_new_tokens=64, sampling=Sampling(1.0, top_p=0.9), seeds=[11, 12])
@@ -34,12 +34,12 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.generation.fused_step import FusedSteps
 from distill.generation.sampling import GREEDY, Sampling
-from distill.generation.seats import Seats, fetched, sent
+from distill.generation.seats import Seats, fetched
 from distill.generation.stopping import StopStrings
 from distill.models.graphs import WORKSPACES, own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
-from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
+from distill.models.ragged_cache import attention_for_ragged_cache, read_prompts
 
 log = logging.getLogger(__name__)
 
@@ -221,11 +221,12 @@ class DecodeLoop(Engine):
         waiting, seated = deque(range(len(prompts))), dict[int, int]()
         stop = self.settings.stop
         at_once, look_every = 1 if seats.graph is None else STEPS, LOOK_EVERY if self.device.type == "cuda" else 1
+        seats.clear(self.pad)
         while waiting or seated:
             free = [seat for seat in range(seats.batch) if seat not in seated]
             if waiting and (not seated or len(free) >= seats.batch * WORTH_READING):
                 taken = {seat: waiting.popleft() for seat in free[: len(waiting)]}
-                self._take_seats(request, taken, seats, among_others=bool(seated))
+                self._take_seats(request, taken, seats)
                 seated |= taken
             left = max(limits[number] - len(answers.tokens[number]) for number in seated.values())
             steps = -(-min(look_every, left) // at_once) * at_once
@@ -249,18 +250,12 @@ class DecodeLoop(Engine):
                     del seated[seat]
         return answers
 
-    def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats, *, among_others: bool) -> None:
+    def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats) -> None:
         """Read the prompts whose numbers `taken` holds by their seats, all of which are free."""
         prompts, limits, seeds, _, _ = request.of(list(taken.values()))
-        if not among_others:
-            seats.cache.restart()
-            self._read_prompts(prompts, seats.cache)
-            seats.seat(prompts, limits, seeds, self.pad)
-            return
-        length = max(map(len, prompts)) - 1
-        read = RaggedCache(self.inner.config, len(prompts), length, self.device)
-        self._read_prompts(prompts, read)
-        seats.seat_among_others(list(taken), prompts, limits, seeds, read if length else None)
+        with WORKSPACES:
+            read_prompts(self.decoder, prompts, list(taken), seats.cache)
+        seats.seat(list(taken), prompts, limits, seeds)
 
     @contextlib.contextmanager
     def _on_own_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
@@ -296,28 +291,6 @@ class DecodeLoop(Engine):
         self.buffers.append(seats)
         self._capture(seats, sampling)
         return seats
-
-    def _read_prompts(self, prompts: Sequence[Sequence[int]], cache: RaggedCache) -> None:
-        """All but the last token of each prompt into the cache, padded on the right, where causal attention never
-        looks; equal prompts are read once."""
-        length = max(map(len, prompts)) - 1
-        if length == 0:
-            return
-        number_of = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        if len(number_of) < len(prompts):
-            read = RaggedCache(self.inner.config, len(number_of), length, self.device)
-            self._read_prompts(list(number_of), read)
-            numbers = torch.tensor([number_of[tuple(prompt)] for prompt in prompts])
-            cache.take(torch.arange(len(prompts), device=self.device), read, sent(numbers, self.device))
-            return
-        ids = torch.full((cache.batch, length), self.pad, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt) - 1] = torch.tensor(prompt[:-1], dtype=torch.int64)
-        with WORKSPACES:
-            self.decoder(
-                input_ids=sent(ids, self.device), position_ids=torch.arange(length, device=self.device)[None],
-                past_key_values=cache, use_cache=True, ragged_cache=cache,
-            )  # fmt: skip
 
     def _step(self, seats: Seats, sampling: Sampling) -> None:
         """One token of every sequence. Reads and writes the seats' buffers only, and never waits."""
@@ -355,7 +328,7 @@ class DecodeLoop(Engine):
             return
         seats.graph = None
         seats.fused = self.fused_steps.step_for(seats, self.ends, self.pad)
-        seats.seat([], [], [], self.pad)  # all seats are done: the steps below write one slot and advance nothing
+        seats.clear(self.pad)  # all seats are done: the steps below write one slot and advance nothing
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):

@@ -1,4 +1,4 @@
-"""The buffers of sequences that are answered at once, and what goes between host and device without a wait."""
+"""The buffers of sequences that are answered at once, and what comes from them to the host without a wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distill.generation.sampling import Sampling, as_wide
-from distill.models.ragged_cache import RaggedCache
+from distill.models.ragged_cache import RaggedCache, sent
 
 
 class Seats:
@@ -27,32 +27,29 @@ class Seats:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.captured: tuple[Any, ...] | None = None  # what the graph depends on beside the buffers
 
-    def seat(self, prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int], pad: int) -> None:
-        """Take sequences in; seats that stay empty hold one padding token and are done."""
-        empty = self.batch - len(prompts)
-        lengths = [len(prompt) for prompt in prompts] + [1] * empty
-        fill = self._filled
-        self.cache.begin(fill(lengths))
-        self.token.copy_(fill([prompt[-1] for prompt in prompts] + [pad] * empty))
-        self.seeds.copy_(fill([*seeds, *[0] * empty]))
-        self.limits.copy_(fill([*limits, *[0] * empty]))
-        self.done.copy_(self.limits == 0)
-        for tensor in (self.made, self.ended, self.column):
+    def clear(self, pad: int) -> None:
+        """Empty all seats: each holds one padding token, and is done."""
+        for tensor, value in ((self.cache.lengths, 1), (self.token, pad), (self.answers, pad), (self.done, 1)):
+            tensor.fill_(value)
+        for tensor in (self.seeds, self.limits, self.made, self.ended, self.column):
             tensor.zero_()
-        self.answers.fill_(pad)
 
-    def seat_among_others(
-        self, seats: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int],
-        read: RaggedCache | None,
-    ) -> None:  # fmt: skip
-        """Take sequences in on free seats while others go on; `read` holds a row of keys and values for each of them,
-        None where their prompts are one token."""
-        at = self._filled(seats)
-        if read is not None:
-            self.cache.take(at, read)
-        starts = [len(prompt) for prompt in prompts], [prompt[-1] for prompt in prompts], seeds, limits
-        for tensor, values in zip((self.cache.lengths, self.token, self.seeds, self.limits), starts, strict=True):
-            tensor.index_copy_(0, at, self._filled(values))
+    def seat(
+        self, seats: Sequence[int], prompts: Sequence[Sequence[int]], limits: Sequence[int], seeds: Sequence[int]
+    ) -> None:
+        """Take sequences in on free seats, while those on others go on."""
+        at, *started = (
+            sent(torch.tensor(values, dtype=torch.int64), self.token.device)
+            for values in (
+                seats,
+                [len(prompt) for prompt in prompts],
+                [prompt[-1] for prompt in prompts],
+                seeds,
+                limits,
+            )
+        )
+        for tensor, values in zip((self.cache.lengths, self.token, self.seeds, self.limits), started, strict=True):
+            tensor.index_copy_(0, at, values)
         for tensor in (self.made, self.done, self.ended):
             tensor.index_fill_(0, at, False)
 
@@ -72,14 +69,6 @@ class Seats:
         self.ended |= live & (token[:, None] == ends).any(1)
         self.done |= self.ended | (self.made >= self.limits)
         self.cache.lengths += ~self.done
-
-    def _filled(self, values: Sequence[int]) -> torch.Tensor:
-        return sent(torch.tensor(values, dtype=torch.int64), self.token.device)
-
-
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host's on `device`, by the current stream, without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from distill.core.eval_mode import eval_mode
 from distill.core.faults import first_line
 from distill.models.attention import soft_cap_kept
 from distill.models.head import bare, decoder_of
-from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache
+from distill.models.ragged_cache import RaggedCache, attention_for_ragged_cache, read_prompts
 
 
 @torch.no_grad()
@@ -34,10 +34,8 @@ def why_not(model: nn.Module) -> str | None:
             expected = forward(inner, input_ids=ids, use_cache=False).logits.float()
         cache = RaggedCache(inner.config, 2, 8, device)
         with eval_mode(model), attention_for_ragged_cache(model):
-            positions = torch.arange(3, device=device)[None]
-            decoder_of(model)(
-                input_ids=ids[:, :3], position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache
-            )
+            prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
+            read_prompts(decoder_of(model), prompts, range(2), cache)
             cache.begin(lengths)
             for _ in range(2):
                 at = cache.lengths[:, None] - 1

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.offload import is_offloaded
-from distill.models.ragged_cache import AttentionCall, RaggedCache
+from distill.models.ragged_cache import AttentionCall, RaggedCache, read_prompts
 from distill.models.shared_input import FP8_GROUP, projection_forward
 from distill.models.triton_only import forward_on_triton
 
@@ -219,12 +219,12 @@ def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Modul
     device = next(model.parameters()).device
     ids = torch.arange(7 * rows, device=device).reshape(rows, 7) % inner.config.get_text_config().vocab_size
     lengths = 4 - 2 * (torch.arange(rows, device=device) % 2)
+    prompts = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
     caches = [RaggedCache(inner.config, rows, 16, device) for _ in range(2)]
     calls: dict[nn.Module, AttentionCall] = {}
     caches[0].calls = calls
     for cache in caches:
-        positions = torch.arange(3, device=device)[None]
-        decoder(input_ids=ids[:, :3], position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache)
+        read_prompts(decoder, prompts, range(rows), cache)
         cache.begin(lengths)
     if len(calls) != len(caches[0].layers) or any(call.softcap is not None for call in calls.values()):
         return "its layers attend in another way"

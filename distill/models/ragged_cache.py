@@ -6,7 +6,7 @@ nothing, and can be replayed as a CUDA graph.
 
     cache = RaggedCache(model.config, batch=8, slots=512, device=device)
     with attention_for_ragged_cache(model):
-        decoder(input_ids=padded, position_ids=positions, past_key_values=cache, ragged_cache=cache)  # on the right
+        read_prompts(decoder, prompts, range(8), cache)          # all but their last tokens, in one row
         cache.begin(lengths)                                     # what is in, and the token to come
         model(input_ids=token, position_ids=cache.lengths[:, None] - 1, past_key_values=cache, ragged_cache=cache)
         cache.lengths += 1
@@ -15,6 +15,9 @@ nothing, and can be replayed as a CUDA graph.
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +42,20 @@ class AttentionCall(NamedTuple):
     softcap: float | None
 
 
+class PackedPrompts(NamedTuple):
+    """Prompts one after the other in a row of tokens, and where their keys and values go.
+
+    Attributes:
+        bounds: where each begins, and the last ends; cu_seqlens: the same, int32 on the device.
+        source, place: int64 [n]: token `source` of the row goes to `place`, counted through all sequences' slots.
+    """
+
+    bounds: list[int]
+    cu_seqlens: torch.Tensor
+    source: torch.Tensor
+    place: torch.Tensor
+
+
 class RaggedLayer(CacheLayerMixin):
     """One layer: [B, slots, Hkv, D] keys and values, allocated when the first keys come."""
 
@@ -52,7 +69,7 @@ class RaggedLayer(CacheLayerMixin):
         _, heads, _, size = key_states.shape
         shape = (self.owner.batch, self.owner.slots, heads, size)
         self.dtype, self.device = value_states.dtype, key_states.device
-        # zeros, so that slots which a padded prompt leaves untouched never hold a NaN
+        # zeros, so that slots which nobody has written to never hold a NaN
         self.keys = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.values = torch.zeros_like(self.keys)
         self.is_initialized = True
@@ -60,16 +77,16 @@ class RaggedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in [B, Hkv, S, D]: of prompts from slot 0 on, and give them back; of newest tokens, and give all."""
+        """Take in prompts [1, Hkv, N, D], and give them back; or newest tokens [B, Hkv, 1, D], and give all."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        if self.owner.decoding:
+        if (packed := self.owner.packed) is None:
             put_newest(self.keys, self.values, key_states, value_states, self.owner.lengths)
             return self.keys.transpose(1, 2), self.values.transpose(1, 2)
-        new = key_states.shape[2]
-        self.keys[:, :new] = key_states.transpose(1, 2)
-        self.values[:, :new] = value_states.transpose(1, 2)
+        for kept, new in ((self.keys, key_states), (self.values, value_states)):
+            tokens = new[0].transpose(0, 1).index_select(0, packed.source)
+            kept.flatten(0, 1).index_copy_(0, packed.place, tokens.to(kept.dtype))
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -97,7 +114,7 @@ class RaggedCache(Cache):
         lengths: int64 [B] on the device, tokens of each sequence, the one that is on its way included, so that its
             position is one less; the caller adds to it.
         calls: where it is a dict, each attention module leaves there what it called with.
-        decoding: whether calls bring one newest token a sequence (after `begin`), or prompts from slot 0 on.
+        packed: the prompts that a call brings; None where it brings one newest token of every sequence.
 
     Raises:
         ValueError: layers that keep a state other than keys and values.
@@ -106,7 +123,8 @@ class RaggedCache(Cache):
     def __init__(self, config: PreTrainedConfig, batch: int, slots: int, device: torch.device) -> None:
         if foreign := unsupported_layers(config):
             raise ValueError(f"config: RaggedCache holds keys and values of attention layers, not of {foreign}")
-        self.batch, self.slots, self.decoding = batch, slots, False
+        self.batch, self.slots = batch, slots
+        self.packed: PackedPrompts | None = None
         self.calls: dict[nn.Module, AttentionCall] | None = None
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         super().__init__(layers=[RaggedLayer(self) for _ in range(config.get_text_config().num_hidden_layers)])
@@ -114,7 +132,6 @@ class RaggedCache(Cache):
     def begin(self, lengths: torch.Tensor) -> None:
         """From now on each call brings the next token of every sequence; `lengths` [B] count the first of these."""
         self.lengths.copy_(lengths)
-        self.decoding = True
 
     def allocate(self, keys: torch.Tensor) -> None:
         """Memory for the layers that have none yet, as if their first keys were these [B, Hkv, S, D]."""
@@ -131,21 +148,36 @@ class RaggedCache(Cache):
             pairs.append((layer.keys, layer.values))
         return pairs
 
-    def take(self, rows: torch.Tensor, other: RaggedCache, numbers: torch.Tensor | None = None) -> None:
-        """Keys and values of another cache, [N, its slots, Hkv, D] a layer, into `rows` (int64 [N]) from slot 0 on; of
-        its rows those with these `numbers` (int64 [N]) if they are given."""
-        for layer, (keys, values) in zip(self.layers, other.kept(), strict=True):
-            assert isinstance(layer, RaggedLayer)
-            if not layer.is_initialized:
-                layer.lazy_initialization(keys.transpose(1, 2), values.transpose(1, 2))
-        for own, new in zip(self.kept(), other.kept(), strict=True):
-            for mine, theirs in zip(own, new, strict=True):
-                chosen = theirs if numbers is None else theirs.index_select(0, numbers)
-                mine[:, : theirs.shape[1]].index_copy_(0, rows, chosen.to(mine.dtype))
 
-    def restart(self) -> None:
-        """Take prompts again; nothing is freed or cleared."""
-        self.decoding = False
+def read_prompts(decoder: nn.Module, prompts: Sequence[Sequence[int]], rows: Sequence[int], cache: RaggedCache) -> None:
+    """All but the last token of each prompt into its row of the cache, in one call without padding; equal ones once.
+
+    What the sequences of other rows hold stays. Call it where the attention is that of a ragged cache.
+    """
+    written = [(tuple(prompt[:-1]), row) for prompt, row in zip(prompts, rows, strict=True) if len(prompt) > 1]
+    slots = {document: torch.arange(len(document)) for document, _ in written}
+    if not slots:
+        return
+    bounds = list(accumulate(map(len, slots), initial=0))
+    begin = dict(zip(slots, bounds, strict=False))
+
+    def joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+        return sent(torch.cat(list(parts)), cache.lengths.device)
+
+    ids, positions = joined(map(torch.tensor, slots))[None], joined(slots.values())[None]
+    source = joined(begin[document] + slots[document] for document, _ in written)
+    place = joined(row * cache.slots + slots[document] for document, row in written)
+    cu_seqlens = joined([torch.tensor(bounds, dtype=torch.int32)])
+    cache.packed = PackedPrompts(bounds, cu_seqlens, source, place)
+    try:
+        decoder(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, ragged_cache=cache)
+    finally:
+        cache.packed = None
+
+
+def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host's on `device`, by the current stream, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def ragged_attention(
@@ -161,11 +193,11 @@ def ragged_attention(
     ragged_cache: RaggedCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of prompts among themselves, or of one newest token a sequence to its cached keys.
+    """Attention of each prompt's tokens among themselves, or of one newest token a sequence to its cached keys.
 
     Args:
         module: the attention layer.
-        query: [B, H, S, D]; key and value [B, Hkv, S or slots, D], not repeated.
+        query: [1, H, N, D] of packed prompts, or [B, H, 1, D]; key and value [1, Hkv, N, D] or [B, Hkv, slots, D].
         attention_mask: none is built for this attention; a mask made elsewhere is refused.
         scaling: of the scores; 1/sqrt(D) if None.
         dropout: has no place in generation.
@@ -185,7 +217,15 @@ def ragged_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotation by fp32 angles widens them
     grouped = query.shape[1] != key.shape[1]
     kernels = runs_on_triton(query) and query.dtype != torch.float64  # which none of them takes
-    if ragged_cache.decoding and not kernels and softcap is None:
+    attend = functools.partial(flash_attention, scale=scaling, window=sliding_window, softcap=softcap)
+    if ragged_cache.packed is not None and kernels:
+        out = attend(query, key, value, cu_seqlens_q=ragged_cache.packed.cu_seqlens)
+    elif ragged_cache.packed is not None:
+        if sliding_window is None and softcap is None:
+            attend = functools.partial(scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=grouped)
+        spans = [slice(*span) for span in pairwise(ragged_cache.packed.bounds)]
+        out = torch.cat([attend(*(tensor[:, :, span] for tensor in (query, key, value))) for span in spans], 2)
+    elif not kernels and softcap is None:
         # PyTorch's attention is the faster one on a CPU; there, slots that are not filled yet can be left out
         filled = ragged_cache.slots if query.is_cuda else int(ragged_cache.lengths.max())
         slot, lengths = torch.arange(filled, device=query.device), ragged_cache.lengths[:, None]
@@ -195,13 +235,9 @@ def ragged_attention(
         key, value = key[:, :, :filled], value[:, :, :filled]
         mask = seen[:, None, None]
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
-    elif ragged_cache.decoding:
+    else:
         lengths = ragged_cache.lengths
         out = decode_attention(query, key, value, lengths, scale=scaling, window=sliding_window, softcap=softcap)
-    elif kernels or sliding_window is not None or softcap is not None:
-        out = flash_attention(query, key, value, scale=scaling, window=sliding_window, softcap=softcap)
-    else:
-        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
     return out.transpose(1, 2), None
 
 

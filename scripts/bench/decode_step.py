@@ -106,9 +106,8 @@ def other_plans(plan: Plan, rows: int) -> Iterator[tuple[str, Plan]]:
 
 def seats_of(model: Any, shape: Shape) -> Seats:
     """Buffers of sequences that are done, so that a step leaves them as they were but for the column."""
-    rows = shape.rows
-    seats = Seats(model.config, rows, shape.slots, 256, model.device)
-    seats.seat([[5]] * rows, [0] * rows, list(range(rows)), 0)
+    seats = Seats(model.config, shape.rows, shape.slots, 256, model.device)
+    seats.clear(5)
     seats.cache.begin(torch.full_like(seats.cache.lengths, shape.cached))
     return seats
 

@@ -25,7 +25,7 @@ from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, trit
 from distill_kernels.layers.activations import activate
 
 MAX_ROWS = 128
-PREFETCHED = 64 << 10  # bytes a program asks for before it waits
+PREFETCHED = 16 << 10  # bytes a program asks for before it waits
 
 
 class Tile(NamedTuple):

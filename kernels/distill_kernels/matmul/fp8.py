@@ -233,9 +233,11 @@ class Fp8Linear(nn.Module):
         if torch.compiler.is_compiling():
             y: torch.Tensor = self(glu(gate, up, activation))
             return y
-        _check(gate), _check(up)
-        flat = [rows_of(part.reshape(-1, part.shape[-1])) for part in (gate, up)]
-        y = _product(*_quantize_rows(*flat, activation), self.weight, self.weight_scale, self.bias, gate.dtype)
+        for part in (gate, up):
+            _check(part)
+        flat, flat_up = (rows_of(part.reshape(-1, part.shape[-1])) for part in (gate, up))
+        quantized = _quantize_rows(flat, flat_up, activation)
+        y = _product(*quantized, self.weight, self.weight_scale, self.bias, gate.dtype)
         return y.view(*gate.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
