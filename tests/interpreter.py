@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -34,9 +33,14 @@ def mend_bf16() -> None:
     convert = interpreter._convert_float
 
     def convert_float(data, input_dtype, output_dtype, rounding_mode):
+        if input_dtype == tl.bfloat16 and output_dtype == tl.float32:
+            return data.view(np.uint16).astype(np.uint32) << 16
         if input_dtype == tl.float32 and output_dtype == tl.bfloat16 and rounding_mode in (None, ROUND_NEAREST):
-            values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).to(torch.bfloat16)
-            return values.view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
+            bits = data.view(np.uint32)
+            nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+            if (nan := np.isnan(data)).any():
+                nearest[nan] = 0x7FC0
+            return nearest
         return convert(data, input_dtype, output_dtype, rounding_mode)
 
     create_dot = interpreter.InterpreterBuilder.create_dot
