@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import NamedTuple
 
@@ -60,10 +61,12 @@ def mend_bf16() -> None:
 
 def patch_once_a_launch() -> None:
     """The language's functions are replaced once a launch, where Triton does it at each call of a device function."""
-    patch_lang, launch = interpreter._patch_lang, {}
+    patch_lang, launch, languages_of = interpreter._patch_lang, {}, {}
 
     def patch_once(fn):
-        languages = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+        if fn not in languages_of:
+            languages_of[fn] = frozenset(id(each) for each in fn.__globals__.values() if each is tl or each is tl.core)
+        languages = languages_of[fn]
         if languages in launch:
             return interpreter._LangPatchScope()
         scope = launch[languages] = patch_lang(fn)
@@ -128,6 +131,12 @@ def know_types() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = tensors[type.name]
 
+    unwrap, plain = tl.core._unwrap_if_constexpr, {tl.tensor, tl.dtype, tl.pointer_type, int, float, bool, type(None)}
+
+    def unwrap_few(value):
+        kind = type(value)
+        return value.value if kind is tl.constexpr else value if kind in plain else unwrap(value)
+
     equal, right = tl.dtype.__eq__, {}
 
     def is_same(self, other):
@@ -143,25 +152,31 @@ def know_types() -> None:
 
     interpreter._get_np_dtype, interpreter._validate_np_data_size = known_np_dtype, known_to_fit
     tl.block_type.__init__, tl.tensor.__init__, tl.dtype.__eq__ = init_block_type, init_tensor, is_same
+    tl.core._unwrap_if_constexpr = unwrap_few
 
 
 def skip_wrappers() -> None:
-    """The language's functions get the interpreter's semantics without being asked whether they have got them."""
-    wrapped = tl.core.builtin(lambda: None).__code__
-
-    def patch_attr(obj, name, member, builder, scope):
-        while getattr(member, "__code__", None) is wrapped:
-            member = member.__wrapped__
-        scope.set_attr(obj, name, with_semantic(member))
+    """The language's functions are looked for once, and get their semantics without being asked whether they have."""
+    wrapped, members = tl.core.builtin(lambda: None).__code__, {}
 
     def with_semantic(member):
+        while getattr(member, "__code__", None) is wrapped:
+            member = member.__wrapped__
+
         def call(*args, **kwargs):
             kwargs["_semantic"] = SEMANTIC
             return member(*args, **kwargs)
 
         return call
 
-    interpreter._patch_attr = patch_attr
+    def patch_builtin(package, builder, scope):
+        if package not in members:
+            every = inspect.getmembers(package, tl.core.is_builtin)
+            members[package] = [(name, with_semantic(member)) for name, member in every]
+        for name, call in members[package]:
+            scope.set_attr(package, name, call)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 class Operands(NamedTuple):
@@ -174,7 +189,10 @@ class Operands(NamedTuple):
 
 
 def combine_operands() -> None:
-    """Operands' common type and shape are worked out once; NumPy broadcasts what an operation combines by itself."""
+    """Operands' common type and shape are worked out once; NumPy broadcasts what an operation combines by itself.
+
+    So of two combined operands the types say the shape that they come to, their arrays may be smaller.
+    """
     semantic, check, known = SEMANTIC, SEMANTIC.binary_op_type_checking_impl, {}
 
     def kind(operand):
@@ -200,4 +218,20 @@ def combine_operands() -> None:
             return left, right
         return as_type(lhs, plan.left), as_type(rhs, plan.right)
 
-    semantic.binary_op_type_checking_impl = combine
+    broadcast, shapes = semantic.broadcast_impl_value, {}
+
+    def expand(operand, to):
+        if operand.type.name == to.name:
+            return operand
+        data = np.broadcast_to(operand.handle.data, to.shape.values)
+        return tl.tensor(interpreter.TensorHandle(data, to.scalar), to)
+
+    def broadcast_known(lhs, rhs):
+        key = lhs.type.name, rhs.type.name
+        if key not in shapes:
+            left, right = broadcast(lhs, rhs)
+            shapes[key] = left.type, right.type
+            return left, right
+        return expand(lhs, shapes[key][0]), expand(rhs, shapes[key][1])
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = combine, broadcast_known
