@@ -137,20 +137,20 @@ def know_types() -> None:
         kind = type(value)
         return value.value if kind is tl.constexpr else value if kind in plain else unwrap(value)
 
-    equal, right = tl.dtype.__eq__, {}
+    equal = tl.dtype.__eq__
 
     def is_same(self, other):
         return self is other or equal(self, other)
 
-    fits = interpreter._validate_np_data_size
+    validate, valid = interpreter.TensorHandle.__post_init__, set()
 
-    def known_to_fit(array, dtype):
-        key = array.itemsize, dtype.name
-        if key not in right:
-            right[key] = fits(array, dtype)
-        return right[key]
+    def init_handle(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if (key := (data.itemsize, dtype.name)) not in valid:
+            validate(self)
+            valid.add(key)
 
-    interpreter._get_np_dtype, interpreter._validate_np_data_size = known_np_dtype, known_to_fit
+    interpreter._get_np_dtype, interpreter.TensorHandle.__init__ = known_np_dtype, init_handle
     tl.block_type.__init__, tl.tensor.__init__, tl.dtype.__eq__ = init_block_type, init_tensor, is_same
     tl.core._unwrap_if_constexpr = unwrap_few
 
@@ -201,7 +201,9 @@ def combine_operands() -> None:
     def as_type(operand, to):
         if not isinstance(operand, tl.tensor):
             operand = semantic.scalar_constant(operand, to.scalar)
-        elif operand.dtype != to.scalar:
+        if operand.type.name == to.name:
+            return operand
+        if operand.dtype.name != to.scalar.name:
             operand = semantic.cast(operand, to.scalar)
         return operand if operand.type.name == to.name else tl.tensor(operand.handle, to)
 
