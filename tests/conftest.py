@@ -7,7 +7,9 @@ core (one process with a GPU, and for a single file), with one thread each; a fi
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -147,6 +149,14 @@ def _no_curves():
     with pytest.MonkeyPatch.context() as patch:
         if "distill.run" in sys.modules:
             patch.setattr("distill.run.draw_curves", lambda *args, **kwargs: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _versions_read_once():
+    """Of installed distributions; each run asks for a dozen, and each would be parsed from its file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", functools.cache(importlib.metadata.version))
         yield
 
 
