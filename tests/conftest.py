@@ -7,7 +7,9 @@ core (one process with a GPU, and for a single file), with one thread each; a fi
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gc
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -39,124 +41,11 @@ if not HAS_GPU:
 torch.set_num_threads(1 if IS_WORKER else min(2, os.cpu_count() or 1))
 
 
-def _mend_interpreter() -> None:
-    """Make interpreted bf16 arithmetic equal torch's.
-
-    Triton's interpreter keeps bf16 as uint16. It multiplies those raw bits in `tl.dot`, and truncates fp32 to bf16
-    where the GPU rounds to nearest even; both are replaced here by what the GPU does.
-    """
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def convert_float(data, input_dtype, output_dtype, rounding_mode):
-        if input_dtype == tl.float32 and output_dtype == tl.bfloat16 and rounding_mode in (None, _ROUND_NEAREST):
-            values = torch.from_numpy(np.ascontiguousarray(data).view(np.float32)).to(torch.bfloat16)
-            return values.view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
-        return convert(data, input_dtype, output_dtype, rounding_mode)
-
-    _ROUND_NEAREST = interpreter._ir.ROUNDING_MODE.RTNE
-    interpreter._convert_float = convert_float
-
-    create_dot = interpreter.InterpreterBuilder.create_dot
-
-    def widen(handle):
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        bits = handle.data.astype(np.uint32) << 16
-        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
-
-    def create_dot_bf16(self, a, b, d, input_precision, max_num_imprecise_acc):
-        return create_dot(self, widen(a), widen(b), d, input_precision, max_num_imprecise_acc)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot_bf16
-
-    # asked for at each operation, it makes a table of all dtypes each time
-    np_dtype, known = interpreter._get_np_dtype, {}
-
-    def known_np_dtype(dtype):
-        if dtype.name not in known:
-            known[dtype.name] = np_dtype(dtype)
-        return known[dtype.name]
-
-    interpreter._get_np_dtype = known_np_dtype
-
-    # it replaces the language's functions at each call of a device function, where once a launch does, ...
-    patch_lang, launch = interpreter._patch_lang, {}
-
-    def patch_once(fn):
-        languages = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
-        if languages in launch:
-            return interpreter._LangPatchScope()
-        scope = launch[languages] = patch_lang(fn)
-        if len(launch) == 1:  # of the kernel itself: with it ends what its device functions had replaced
-            restore = scope.restore
-
-            def restore_all():
-                for other in reversed(list(launch.values())[1:]):
-                    other.restore()
-                launch.clear()
-                restore()
-
-            scope.restore = restore_all
-        return scope
-
-    # ... and reduces one number at a time; a GPU, too, combines halves
-    reduce_each = interpreter.ReduceOps.generic_reduce
-
-    def reduce_by_halves(self, given):
-        if self.axis is None:
-            return reduce_each(self, given)
-        dtypes = [each.dtype for each in given]
-        parts = [np.moveaxis(each.handle.data, self.axis, 0) for each in given]
-        while (half := len(parts[0]) // 2) > 0:
-            halves = [part[at] for at in (slice(half), slice(half, None)) for part in parts]
-            made = self.combine_fn.fn(*map(self.to_tensor, halves, dtypes * 2))
-            parts = [each.handle.data for each in (made if isinstance(made, tuple) else (made,))]
-        parts = [np.expand_dims(part[0], self.axis) if self.keep_dims else part[0] for part in parts]
-        return list(map(self.to_tensor, parts, dtypes))
-
-    # a type of a shape and a tensor work out anew what the shape alone decides, at each operation
-    block_type_init, tensor_init, shapes, names = tl.block_type.__init__, tl.tensor.__init__, {}, {}
-
-    def init_block_type(self, element_ty, shape):
-        key = tuple(shape)
-        if key not in shapes:
-            block_type_init(self, element_ty, shape)
-            shapes[key] = self.shape, self.numel
-        self.element_ty, (self.shape, self.numel) = element_ty, shapes[key]
-        element = str(element_ty)
-        if (key, element) not in names:
-            names[key, element] = f"<{self.shape}, {element}>"
-        self.name = names[key, element]
-
-    def init_tensor(self, handle, type):
-        key = tuple(type.shape) if type.is_block() else None
-        if (key, tensor_init) not in shapes:
-            tensor_init(self, handle, type)
-            shapes[key, tensor_init] = self.shape, self.numel
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes[key, tensor_init]
-
-    semantic = interpreter.interpreter_semantic
-    broadcast = semantic.broadcast_impl_value
-
-    def broadcast_to_other(one, other):
-        alike = one.type.is_block() and other.type.is_block() and one.type.shape is other.type.shape
-        return (one, other) if alike else broadcast(one, other)
-
-    if hasattr(interpreter, "_LangPatchScope"):
-        tl.block_type.__init__, tl.tensor.__init__ = init_block_type, init_tensor
-        semantic.broadcast_impl_value = broadcast_to_other
-        interpreter._patch_lang = patch_once
-        interpreter.ReduceOps.generic_reduce = reduce_by_halves
-
-
 if not HAS_GPU:
     with contextlib.suppress(ImportError):  # triton is optional off Linux; tests that need it skip
-        _mend_interpreter()
+        from interpreter import mend_interpreter
+
+        mend_interpreter()
 
 
 def pytest_configure(config):
@@ -260,6 +149,14 @@ def _no_curves():
     with pytest.MonkeyPatch.context() as patch:
         if "distill.run" in sys.modules:
             patch.setattr("distill.run.draw_curves", lambda *args, **kwargs: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _versions_read_once():
+    """Of installed distributions; each run asks for a dozen, and each would be parsed from its file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", functools.cache(importlib.metadata.version))
         yield
 
 

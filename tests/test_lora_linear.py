@@ -155,7 +155,7 @@ def test_a_patched_student_computes_what_peft_does(dtype):
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-def kept_bytes(model, autocast):
+def kept_bytes(model, autocast, tokens=256):
     """Bytes of the distinct tensors that autograd keeps, parameters left out."""
     storages = {}
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -167,7 +167,7 @@ def kept_bytes(model, autocast):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), torch.autocast("cpu", autocast):
-        model(input_ids=torch.arange(256)[None].fmod(200), use_cache=False)
+        model(input_ids=torch.arange(tokens)[None].fmod(200), use_cache=False)
     return sum(size for size, _ in storages.values())
 
 

@@ -250,6 +250,8 @@ MUTATIONS = {
 }
 ONLY = """
 import sys
+from interpreter import mend_interpreter
+mend_interpreter()
 from distill.doctor import machine_process
 machine_process.JOBS = [job for job in machine_process.JOBS if job[0] in sys.argv[1].split(",")]
 machine_process.main("cpu", 0)
@@ -264,7 +266,8 @@ def test_a_kernel_that_is_wrong_is_named(tmp_path):
         path.write_text(path.read_text().replace(right, wrong))
     expected = {"rotary embedding": False, "RMSNorm": False, "residual and RMSNorm": False, "LayerNorm": True,
                 "SwiGLU": True, "product": True}  # fmt: skip
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", ONLY, ",".join(expected)]
     made = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     findings = [json.loads(line) for line in made.stdout.splitlines()]

@@ -274,13 +274,13 @@ def test_activations_are_kept_once(kernel_device):
     """What a plan counts for a layer, but for the copies of its weights: one copy of each norm's output."""
     if kernel_device.type == "cuda":
         pytest.skip("counted through the interpreter")
-    models = [tiny_model(hidden=64, layers=layers).train() for layers in (2, 3)]
+    models = [tiny_model(hidden=64, layers=layers).train() for layers in (1, 2)]
     for model in models:
         patch(model, "student")
-    two, three = (kept_bytes(model, torch.bfloat16) for model in models)
+    one, two = (kept_bytes(model, torch.bfloat16, tokens=48) for model in models)
     shape = shape_of(models[0])
     planned = layer_activations(shape, compute=2, residual=4, autocast=True)
-    assert planned == pytest.approx((three - two - 2 * shape.linear / shape.layers) / 256, rel=0.1)
+    assert planned == pytest.approx((two - one - 2 * shape.linear / shape.layers) / 48, rel=0.1)
 
 
 @pytest.mark.gpu
