@@ -81,6 +81,8 @@ for activation in ("silu", "gelu", "gelu_tanh"):
     gated._launch(x, w[:992], None, activation)
 ours.split_k_linear(t(40, 2048), t(1000, 2048), t(1000)), ours.split_k_linear(t(1, 2048), t(1000, 2048))
 ours.quantize_rows(x)
+if facts.fp8:
+    ours.Fp8Linear(t(64, 992, grad=False)).of_gated(t(8, 992, grad=False), t(8, 992, grad=False), "gelu_tanh")
 """,
         {},
     ),
@@ -102,8 +104,8 @@ from distill.generation.sampling import Sampling
 from distill.generation.seats import Seats
 from distill.models.ragged_cache import AttentionCall
 config = transformers.Qwen3Config(
-    vocab_size=1000, hidden_size=576, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=9,
-    num_key_value_heads=3, head_dim=64
+    vocab_size=1000, hidden_size={hidden}, intermediate_size=3 * {hidden}, num_hidden_layers=1,
+    num_attention_heads={hidden} // 64, num_key_value_heads={hidden} // 64 // 3, head_dim=64
 )
 model = transformers.Qwen3ForCausalLM(config).to(torch.{dtype}).requires_grad_(False)
 seats = Seats(config, {rows}, 512, 8, torch.device("cpu"))
@@ -111,7 +113,7 @@ calls = {{layer.self_attn: AttentionCall(0.125, None, None) for layer in model.m
 step = FusedStep(model, seats, torch.bfloat16, calls, (torch.ones(1, dtype=torch.int64), 0, None))
 step(Sampling(0.7)), step(Sampling(0.0))
 """,
-        {"rows": (32, 128), "dtype": ("bfloat16", "float32")},
+        {"rows": (32, 128), "dtype": ("bfloat16", "float32"), "hidden": (576, 1728)},
     ),
 }  # fmt: skip
 
@@ -191,9 +193,12 @@ def page() -> str:
 
 
 def main(*arguments: str) -> None:
-    """Replaces the rows of the cases that are compiled, and keeps the others. `arguments`: as above, parts as well."""
+    """Replaces the rows of the cases that are compiled, and keeps those of other cases that there are. `arguments`: as
+    above, parts as well."""
     wanted, parts = (set(arguments) & set(names) or set(names) for names in (FAMILIES, PARTS))
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+    known = {case.name for case in cases()}
+    rows = [row for row in rows if row["case"] in known]
     for case in cases():
         if case.family in wanted and case.part in parts and (case.paired or "--all" in arguments):
             rows = [row for row in rows if (row["case"], row["family"]) != (case.name, case.family)]

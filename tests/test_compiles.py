@@ -148,7 +148,7 @@ ours.flash_attention(q, k, k, window=3000, softcap=30.0)
         {"_forward_kernel", "_merge_kernel", "_key_gradient_kernel", "_query_gradient_kernel", "_add_kernel"},
     ),
     "decoding step": (
-        compiled_rows.PARTS["decoding step"][0].format(rows=64, dtype="bfloat16"),
+        compiled_rows.PARTS["decoding step"][0].format(rows=64, dtype="bfloat16", hidden=1728),
         {"_embed_kernel", "_product_kernel", "_attention_kernel", "_scores_kernel", "_finish_kernel"},
     ),
     "losses over logits": (

@@ -187,7 +187,7 @@ def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, Any]:
             f"data.on_policy={{fraction: 1, max_new_tokens: {pair.new}, batch_size: {PROMPTS}}}",
             f"train.batch_size={pair.micro}", f"train.tokens_per_step={pair.rows * pair.length}",
             f"train.steps={warm + steps + 1}",  # the one after them is drawn for while the last one trains
-            f"train.log_every={steps}",  # as often as TRL logs
+            f"train.log_every={warm}",  # `steps` is a multiple: the last line is of timed ones
             "train.gradient_checkpointing=false", "train.eval_every=null",
             "train.save_every=null", *([] if torch.cuda.is_available() else ["student.dtype=float32"]), *OURS[name],
         ])  # fmt: skip

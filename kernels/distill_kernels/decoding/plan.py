@@ -73,6 +73,7 @@ def choose_plan(
     chunks = max(1, min(3 * facts.multiprocessors // pairs, seen // 512, MOST_CHUNKS))
     crowded = small and pairs > 3 * facts.multiprocessors  # fewer threads each, more of them on a multiprocessor
     pace = Pace(64 if small else 32, chunks, 2 if crowded else 4, 4 if crowded else 3)
-    head = Tile(128 if rows <= 64 else 64, 64, 1, 8, 4 if rows <= 32 else 5)
+    head_warps = 8 if facts.warp_size == 32 or rows > 32 else 4  # eight wavefronts of CDNA 3 spill
+    head = Tile(128 if rows <= 64 else 64, 64, 1, head_warps, 4 if rows <= 32 else 5)
     head = that_fits(head, rows, products[0].weights[0].element_size(), False, facts)
     return Plan(qkv, out, gate_up, down, pace, head)
