@@ -16,6 +16,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import random
 import select
 import signal
 import socket
@@ -33,6 +34,19 @@ PRELOADED = (
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "distill.cli", "distill.run", "distill.caching.make",
     "pytest", "triton",
 )  # fmt: skip
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at, for a process that is told where to listen.
+
+    Not one that the system would give to who asks for any: it may give the same to another test's server before that
+    process listens.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def clean_environment(**more: str) -> dict[str, str]:

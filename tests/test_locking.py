@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forked import free_port
 from test_resume import RECIPE, finished_run
 
 from distill import run as run_module
@@ -276,9 +276,3 @@ def test_processes_that_torchrun_starts_again_find_each_other(tmp_path, rendezvo
     assert done.returncode == 0, done.stderr[-2000:]
     # A file a rank: two processes that print into one pipe share its lines.
     assert [(tmp_path / f"said-by-{rank}").read_text() for rank in (0, 1)] == ["[('1', 0), ('1', 1)]"] * 2
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

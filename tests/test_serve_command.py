@@ -11,6 +11,7 @@ import sys
 import doc_blocks
 import pytest
 import torch
+from forked import free_port
 from safetensors.torch import load_file
 from served import recipe_in, write_models
 from two_ranks import ending, gpu_environment
@@ -27,9 +28,7 @@ def test_it_trains_as_with_the_teacher_loaded_and_leaves_no_server(tmp_path):
     cut = ["student={from_teacher: {layers: 2}}", "train.steps=3"]
     recipe = recipe_in(write_models(tmp_path), *cut)
     (tmp_path / "quickstart.yaml").write_text(dump(recipe))
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     command = re.sub(r"\bquickstart\b", str(tmp_path / "quickstart.yaml"), command).replace("8765", str(port))
     command = command.replace(" &", f" --port {port} &").replace(" teacher.type", " --name served teacher.type")
     (tmp_path / "distill").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m distill "$@"\n')
@@ -65,9 +64,7 @@ def served_on_a_gpu(folder, settings):
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    port = str(free_port())
     with contextlib.ExitStack() as stack:
 
         def until_late(*words, gpu):

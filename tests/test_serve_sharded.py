@@ -4,7 +4,6 @@ program: each carries out `distill serve`."""
 import contextlib
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -15,6 +14,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
+from forked import free_port
 from served import HTTP, engine_in, expected_hidden, post, question, recipe_in, write_models
 from two_ranks import codes_of
 
@@ -32,9 +32,7 @@ class Server:
     """Two processes that serve."""
 
     def __init__(self, folder, pool, streams, device):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.folder, self.url = folder, f"http://127.0.0.1:{port}"
         self._error = streams[1]
         given = (__file__, folder, port, device), 2, folder, streams, 120
