@@ -68,6 +68,7 @@ from distill_kernels.losses import projection
 from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.operands import Head
 from distill_kernels.matmul import gated
+from distill_kernels.matmul.fp8 import fp8_rms_norm
 x, w = t(130, 64, grad=False), t(1000, 64, grad=False)
 add_product_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
 for way in projection.ways_of(facts):  # what is timed there is compiled too
@@ -83,6 +84,8 @@ ours.split_k_linear(t(40, 2048), t(1000, 2048), t(1000)), ours.split_k_linear(t(
 ours.quantize_rows(x)
 if facts.fp8:
     ours.Fp8Linear(t(64, 992, grad=False)).of_gated(t(8, 992, grad=False), t(8, 992, grad=False), "gelu_tanh")
+    for hidden in (992, 16384):
+        fp8_rms_norm(t(8, hidden), t(hidden)), fp8_rms_norm(t(8, hidden), t(hidden), residual=t(8, hidden))
 """,
         {},
     ),

@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distill_kernels.layers.glu import glu
+from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm
 from distill_kernels.matmul.fp8 import (
     FP8,
     Fp8Linear,
     fp8_linear,
+    fp8_rms_norm,
     quantize_rows,
     reference_fp8_linear,
     reference_quantize_rows,
@@ -100,6 +102,35 @@ def test_what_a_gated_mlp_makes_is_quantised_as_if_it_lay_in_memory(kernel_devic
     ):
         with pytest.raises(ValueError, match=message):
             layer.of_gated(*wrong)
+
+
+@pytest.mark.parametrize("form", ["llama", "gemma"])
+@pytest.mark.parametrize("added", [False, True])
+def test_what_a_norm_makes_is_quantised_as_if_it_lay_in_memory(kernel_device, form, added):
+    x, residual = 3 * torch.randn(2, 2, 5, 104, device=kernel_device).to(torch.bfloat16)[..., :96]  # rows apart
+    x[0, 1] = residual[0, 1] = 0
+    weight = torch.randn(96, device=kernel_device).to(torch.bfloat16)
+    layer = Fp8Linear(torch.randn(48, 96, device=kernel_device), torch.randn(48, device=kernel_device))
+    if added:
+        y, total = add_rms_norm(x, residual, weight, 1e-5, form)
+    else:
+        y, total = rms_norm(x, weight, 1e-5, form), x
+    rows, kept = fp8_rms_norm(x, weight, 1e-5, form, residual if added else None)
+    assert torch.equal(kept, total) and (rows.shape, rows.dtype) == (y.shape, y.dtype)
+    for ours, expected in zip(rows.quantized, quantize_rows(y.view(-1, 96)), strict=True):
+        assert torch.equal(ours.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(layer(rows), layer(y))
+    x8, scale = rows.quantized
+    assert torch.equal(rows + 0, (x8.float() * scale).view(y.shape).to(y.dtype))  # whoever else reads them
+    assert type(rows.narrow(-1, 0, 8)) is torch.Tensor and relative_error(rows.float(), y) < 0.05
+    assert layer(fp8_rms_norm(x[:0], weight)[0]).shape == (0, 5, 48)
+    for wrong, message in (
+        ((x, weight.float()), "weight: expected torch.bfloat16 as x"),
+        ((x, weight, 1e-5, form, residual.float()), "residual: expected torch.bfloat16 as x"),
+        ((x, weight[:64]), "weight: expected shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fp8_rms_norm(*wrong)
 
 
 def test_siblings_quantise_once(device, monkeypatch):

@@ -6,13 +6,15 @@ import re
 
 import pytest
 import torch
-from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from distill_kernels.matmul.fp8 import Fp8Linear, fp8_rms_norm, swap_linears_for_fp8
 from test_trainer import rows
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from torch.nn import functional as F
 
 from distill.cli import run_command
 from distill.data.collator import Collator
+from distill.models import patching, residual_norms
 from distill.models.fingerprint import fingerprint
 from distill.models.fp8_teacher import is_quantised, load_a_layer_at_a_time, quantise
 from distill.models.load import load_teacher
@@ -66,6 +68,39 @@ def test_a_patched_teacher_quantises_what_its_mlps_make(monkeypatch):
     hook = down.register_forward_pre_hook(lambda module, args: None)  # somebody's, which must be called
     assert torch.equal(logits(), ours) and len(made) == len(teacher.model.layers) - 1
     hook.remove()
+
+
+def test_a_patched_teacher_quantises_what_its_norms_make(monkeypatch):
+    teacher, ids = tiny_model(seed=1, hidden=64), torch.arange(12)[None]
+    swap_linears_for_fp8(teacher, keep=["lm_head", "0.mlp.up_proj"])  # of the first MLP one product stays as it is
+    patch(teacher, "teacher", attention=None)
+    made, layer = [], teacher.model.layers[1]
+    monkeypatch.setattr(patching, "fp8_rms_norm", lambda *args: made.append(args[4] is not None) or fp8_rms_norm(*args))
+
+    def logits():
+        made.clear()
+        with torch.no_grad():
+            return teacher(ids).logits
+
+    ours = logits()
+    assert made == [False, False, True]
+    seen = []
+    hook = layer.self_attn.q_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0] * 1))
+    assert torch.equal(logits(), ours) and 0.5 < seen[0].std() < 2  # a hook sees numbers
+    hook.remove()
+    layer.input_layernorm.bfloat16()  # a norm that writes another dtype than it reads
+    assert logits() is not None and made == [False, True]
+    layer.input_layernorm.float()
+    add_hook_to_module(layer.self_attn.o_proj, ModelHook())  # accelerate's, which may move what a layer is given
+    assert torch.equal(logits(), ours) and made == [False, True]
+    remove_hook_from_module(layer.self_attn.o_proj)
+    with torch.inference_mode():
+        assert torch.equal(teacher(ids).logits, ours)
+    with monkeypatch.context() as patched:
+        patched.setattr(residual_norms, "_reads_fp8", lambda *args: False)
+        assert torch.equal(logits(), ours) and not made
+    with torch.enable_grad():
+        assert torch.equal(teacher.requires_grad_(False)(ids).logits, ours) and not made
 
 
 def test_training_goes_on_against_the_quantised_teacher():

@@ -28,7 +28,7 @@ from distill_kernels.layers.glu import geglu, swiglu
 from distill_kernels.layers.layer_norm import layer_norm
 from distill_kernels.layers.rms_norm import add_rms_norm, rms_norm, rms_norm_and_input
 from distill_kernels.layers.rope import rope
-from distill_kernels.matmul.fp8 import Fp8Linear
+from distill_kernels.matmul.fp8 import Fp8Linear, fp8_rms_norm
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -301,8 +301,10 @@ def _rms_norm_form(module: Any) -> str | None:
 def _rms_norm_forward(form: str, eps: float | None) -> Callable[..., Any]:
     def forward(
         self: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None, and_input: bool = False,
+        dtype: torch.dtype | None = None, and_input: bool = False, fp8: bool = False,
     ) -> Any:  # fmt: skip
+        if fp8:
+            return fp8_rms_norm(hidden_states, self.weight, eps, form, residual)  # type: ignore[arg-type]
         if residual is not None:
             return add_rms_norm(hidden_states, residual, self.weight, eps, form, dtype)  # type: ignore[arg-type]
         norm = rms_norm_and_input if and_input else rms_norm

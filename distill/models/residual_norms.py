@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from distill_kernels.matmul.fp8 import Fp8Linear
 from torch import nn
 
 from distill.models.head import decoder_of
@@ -48,16 +49,26 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype | None]:
     """What attention adds, to what, of `rows` alone as [1, R, H], and the dtype that norms write (None: their own)."""
     dtype = cast_dtype(hidden_states, layer.self_attn, layer.mlp) if casts else None
-    normed, hidden_states = layer.input_layernorm(hidden_states, dtype=dtype, and_input=True)
+    fp8 = dtype is None and _reads_fp8(layer.self_attn, layer.input_layernorm, hidden_states)
+    normed, hidden_states = layer.input_layernorm(hidden_states, dtype=dtype, and_input=True, fp8=fp8)
     with projecting(layer.self_attn, rows):
         return layer.self_attn(hidden_states=normed, **kwargs)[0], pick(hidden_states, rows), dtype
+
+
+def _reads_fp8(reader: nn.Module, norm: Any, *given: torch.Tensor) -> bool:
+    """Whether what `norm` makes for `reader` may be quantised as it is made: every product there is in fp8."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(x.dtype != norm.weight.dtype for x in given):
+        return False
+    products = [child for child in reader.children() if getattr(child, "weight", norm.weight).dim() > 1]
+    return bool(products) and all(type(child) is Fp8Linear and "forward" not in child.__dict__ for child in products)
 
 
 def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         rows = rows_of(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
-        normed, residual = self.post_attention_layernorm(attended, residual, dtype)
+        fp8 = dtype is None and _reads_fp8(self.mlp, self.post_attention_layernorm, attended, residual)
+        normed, residual = self.post_attention_layernorm(attended, residual, dtype, fp8=fp8)
         output = self.mlp(normed, residual) if adds else residual + self.mlp(normed)
         return put_back(output, rows, hidden_states.shape)
 
@@ -69,7 +80,8 @@ def _sandwich_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
         rows = rows_of(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
         attended = self.post_attention_layernorm(attended)
-        normed, residual = self.pre_feedforward_layernorm(attended, residual, dtype)
+        fp8 = dtype is None and _reads_fp8(self.mlp, self.pre_feedforward_layernorm, attended, residual)
+        normed, residual = self.pre_feedforward_layernorm(attended, residual, dtype, fp8=fp8)
         return put_back(residual + self.post_feedforward_layernorm(self.mlp(normed)), rows, hidden_states.shape)
 
     return forward

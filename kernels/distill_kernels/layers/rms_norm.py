@@ -76,6 +76,10 @@ def _forward_kernel(
         y = y.to(narrow).to(tl.float32) * weight[None, :]
     elif FORM == "gemma":
         y *= 1.0 + tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+    if y_ptr.dtype.element_ty == tl.float8e4nv:  # matmul/fp8.py: each row's scale takes the place of 1/rms
+        y = y.to(narrow).to(tl.float32)
+        rstd = tl.maximum(tl.max(tl.abs(y), 1) / 448.0, 1e-12)
+        y /= rstd[:, None]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
 
@@ -134,7 +138,7 @@ def _backward_kernel(
         tl.store(partial_ptr, tl.sum(dweight, 0), mask=cols < H)
 
 
-def _launch_forward(
+def launch_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, eps: float, form: str,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -258,16 +262,14 @@ def _backward(ctx, dy, dsum, _):
     return dx, dresidual, dweight, None, None, None
 
 
-_forward_op = KernelOp(
-    "rms_norm_forward", _launch_forward, _fake_forward, setup_context=_setup_context, backward=_backward
-)
+_forward_op = KernelOp("rms_norm_forward", launch_norm, _fake_forward, setup_context=_setup_context, backward=_backward)
 
 
 class _NormAndInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, form, dtype):
         inputs = (x, None, weight, eps, form, dtype)
-        outputs = _launch_forward(*inputs)
+        outputs = launch_norm(*inputs)
         _setup_context(ctx, inputs, outputs)
         return outputs[0], x
 
@@ -283,7 +285,7 @@ class _NormAndInput(torch.autograd.Function):
         return dx, dweight if need else None, None, None, None
 
 
-def _check(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, form: str) -> None:
+def check_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, form: str) -> None:
     check_floats(x=x, residual=residual, weight=weight)
     if form not in _FORMS:
         raise ValueError(f"form: expected 'llama' or 'gemma', got {form!r}")
@@ -318,7 +320,7 @@ def rms_norm(
     Raises:
         ValueError: On an unknown form, a shape that does not fit, or a dtype that the kernels do not compute in.
     """
-    _check(x, None, weight, form)
+    check_norm(x, None, weight, form)
     if not runs_on_triton(x):
         normed = reference_rms_norm(x, weight, eps, form)
         return as_from_kernel(normed.to(dtype or normed.dtype))
@@ -326,12 +328,9 @@ def rms_norm(
 
 
 def rms_norm_and_input(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    form: Form = "llama",
+    x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, form: Form = "llama",
     dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`rms_norm(x, ...)` and x, for whatever else reads x: its gradient is added in the norm's backward kernel.
 
     Args:
@@ -345,7 +344,7 @@ def rms_norm_and_input(
     """
     if not (runs_on_triton(x) and takes_shortcut(x, weight) and torch.is_grad_enabled() and x.requires_grad):
         return rms_norm(x, weight, eps, form, dtype), x
-    _check(x, None, weight, form)
+    check_norm(x, None, weight, form)
     outputs: tuple[torch.Tensor, torch.Tensor] = _NormAndInput.apply(x, weight, eps, form, dtype)
     return outputs
 
@@ -373,7 +372,7 @@ def add_rms_norm(
     Raises:
         ValueError: As `rms_norm`; also if the shapes of x and residual differ.
     """
-    _check(x, residual, weight, form)
+    check_norm(x, residual, weight, form)
     if not runs_on_triton(x):
         normed, total = reference_add_rms_norm(x, residual, weight, eps, form)
         return as_from_kernel(normed.to(dtype or normed.dtype)), as_from_kernel(total)
