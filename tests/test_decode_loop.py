@@ -85,6 +85,24 @@ def test_limits_of_each_and_batches(tmp_path):
         assert found.truncated == [True] * 5
 
 
+def test_tokens_are_taken_over_while_the_next_are_drawn(monkeypatch):
+    order, loop = "", DecodeLoop(tiny_model(dtype=torch.float64), EngineSettings(2, []))
+
+    def noted(letter, method):
+        def run(*args):
+            nonlocal order
+            order += letter
+            return method(*args)
+
+        return run
+
+    monkeypatch.setattr(loop, "_step", noted("s", loop._step))
+    monkeypatch.setattr(loop, "_read", noted("r", loop._read))
+    found = loop.generate(PROMPTS[:2], max_new_tokens=[3, 5])
+    assert list(map(len, found.tokens)) == [3, 5]
+    assert order == "ssrsrrssrr"  # the first answer's end, and the last, are read at once
+
+
 def test_buffers_serve_call_after_call_while_weights_change():
     model = tiny_model(dtype=torch.float64)
     loop = DecodeLoop(model, EngineSettings(2, [0]))

@@ -219,36 +219,48 @@ class DecodeLoop(Engine):
         prompts, limits, _, sampling, _ = request
         answers = Generated([[] for _ in prompts], [True] * len(prompts), [[] for _ in prompts])
         waiting, seated = deque(range(len(prompts))), dict[int, int]()
-        stop = self.settings.stop
         at_once, look_every = 1 if seats.graph is None else STEPS, LOOK_EVERY if self.device.type == "cuda" else 1
         seats.clear(self.pad)
+        made, unread = [0] * seats.batch, None  # how many tokens each has; a look whose tokens wait
         while waiting or seated:
             free = [seat for seat in range(seats.batch) if seat not in seated]
             if waiting and (not seated or len(free) >= seats.batch * WORTH_READING):
                 taken = {seat: waiting.popleft() for seat in free[: len(waiting)]}
                 self._take_seats(request, taken, seats)
                 seated |= taken
-            left = max(limits[number] - len(answers.tokens[number]) for number in seated.values())
+                made = [0 if seat in taken else count for seat, count in enumerate(made)]
+            left = max(limits[number] - made[seat] for seat, number in seated.items())
             steps = -(-min(look_every, left) // at_once) * at_once
             for _ in range(0, steps, at_once):
                 if seats.graph is not None:
                     seats.graph.replay()
                 else:
                     self._step(seats, sampling)
+            if unread is not None:  # while these steps are under way
+                self._read(unread, answers, seated)
             new = (seats.made, seats.done, seats.ended, seats.answers[:, :steps], seats.log_probs[:, :steps])
-            made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in fetched(*new))
+            unread = fetched(*new)
             seats.column.zero_()
-            for seat, number in list(seated.items()):
-                own, seen = answers.tokens[number], len(answers.tokens[number])
-                own += tokens[seat][: made[seat] - seen]
-                if (end := stop.end(own, seen) if stop is not None else None) is not None:
-                    del own[end:]  # what was drawn beyond it
-                if self.settings.log_probs:
-                    answers.log_probs[number] += log_probs[seat][: len(own) - seen]
-                if done[seat] or end is not None:
-                    answers.truncated[number] = not ended[seat] and end is None
-                    del seated[seat]
+            made, done = unread[0].tolist(), unread[1].tolist()
+            if self.settings.stop is not None or any(done[seat] for seat in seated):
+                self._read(unread, answers, seated)
+                unread = None
         return answers
+
+    def _read(self, look: list[torch.Tensor], answers: Generated, seated: dict[int, int]) -> None:
+        """Put what was drawn since the look before into `answers`; who is finished loses the seat."""
+        made, done, ended, tokens, log_probs = (tensor.tolist() for tensor in look)
+        stop = self.settings.stop
+        for seat, number in list(seated.items()):
+            own, seen = answers.tokens[number], len(answers.tokens[number])
+            own += tokens[seat][: made[seat] - seen]
+            if (end := stop.end(own, seen) if stop is not None else None) is not None:
+                del own[end:]  # what was drawn beyond it
+            if self.settings.log_probs:
+                answers.log_probs[number] += log_probs[seat][: len(own) - seen]
+            if done[seat] or end is not None:
+                answers.truncated[number] = not ended[seat] and end is None
+                del seated[seat]
 
     def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats) -> None:
         """Read the prompts whose numbers `taken` holds by their seats, all of which are free."""

@@ -6,6 +6,7 @@ answer starts. Packed rows tell their documents apart by positions that restart.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,17 +50,19 @@ class Document:
         """Tokens before the last stretch that is learned, of the longer reading."""
         return self.length - (len(self.ids) - len(self.prompt))
 
-    @property
+    @functools.cached_property
     def prompt(self) -> list[int]:
         """What stands before the last stretch that is learned: of several answers of a chat, the last is given anew."""
-        end = len(self.labels)
-        while end > 0 and self.labels[end - 1] != IGNORE_INDEX:
-            end -= 1
-        return self.ids[:end]
+        learned = self.labels[::-1].index(IGNORE_INDEX) if IGNORE_INDEX in self.labels else len(self.labels)
+        return self.ids[: len(self.labels) - learned]
+
+    @functools.cached_property
+    def _text(self) -> str:
+        return ",".join(map(str, self.ids))
 
     def hash(self, *more: int) -> bytes:
         """16 bytes that follow from the document, its sample and the integers `more`."""
-        text = ",".join(map(str, (*more, *[self.sample] * (self.sample > 0), -1, *self.ids)))
+        text = ",".join([*map(str, (*more, *[self.sample] * (self.sample > 0), -1)), *[self._text] * bool(self.ids)])
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def answered(

@@ -245,7 +245,9 @@ class OnPolicy:
             return _Plan(documents, asked, rows)
         packed, rows = len({document.row for document in documents}) < len(documents), rows * self.samples
         answers = [range(self.samples if drawn else 1) for drawn in asked]
-        documents = [replace(own, sample=n) for own, each in zip(documents, answers, strict=True) for n in each]
+        documents = [
+            replace(own, sample=n) if n else own for own, each in zip(documents, answers, strict=True) for n in each
+        ]
         asked = [drawn for drawn, each in zip(asked, answers, strict=True) for _ in each]
         if not packed:
             return _Plan(documents, asked, None)
@@ -283,7 +285,7 @@ def _length(row: Sequence[Document]) -> int:
 
 def repeats_itself(tokens: Sequence[int], length: int = 4) -> bool:
     """Whether more than half of an answer's runs of `length` tokens have stood in it before."""
-    runs = [tuple(tokens[at : at + length]) for at in range(len(tokens) - length + 1)]
+    runs = list(zip(*(tokens[at:] for at in range(length)), strict=False))
     return 2 * len(set(runs)) < len(runs)
 
 

@@ -72,10 +72,10 @@ class Seats:
 
 
 def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """On the host. An event is waited for, since another thread, which looks for what waits before it captures a graph,
-    may have forbidden all else that does."""
+    """Copies on the host. An event is waited for, since another thread, which looks for what waits before it captures
+    a graph, may have forbidden all else that does."""
     if tensors[0].device.type != "cuda":
-        return [tensor.cpu() for tensor in tensors]
+        return [tensor.to("cpu", copy=True) for tensor in tensors]
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
     return copies
