@@ -2,7 +2,7 @@
 
 For every chunk of rows: both models' relative logits (projection.py), then the row kernel (rows.py), which turns the
 student's logits into its gradient `G` in place; with `Batch.lse` the projection writes `G` itself. For every group of
-chunks, whose `G` lie side by side (plan.py): `dx = G W`, `dW += G^T x` and what biases and LoRA matrices get, by cuBLAS.
+chunks, whose `G` lie side by side (plan.py): `dx = G W`, `dW += G^T x`, what biases and LoRA matrices get, by cuBLAS.
 """
 
 from __future__ import annotations

@@ -92,21 +92,18 @@ class KnownRows(NamedTuple):
 
 
 @triton.jit
-def _hard_gradient_tile(
-    z, rows, columns, known, N, V, scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr
+def _transformed(
+    z, columns, V, bias_ptr, scale, softcap,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
-    """Logits [rows, TILE] of a chunk's `rows` -> the gradient for the raw ones; 0 where a row's scale is."""
-    labels_ptr, scale_ptr, rows_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = known
-    inside = rows < N
-    lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
-    if rows_ptr is not None:
-        rows = tl.load(rows_ptr + rows, mask=inside, other=0)
-    label = narrow(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
-    row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None]
-    hard = weight, smoothing, z_loss
-    g = hard_gradient(exp(z - lse), columns[None, :], label, lse, whole_vocab, hard, True, True)
-    g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
-    return tl.where(row_scale == 0.0, 0.0, g)
+    """Raw logits [rows, columns] without bias -> logits."""
+    if HAS_BIAS:
+        z += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
+    if SCALED:
+        z *= scale
+    if CAPPED:  # tanh(x) = 1 - 2 / (1 + exp(2x)), which saturates without overflow
+        z = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 / softcap) * LOG2_E)))
+    return z
 
 
 @triton.jit
@@ -119,17 +116,27 @@ def _store_tile(
     gradient where the rows are `known`. `exponent` is log2(e) / T."""
     rows = row + tl.arange(0, z.shape[0])
     column = tile * z.shape[1]
-    columns = column + tl.arange(0, z.shape[1])
-    if HAS_BIAS:
-        z += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
-    if SCALED:
-        z *= scale
-    if CAPPED:  # tanh(x) = 1 - 2 / (1 + exp(2x)), which saturates without overflow
-        z = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 / softcap) * LOG2_E)))
     if known is not None:
-        g = _hard_gradient_tile(z, rows, columns, known, N, V, scale, softcap, SCALED, CAPPED)
-        store_block(values_blocks, g, row, column, TMA)
+        labels_ptr, scale_ptr, rows_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = known
+        inside = rows < N
+        lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
+        if rows_ptr is not None:
+            rows = tl.load(rows_ptr + rows, mask=inside, other=0)
+        label = narrow(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
+        row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None]
+        hard = weight, smoothing, z_loss
+        HALF: tl.constexpr = z.shape[1] // 2  # of a tile at a time, in half the registers
+        halves = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            start = column + half * HALF
+            columns = start + tl.arange(0, HALF)
+            z = _transformed(halves[half], columns, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+            g = hard_gradient(exp(z - lse), tl.arange(0, HALF)[None, :], label - start, lse, whole_vocab, hard, True, True)
+            g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
+            store_block(values_blocks, tl.where(row_scale == 0.0, 0.0, g), row, start, TMA)
     else:
+        columns = column + tl.arange(0, z.shape[1])
+        z = _transformed(z, columns, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
         if MASKED:
             z = tl.where((columns < V)[None, :], z, -float("inf"))
         shift = tl.max(z, 1)
@@ -266,7 +273,7 @@ def _project_fused(
     programs = min(facts.multiprocessors, cdiv(n, way.rows) * tiles)
     _project_kernel[(programs,)](
         blocks_of(hidden, way.rows, way.steps, facts.tma), blocks_of(head.weight, TILE, way.steps, facts.tma),
-        blocks_of(out.values, way.rows, TILE, facts.tma), head.bias, tuple(out[1:]), known and tuple(known),
+        blocks_of(out.values, way.rows, TILE if known is None else TILE // 2, facts.tma), head.bias, tuple(out[1:]), known and tuple(known),
         n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
         **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=way.rows, BLOCK_H=way.steps, TMA=facts.tma,
         num_warps=way.warps, num_stages=way.stages,
