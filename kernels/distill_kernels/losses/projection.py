@@ -129,9 +129,9 @@ def _store_tile(
         halves = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
         for half in tl.static_range(2):
             start = column + half * HALF
-            columns = start + tl.arange(0, HALF)
-            z = _transformed(halves[half], columns, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
-            g = hard_gradient(exp(z - lse), tl.arange(0, HALF)[None, :], label - start, lse, whole_vocab, hard, True, True)
+            at = tl.arange(0, HALF)
+            z = _transformed(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+            g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, hard, True, True)
             g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
             store_block(values_blocks, tl.where(row_scale == 0.0, 0.0, g), row, start, TMA)
     else:
@@ -271,9 +271,10 @@ def _project_fused(
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
     programs = min(facts.multiprocessors, cdiv(n, way.rows) * tiles)
+    width = TILE if known is None else TILE // 2
     _project_kernel[(programs,)](
         blocks_of(hidden, way.rows, way.steps, facts.tma), blocks_of(head.weight, TILE, way.steps, facts.tma),
-        blocks_of(out.values, way.rows, TILE if known is None else TILE // 2, facts.tma), head.bias, tuple(out[1:]), known and tuple(known),
+        blocks_of(out.values, way.rows, width, facts.tma), head.bias, tuple(out[1:]), known and tuple(known),
         n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
         **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=way.rows, BLOCK_H=way.steps, TMA=facts.tma,
         num_warps=way.warps, num_stages=way.stages,
