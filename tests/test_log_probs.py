@@ -123,7 +123,7 @@ def test_what_counts_for_nothing_gets_nothing(kernel_device, descriptors):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_miss_by_their_own_rounding_alone(kernel_device, dtype):
-    """Of exact gradients for the logits, rounded to `dtype`, exact products miss by as much, those of kept logits no less."""
+    """Of exact gradients for the logits, rounded to `dtype`, exact products miss by as much; kept logits by no less."""
     x, w, bias, labels, scale = inputs(kernel_device, 60, 1000, dtype, hidden=64)
     scale[labels == -100] = 0.0
     head, o, batch = Head(x, w, bias), make_objective(HARD), Batch(labels, scale, None)

@@ -123,13 +123,13 @@ def _store_tile(
         if rows_ptr is not None:
             rows = tl.load(rows_ptr + rows, mask=inside, other=0)
         label = narrow(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
-        row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0)[:, None]
+        row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
         hard = weight, smoothing, z_loss
         HALF: tl.constexpr = z.shape[1] // 2  # of a tile at a time, in half the registers
         halves = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
+        at = tl.arange(0, HALF)
         for half in tl.static_range(2):
             start = column + half * HALF
-            at = tl.arange(0, HALF)
             z = _transformed(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
             g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, hard, True, True)
             g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
@@ -215,8 +215,10 @@ def project(
     if out.values.shape[1] == 0:  # a rank without columns
         return
     way, launch = FOLD, functools.partial(_project, head, hidden, out, transform, known)
-    if descriptors and fits_blocks(head, hidden):
-        ways = ways_of(device_facts(hidden.device))
+    facts = device_facts(hidden.device)
+    # gradients stored through pointers would not keep to their registers
+    if descriptors and fits_blocks(head, hidden) and (known is None or facts.tma):
+        ways = ways_of(facts)
         shape = (*map(next_power_of_2, hidden.shape), next_power_of_2(out.values.shape[1]), hidden.dtype)
         way = fastest("logits", shape, ways, launch, hidden.device)
     launch(way)
