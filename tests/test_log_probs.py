@@ -4,8 +4,10 @@ import pytest
 import torch
 from dense_loss import dense_rows, softcap
 from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
+from distill_kernels.launch import FAMILIES, INTERPRETER
 from distill_kernels.losses import fused as fused_path
 from distill_kernels.losses import plan as planning
+from distill_kernels.losses import projection
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.shards import VocabShard
@@ -17,7 +19,7 @@ from rank_parts import PADDING, SPANS, Turns
 HARD = [LossTerm("cross_entropy", 0.8)]
 PLAIN = {}
 CAPPED = {"student_logit_scale": 0.6, "student_softcap": 8.0}
-SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2, "temperature": 2.0}  # hard labels' loss is of temperature 1
 EVERYTHING = CAPPED | SMOOTHED
 ALL = Wanted(True, True, True)
 
@@ -142,6 +144,24 @@ def test_gradients_miss_by_their_own_rounding_alone(kernel_device, dtype):
     ):
         error, of_kept, least = (relative_error(each, right) for each in (one, other, rounded.to(dtype)))
         assert error <= 1.02 * least and error <= 1.03 * of_kept
+
+
+def test_gradients_are_not_stored_through_pointers_from_large_tiles(kernel_device, monkeypatch):
+    """Where there are no descriptors and timing chose the persistent kernel for the logits."""
+    if kernel_device.type == "cuda":
+        pytest.skip("of another family")
+    monkeypatch.setitem(FAMILIES, INTERPRETER, FAMILIES[INTERPRETER]._replace(tma=False))
+    monkeypatch.setattr(projection, "fastest", lambda kernel, shape, ways, *_: ways[1])
+    fused, knew = projection._project_fused, []
+
+    def project(*args):
+        knew.append(args[4] is not None)
+        fused(*args)
+
+    monkeypatch.setattr(projection, "_project_fused", project)
+    given = inputs(kernel_device, 20, 300, torch.bfloat16)
+    check(ours(*given)[0], given, torch.bfloat16)
+    assert knew == [False]
 
 
 def test_a_lora_head(kernel_device):

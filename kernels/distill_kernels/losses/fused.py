@@ -92,8 +92,7 @@ def fused_linear_divergence(
         Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both and wanted.stats),
     )
 
-    # rows left out are 0
-    make = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros
+    make = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros  # rows left out are 0
     figures = make((1 + (len(TokenStats._fields) if wanted.stats else 0), n), dtype=torch.float32, device=device)
     loss, stats = figures[0], figures[1:] if wanted.stats else None
     d_hidden = make(hidden.shape, dtype=hidden.dtype, device=device) if wanted.hidden else None
