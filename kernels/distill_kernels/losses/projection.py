@@ -108,7 +108,7 @@ def _transformed(
 
 @triton.jit
 def _store_tile(
-    z, row, tile, values_blocks, bias_ptr, numbers, known, N, V, tiles, scale, softcap, exponent,
+    z, row, tile, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale, softcap, exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def _store_tile(
     rows = row + tl.arange(0, z.shape[0])
     column = tile * z.shape[1]
     if known is not None:
-        labels_ptr, scale_ptr, rows_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = known
+        labels_ptr, scale_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = known
         inside = rows < N
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
         if rows_ptr is not None:
@@ -161,7 +161,8 @@ def _store_tile(
 
 @triton.jit
 def _project_kernel(
-    hidden_blocks, weight_blocks, values_blocks, bias_ptr, numbers, known, N, V, H, tiles, scale, softcap, exponent,
+    hidden_blocks, weight_blocks, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, H, tiles, scale, softcap,
+    exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -176,14 +177,15 @@ def _project_kernel(
             w = load_block(weight_blocks, tile * TILE, step * BLOCK_H, TILE, BLOCK_H, TMA)
             z = tl.dot(x, w.T, z)
         _store_tile(
-            z, row_block * BLOCK_N, tile, values_blocks, bias_ptr, numbers, known, N, V, tiles, scale, softcap,
-            exponent, HAS_BIAS, SCALED, CAPPED, MASKED, BOTH, LOG2_E, TMA,
+            z, row_block * BLOCK_N, tile, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale,
+            softcap, exponent, HAS_BIAS, SCALED, CAPPED, MASKED, BOTH, LOG2_E, TMA,
         )  # fmt: skip
 
 
 @triton.jit
 def _fold_kernel(
-    raw_ptr, values_blocks, bias_ptr, numbers, known, N, V, raw_stride, tiles, first_tile, scale, softcap, exponent,
+    raw_ptr, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, raw_stride, tiles, first_tile, scale, softcap,
+    exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -192,8 +194,8 @@ def _fold_kernel(
     raw_blocks = raw_ptr, raw_stride, N, V - first_tile * TILE
     z = load_block(raw_blocks, row, tl.program_id(1) * TILE, BLOCK_N, TILE, False).to(tl.float32)
     _store_tile(
-        z, row, first_tile + tl.program_id(1), values_blocks, bias_ptr, numbers, known, N, V, tiles, scale, softcap,
-        exponent, HAS_BIAS, SCALED, CAPPED, True, BOTH, LOG2_E, False,
+        z, row, first_tile + tl.program_id(1), values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale,
+        softcap, exponent, HAS_BIAS, SCALED, CAPPED, True, BOTH, LOG2_E, False,
     )  # fmt: skip
 
 
@@ -231,6 +233,11 @@ def _project(
         _project_by_tiles(head, hidden, out, transform, known)
     else:
         _project_fused(head, hidden, out, transform, known, way)
+
+
+def _given(known: KnownRows | None) -> tuple[tuple[object, ...] | None, torch.Tensor | None]:
+    """As kernels take it: Triton 3.6 cannot hand a tuple with None in it from function to function."""
+    return (None, None) if known is None else ((*known[:2], *known[3:]), known.rows)
 
 
 def _flags(head: Head, transform: Transform) -> dict[str, object]:
@@ -276,7 +283,7 @@ def _project_fused(
     width = TILE if known is None else TILE // 2
     _project_kernel[(programs,)](
         blocks_of(hidden, way.rows, way.steps, facts.tma), blocks_of(head.weight, TILE, way.steps, facts.tma),
-        blocks_of(out.values, way.rows, width, facts.tma), head.bias, tuple(out[1:]), known and tuple(known),
+        blocks_of(out.values, way.rows, width, facts.tma), head.bias, tuple(out[1:]), *_given(known),
         n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
         **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=way.rows, BLOCK_H=way.steps, TMA=facts.tma,
         num_warps=way.warps, num_stages=way.stages,
@@ -297,7 +304,7 @@ def _project_by_tiles(
         if low is not None and head.lora_b is not None:
             raw.add_(product_fp32(low, head.lora_b[start:stop].t(), torch.empty_like(raw)), alpha=head.lora_scale)
         _fold_kernel[(cdiv(n, FOLD_ROWS), cdiv(stop - start, TILE))](
-            raw, blocks_of(out.values, FOLD_ROWS, TILE, False), head.bias, tuple(out[1:]), known and tuple(known),
+            raw, blocks_of(out.values, FOLD_ROWS, TILE, False), head.bias, tuple(out[1:]), *_given(known),
             n, vocab, raw.stride(0), tiles, start // TILE,
             transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
             **_flags(head, transform), BLOCK_N=FOLD_ROWS, num_warps=8,
