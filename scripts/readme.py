@@ -101,7 +101,7 @@ HEADLINES = (
         "the same, both models in fp8",
         ("fp8_step", _STEP.removesuffix(", bf16")),
         "ours, fp8 teacher and student",
-        ("plain", "compile"),
+        ("plain", "compile", "torchao fp8 + compile"),
         "tokens_per_s",
     ),
     Headline(
