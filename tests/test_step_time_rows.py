@@ -39,6 +39,7 @@ MEASURED = {
     ("teacher_cache", "", "hidden states from disk"): (1, CACHED),
     ("small", "smollm2-135m to smollm2-135m", "ours"): (1, SMALL),
     ("small", "smollm2-135m to smollm2-135m", "ours, packed, fp32 weights"): (1, [*SMALL, small.FP32]),
+    ("small", "llama-3.1-8b to llama-3.2-1b", "ours, graphed"): (1, small.OURS["ours, graphed"]),
     ("many_gpus", "flagship", "ours, 1 GPUs"): (1, many_gpus.SHAPES["flagship"]),
     ("many_gpus", "flagship", "ours, 4 GPUs"): (4, many_gpus.SHAPES["flagship"]),
     ("many_gpus", "large", "ours, 4 GPUs"): (4, many_gpus.SHAPES["large"]),

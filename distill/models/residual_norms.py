@@ -49,17 +49,17 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype | None]:
     """What attention adds, to what, of `rows` alone as [1, R, H], and the dtype that norms write (None: their own)."""
     dtype = cast_dtype(hidden_states, layer.self_attn, layer.mlp) if casts else None
-    fp8 = dtype is None and _reads_fp8(layer.self_attn, layer.input_layernorm, hidden_states)
+    fp8 = dtype is None and _reads_fp8(layer.self_attn, layer.input_layernorm.weight, hidden_states)
     normed, hidden_states = layer.input_layernorm(hidden_states, dtype=dtype, and_input=True, fp8=fp8)
     with projecting(layer.self_attn, rows):
         return layer.self_attn(hidden_states=normed, **kwargs)[0], pick(hidden_states, rows), dtype
 
 
-def _reads_fp8(reader: nn.Module, norm: Any, *given: torch.Tensor) -> bool:
-    """Whether what `norm` makes for `reader` may be quantised as it is made: every product there is in fp8."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(x.dtype != norm.weight.dtype for x in given):
+def _reads_fp8(reader: nn.Module, weight: torch.Tensor, *given: torch.Tensor) -> bool:
+    """Whether what a norm of `weight` makes for `reader` may be quantised as it is made: all products are in fp8."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(x.dtype != weight.dtype for x in given):
         return False
-    products = [child for child in reader.children() if getattr(child, "weight", norm.weight).dim() > 1]
+    products = [child for child in reader.children() if getattr(child, "weight", weight).dim() > 1]
     return bool(products) and all(type(child) is Fp8Linear and "forward" not in child.__dict__ for child in products)
 
 
@@ -67,7 +67,7 @@ def _pre_norm_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         rows = rows_of(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
-        fp8 = dtype is None and _reads_fp8(self.mlp, self.post_attention_layernorm, attended, residual)
+        fp8 = dtype is None and _reads_fp8(self.mlp, self.post_attention_layernorm.weight, attended, residual)
         normed, residual = self.post_attention_layernorm(attended, residual, dtype, fp8=fp8)
         output = self.mlp(normed, residual) if adds else residual + self.mlp(normed)
         return put_back(output, rows, hidden_states.shape)
@@ -80,7 +80,7 @@ def _sandwich_forward(casts: bool, adds: bool) -> Callable[..., torch.Tensor]:
         rows = rows_of(self, kwargs)
         attended, residual, dtype = _attend(self, hidden_states, rows, kwargs, casts)
         attended = self.post_attention_layernorm(attended)
-        fp8 = dtype is None and _reads_fp8(self.mlp, self.pre_feedforward_layernorm, attended, residual)
+        fp8 = dtype is None and _reads_fp8(self.mlp, self.pre_feedforward_layernorm.weight, attended, residual)
         normed, residual = self.pre_feedforward_layernorm(attended, residual, dtype, fp8=fp8)
         return put_back(residual + self.post_feedforward_layernorm(self.mlp(normed)), rows, hidden_states.shape)
 
