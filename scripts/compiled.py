@@ -50,6 +50,7 @@ y = torch.ones(130, dtype=torch.int64)
 if "{teacher}" == "models":
     ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False)(x, w, x_t, w_t, y, return_stats=True)[0].backward()
     ours.FusedJSDLoss()(x, w, x_t, w_t, y).backward()
+    ours.fused_log_probs(x, w, y).sum().backward()
     two = [ours.TeacherHead(x_t, w_t, 0.7), ours.TeacherHead(x.detach(), w.detach(), 0.3, softcap=30.0)]
     ours.FusedDistillationLoss([ours.LossTerm("forward_kl", 1.0)], 2.0)(x, w, teachers=two).backward()
 elif "{teacher}" == "logits":
@@ -69,13 +70,16 @@ from distill_kernels.losses.accumulate import add_product_
 from distill_kernels.losses.operands import Head
 from distill_kernels.matmul import gated
 from distill_kernels.matmul.fp8 import fp8_rms_norm
-x, w = t(130, 64, grad=False), t(1000, 64, grad=False)
+x, w, n = t(130, 64, grad=False), t(1000, 64, grad=False), torch.ones(130)
 add_product_(t(1000, 64, grad=False), t(130, 1000, grad=False), x)
 for way in projection.ways_of(facts):  # what is timed there is compiled too
     if way != projection.FOLD:
         out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
                                 *(torch.empty(130, 4) for _ in range(3)))
-        projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), way)
+        projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), None, way)
+        known, out = projection.KnownRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0), out._replace(values=t(130, 1000))
+        if facts.tma:
+            projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), known, way)
 for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
     ours.triton_linear(t(rows, 64, grad=False), t(columns, 64, grad=False))
 for activation in ("silu", "gelu", "gelu_tanh"):

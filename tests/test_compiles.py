@@ -39,6 +39,9 @@ SNIPPETS = {
 for loss in (ours.FusedKLLoss(ce_weight=1.0, skip_ignored_rows=False), ours.FusedJSDLoss()):
     loss(x, w, x_t, w_t, y, return_stats=True)[0].backward()
 ours.FusedKLLoss(skip_ignored_rows=False)(x.float(), w.float(), x_t.float(), w_t.float(), student_bias=w[:, 0].float())
+own = {"bias": t(1000), "softcap": 30.0, "logit_scale": 0.5, "valid_rows": torch.arange(130)}
+ours.fused_log_probs(x, w, y, **own).sum().backward()
+ours.fused_log_probs(x.float().detach().requires_grad_(), w.float(), y).sum().backward()
 """,
         {"_project_kernel", "_fold_rows_kernel", "_row_kernel", "_fold_kernel", "_scale_kernel"},
     ),

@@ -13,7 +13,7 @@ over some steps after the first ones, energy NVML's counter over the same steps,
     TRL, ...        with Liger's layers; with a static cache
     ours            packed rows: about 64 prompts a step, in 3 micro-batches
     ours, ahead     the next step's answers are drawn while this one trains
-    ours, fp8 ...   with the teacher's linear layers in fp8, which none of TRL's ways has
+    ours, fp8 ...   with the teacher's linear layers in fp8, which none of TRL's ways has; with gradient checkpointing
     ours, ...       with the step launched, or from CUDA graphs
 
 TRL's vLLM engine and its AsyncDistillationTrainer need vLLM and are not run.
@@ -72,6 +72,9 @@ OURS = {
     "ours": ["train.cuda_graph=false"],
     "ours, ahead": ["train.cuda_graph=false", "data.on_policy.ahead=1"],
     "ours, fp8 teacher": ["train.cuda_graph=false", "teacher.dtype=fp8"],
+    "ours, fp8 teacher, checkpointed": [
+        "train.cuda_graph=false", "teacher.dtype=fp8", "train.gradient_checkpointing=true"
+    ],
     "ours, graphs": ["train.cuda_graph=true"],
     "ours, graphs, ahead": ["train.cuda_graph=true", "data.on_policy.ahead=1"],
 }

@@ -86,7 +86,7 @@ class _ChunkedFunction(torch.autograd.Function):
         head = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
         with torch.autocast(hidden.device.type, enabled=False):
             outcome = run_chunks(head, batch, wanted, row_loss, **settings)
-        ctx.gradients = outcome[2:]
+        ctx.gradients = outcome.gradients
         return outcome.loss.sum()
 
     @staticmethod

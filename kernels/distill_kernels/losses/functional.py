@@ -89,6 +89,9 @@ def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
     """Log-probability of each label under a model, from its hidden states and head, without its logits: the
     cross-entropy's pass, not summed.
 
+    Backward makes the logits again and, since each row's log sum of exps is known by then, writes their gradient in
+    their place: four products in all, of which a mean needs three.
+
     Args:
         hidden: [..., H], of a dtype as `FusedDistillationLoss.forward` takes it; gets a gradient.
         weight: [V, H] of the head; gets a gradient.

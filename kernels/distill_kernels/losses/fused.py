@@ -1,8 +1,8 @@
 """The fused path: chunks of rows through projection, row kernel and back-projection, in a workspace planned beforehand.
 
 For every chunk of rows: both models' relative logits (projection.py), then the row kernel (rows.py), which turns the
-student's logits into its gradient `G` in place. For every group of chunks, whose `G` lie side by side (plan.py):
-`dx = G W`, `dW += G^T x` and what biases and LoRA matrices get, by cuBLAS.
+student's logits into its gradient `G` in place; with `Batch.lse` the projection writes `G` itself. For every group of
+chunks, whose `G` lie side by side (plan.py): `dx = G W`, `dW += G^T x`, what biases and LoRA matrices get, by cuBLAS.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, run_mixed_rows
 from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
-from distill_kernels.losses.projection import TILE, Logits, Transform, product_fp32, project
+from distill_kernels.losses.projection import TILE, KnownRows, Logits, Transform, product_fp32, project
 from distill_kernels.losses.rows import run_rows
 from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
@@ -92,7 +92,7 @@ def fused_linear_divergence(
         Transform(o.teacher_scale, o.teacher_softcap, o.temperature, both and wanted.stats),
     )
 
-    make = torch.empty if batch.rows is None and vocab else torch.zeros  # rows left out are 0
+    make = torch.empty if batch.rows is None and vocab and batch.lse is None else torch.zeros  # rows left out are 0
     figures = make((1 + (len(TokenStats._fields) if wanted.stats else 0), n), dtype=torch.float32, device=device)
     loss, stats = figures[0], figures[1:] if wanted.stats else None
     d_hidden = make(hidden.shape, dtype=hidden.dtype, device=device) if wanted.hidden else None
@@ -100,6 +100,7 @@ def fused_linear_divergence(
     d_a = torch.zeros_like(narrow.lora_a, dtype=torch.float32) if wanted.lora_a and narrow.lora_a is not None else None
     d_b = torch.zeros_like(narrow.lora_b, dtype=torch.float32) if wanted.lora_b and narrow.lora_b is not None else None
     d_weight = None
+    all_lse: list[torch.Tensor] = []
     space = _Workspace(plan, vocab, logit_dtype, device, both=both, models=models)
     mixer = None
     if isinstance(teacher, Mixture):
@@ -122,6 +123,16 @@ def fused_linear_divergence(
     def make_gradients(at: int, start: int, stop: int) -> None:
         """Losses, statistics and, at row `at` of the buffer, the gradients of the rows of one chunk."""
         s = space.student(at, stop - start)
+        here = slice(start, stop) if batch.rows is None else slice(None)
+        rows = None if batch.rows is None else batch.rows[start:stop]
+        if batch.lse is not None and batch.labels is not None:
+            known = KnownRows(
+                batch.labels[here], batch.row_scale[here], rows, batch.lse[start:stop], shard.vocab,
+                o.hard_weight, o.label_smoothing, o.z_loss,
+            )  # fmt: skip
+            s = s._replace(values=s.values.view(dtype))
+            project(student, pick(hidden, start, stop), s, transforms[0], known, descriptors=descriptors)
+            return
         t = at_one = None
         if mixer is not None:
             t, at_one = mixer(lambda tensor: pick(tensor, start, stop), space.teacher(at, stop - start))
@@ -129,24 +140,25 @@ def fused_linear_divergence(
             t = space.teacher(at, stop - start)
             project(teacher, pick(teacher.hidden, start, stop), t, transforms[1], descriptors=descriptors)
         project(student, pick(hidden, start, stop), s, transforms[0], descriptors=descriptors)
-        here = slice(start, stop) if batch.rows is None else slice(None)
-        row_loss: Callable[..., None] = run_rows
+        row_loss: Callable[..., torch.Tensor | None] = run_rows
         if batch.top is not None:
             row_loss = functools.partial(run_top_k_rows, top=batch.top.rows(here))
         elif mixer is not None:
             row_loss = functools.partial(run_mixed_rows, at_one=at_one)
-        row_loss(
+        lse = row_loss(
             s,
             t,
             o,
             labels=None if batch.labels is None else batch.labels[here],
             row_scale=batch.row_scale[here],
-            rows=None if batch.rows is None else batch.rows[start:stop],
+            rows=rows,
             loss=loss[here],
             stats=None if stats is None else stats[:, here],
             gradient=s.values.view(dtype) if wanted.gradient else None,
             shard=shard,
         )
+        if lse is not None and teacher is None and not wanted.gradient:
+            all_lse.append(lse)
 
     def back_project(g: torch.Tensor, start: int, stop: int) -> None:
         """All gradients but dW from those of the rows `start` to `stop`."""
@@ -213,6 +225,7 @@ def fused_linear_divergence(
         narrowed(d_bias, narrow.bias),
         narrowed(d_a, narrow.lora_a),
         narrowed(d_b, narrow.lora_b),
+        torch.cat(all_lse) if all_lse else None,
     )
 
 

@@ -32,7 +32,7 @@ class FusedDistillationLoss(nn.Module):
         z_loss: weight of the squared log-normaliser beside the cross-entropy (PaLM, Chowdhery et al., 2022).
         ignore_index: label of tokens that do not count.
         reduction: "mean" over `num_items` or the tokens that count, "sum", or "none" (per token; its gradient
-            cannot be made in the forward pass, so backward computes everything again).
+            cannot be made in the forward pass, so backward makes the logits again).
         student_logit_scale, teacher_logit_scale: factor on the logits (Granite, Cohere).
         student_softcap, teacher_softcap: `cap * tanh(z / cap)` after the factor (Gemma), or None.
         max_workspace_mib: bound for the logits' buffers in MiB; None chooses by device and shapes.

@@ -71,6 +71,7 @@ class Batch(NamedTuple):
         rows: int64 [M], the rows worth computing, or None for all of them.
         top: what a teacher that is data says of every token, or None where the teacher is a head.
         all_count: no row to compute has scale 0 (whose hidden states may hold anything, NaN as well).
+        lse: `Outcome.lse` of the same tokens, or None. With it gradients alone are made, and no loss.
     """
 
     labels: torch.Tensor | None
@@ -78,6 +79,7 @@ class Batch(NamedTuple):
     rows: torch.Tensor | None
     top: TopK | None = None
     all_count: bool = False
+    lse: torch.Tensor | None = None
 
     def side_by_side(self) -> Batch:
         """The same with vectors as kernels read them."""
@@ -111,7 +113,12 @@ class Wanted(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Row losses [N] (scaled; 0 on skipped rows), the wanted statistics, and the wanted gradients."""
+    """Row losses [N] (scaled; 0 on skipped rows), the wanted statistics, and the wanted gradients.
+
+    `lse`: where no gradient was made yet and labels are all there is to learn from, fp32 [M] of the rows to compute in
+    their order: log sum of exps at temperature 1, by which gradients are made later (`Batch.lse`). None otherwise, and
+    where kernels do not run.
+    """
 
     loss: torch.Tensor
     stats: TokenStats | None
@@ -120,3 +127,9 @@ class Outcome(NamedTuple):
     bias: torch.Tensor | None
     lora_a: torch.Tensor | None
     lora_b: torch.Tensor | None
+    lse: torch.Tensor | None = None
+
+    @property
+    def gradients(self) -> tuple[torch.Tensor | None, ...]:
+        """Of hidden states, weight, bias, LoRA A and B."""
+        return self[2:7]

@@ -61,7 +61,7 @@ def linear_divergence_op(
         stats,
         *(
             gradient if gradient is not None else empty.new_empty(0, dtype=(row_scale if like is None else like).dtype)
-            for gradient, like in zip(outcome[2:], inputs, strict=True)
+            for gradient, like in zip(outcome.gradients, inputs, strict=True)
         ),
     ]
 
@@ -149,10 +149,10 @@ class _FusedLoss(torch.autograd.Function):
         outcome = linear_divergence(student, teacher, batch, objective, now, **settings)
         if per_row:
             ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
-            ctx.again = (teacher, batch, objective, wanted, settings, lora_scale)
+            ctx.again = (teacher, batch._replace(lse=outcome.lse), objective, wanted, settings, lora_scale)
             ctx.versions = _versions(teacher, batch)
         else:
-            ctx.gradients = outcome[2:]
+            ctx.gradients = outcome.gradients
         loss = outcome.loss if per_row else outcome.loss.sum()
         stats = None if outcome.stats is None else torch.stack(outcome.stats)
         if stats is not None:
@@ -171,8 +171,8 @@ class _FusedLoss(torch.autograd.Function):
             student = Head(*ctx.saved_tensors)._replace(lora_scale=lora_scale)
             batch = batch._replace(row_scale=scale, all_count=False)
             outcome = linear_divergence(student, teacher, batch, objective, wanted._replace(stats=False), **settings)
-            gradients = outcome[2:]
-            return (*(g if g is None or down is None else scale_gradient_(g, down) for g in gradients), None)
+            scaled = (g if g is None or down is None else scale_gradient_(g, down) for g in outcome.gradients)
+            return (*scaled, None)
         return (*hand_out(ctx, upstream), None)
 
 

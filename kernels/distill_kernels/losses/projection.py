@@ -8,6 +8,9 @@ and the logits themselves as `z - shift`, in fp16 for bf16 and fp16 models: larg
 where fp16 is finest, so this keeps what bf16 logits lose (spacing 0.125 at 16 to 32, a 2 % error in the gradient) in
 the same number of bytes. fp32 models keep fp32.
 
+Where a loss is of hard labels alone and a pass before has said each row's log sum of exps (`KnownRows`), its gradient
+is written in place of the logits, and no row kernel follows.
+
 Two ways, one result. `project` takes the first on GPUs with tensor descriptors (TMA), where alignment allows:
 
 1. One persistent kernel, whose flattened loop lets the next tile's loads run under this tile's epilogue.
@@ -19,13 +22,16 @@ On families without measured tables both are timed, the first with several tiles
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, next_power_of_2, tl, triton
+from distill_kernels.layers.fast_math import exp
 from distill_kernels.losses.operands import Head
+from distill_kernels.losses.row_parts import hard_gradient, narrow, to_raw
 from distill_kernels.operands import blocks_of, has_aligned_rows, load_block, store_block
 from distill_kernels.tuning import fastest
 
@@ -64,40 +70,99 @@ class Transform(NamedTuple):
     both_temperatures: bool
 
 
+class KnownRows(NamedTuple):
+    """What turns logits of a chunk's rows into the gradient of their hard-label loss, as `run_rows` would.
+
+    Attributes:
+        labels, row_scale: of all tokens, [N].
+        rows: int64 [n], which tokens these rows are; None: the first n of what is passed.
+        lse: fp32 [n], log sum of exps of each row at T = 1 over the columns of all ranks.
+        vocab: columns of all ranks.
+        weight, smoothing, z_loss: of the hard-label term.
+    """
+
+    labels: torch.Tensor
+    row_scale: torch.Tensor
+    rows: torch.Tensor | None
+    lse: torch.Tensor
+    vocab: int
+    weight: float
+    smoothing: float
+    z_loss: float
+
+
 @triton.jit
-def _relative_tile(
-    z, columns, V, bias_ptr, scale, softcap, exponent,
-    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
-    LOG2_E: tl.constexpr,
+def _transformed(
+    z, columns, V, bias_ptr, scale, softcap,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
-    """Raw logits [rows, TILE] -> relative logits, shift, total, total at T = 1. `exponent` is log2(e) / T."""
+    """Raw logits [rows, columns] without bias -> logits."""
     if HAS_BIAS:
         z += tl.load(bias_ptr + columns, mask=columns < V, other=0.0).to(tl.float32)[None, :]
     if SCALED:
         z *= scale
     if CAPPED:  # tanh(x) = 1 - 2 / (1 + exp(2x)), which saturates without overflow
         z = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(z * (2.0 / softcap) * LOG2_E)))
-    if MASKED:
-        z = tl.where((columns < V)[None, :], z, -float("inf"))
-    shift = tl.max(z, 1)
-    shift = tl.where(shift == -float("inf"), 0.0, shift)
-    z -= shift[:, None]
-    e = tl.exp2(z * exponent)
-    total = tl.sum(e, 1)
-    total_hard = total
-    if BOTH:
-        total_hard = tl.sum(tl.exp2(z * LOG2_E), 1)
-    if HAS_BIAS:  # a bias may be -inf and stays so; anything else stays within fp16
-        z = tl.where(z == -float("inf"), z, tl.maximum(z, -65504.0))
+    return z
+
+
+@triton.jit
+def _store_tile(
+    z, row, tile, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale, softcap, exponent,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
+    LOG2_E: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Of raw logits [rows, TILE] from `row` on the relative ones with shift, total, total at T = 1 (`numbers`), or the
+    gradient where the rows are `known`. `exponent` is log2(e) / T."""
+    rows = row + tl.arange(0, z.shape[0])
+    column = tile * z.shape[1]
+    if known is not None:
+        labels_ptr, scale_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = known
+        inside = rows < N
+        lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
+        if rows_ptr is not None:
+            rows = tl.load(rows_ptr + rows, mask=inside, other=0)
+        label = narrow(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
+        row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
+        hard = weight, smoothing, z_loss
+        HALF: tl.constexpr = z.shape[1] // 2  # of a tile at a time, in half the registers
+        halves = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
+        at = tl.arange(0, HALF)
+        for half in tl.static_range(2):
+            start = column + half * HALF
+            z = _transformed(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+            g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, hard, True, True)
+            g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
+            store_block(values_blocks, tl.where(row_scale == 0.0, 0.0, g), row, start, TMA)
     else:
-        z = tl.maximum(z, -65504.0)
-    return z, shift, total, total_hard
+        columns = column + tl.arange(0, z.shape[1])
+        z = _transformed(z, columns, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+        if MASKED:
+            z = tl.where((columns < V)[None, :], z, -float("inf"))
+        shift = tl.max(z, 1)
+        shift = tl.where(shift == -float("inf"), 0.0, shift)
+        z -= shift[:, None]
+        total = tl.sum(tl.exp2(z * exponent), 1)
+        total_hard = total
+        if BOTH:
+            total_hard = tl.sum(tl.exp2(z * LOG2_E), 1)
+        if HAS_BIAS:  # a bias may be -inf and stays so; anything else stays within fp16
+            z = tl.where(z == -float("inf"), z, tl.maximum(z, -65504.0))
+        else:
+            z = tl.maximum(z, -65504.0)
+        store_block(values_blocks, z, row, column, TMA)
+        shift_ptr, total_ptr, hard_ptr = numbers
+        where = rows.to(tl.int64) * tiles + tile
+        tl.store(shift_ptr + where, shift, mask=rows < N)
+        tl.store(total_ptr + where, total, mask=rows < N)
+        if BOTH:
+            tl.store(hard_ptr + where, total_hard, mask=rows < N)
 
 
 @triton.jit
 def _project_kernel(
-    hidden_blocks, weight_blocks, values_blocks, bias_ptr, shift_ptr, total_ptr, hard_ptr,
-    N, V, H, tiles, scale, softcap, exponent,
+    hidden_blocks, weight_blocks, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, H, tiles, scale, softcap,
+    exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -111,42 +176,27 @@ def _project_kernel(
             x = load_block(hidden_blocks, row_block * BLOCK_N, step * BLOCK_H, BLOCK_N, BLOCK_H, TMA)
             w = load_block(weight_blocks, tile * TILE, step * BLOCK_H, TILE, BLOCK_H, TMA)
             z = tl.dot(x, w.T, z)
-        columns = tile * TILE + tl.arange(0, TILE)
-        z, shift, total, total_hard = _relative_tile(
-            z, columns, V, bias_ptr, scale, softcap, exponent, HAS_BIAS, SCALED, CAPPED, MASKED, BOTH, LOG2_E
-        )
-        store_block(values_blocks, z, row_block * BLOCK_N, tile * TILE, TMA)
-        rows = row_block * BLOCK_N + tl.arange(0, BLOCK_N)
-        where = rows.to(tl.int64) * tiles + tile
-        tl.store(shift_ptr + where, shift, mask=rows < N)
-        tl.store(total_ptr + where, total, mask=rows < N)
-        if BOTH:
-            tl.store(hard_ptr + where, total_hard, mask=rows < N)
+        _store_tile(
+            z, row_block * BLOCK_N, tile, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale,
+            softcap, exponent, HAS_BIAS, SCALED, CAPPED, MASKED, BOTH, LOG2_E, TMA,
+        )  # fmt: skip
 
 
 @triton.jit
 def _fold_kernel(
-    raw_ptr, values_ptr, bias_ptr, shift_ptr, total_ptr, hard_ptr,
-    N, V, raw_stride, values_stride, tiles, first_tile, scale, softcap, exponent,
+    raw_ptr, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, raw_stride, tiles, first_tile, scale, softcap,
+    exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Columns `first_tile * TILE` on of the raw logits lie in `raw_ptr` [N, ...] from its first column."""
-    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    tile = first_tile + tl.program_id(1)
-    columns = tile * TILE + tl.arange(0, TILE)
-    inside = (rows < N)[:, None] & (columns < V)[None, :]
-    from_start = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    z = tl.load(raw_ptr + rows.to(tl.int64)[:, None] * raw_stride + from_start[None, :], mask=inside, other=0.0)
-    z, shift, total, total_hard = _relative_tile(
-        z.to(tl.float32), columns, V, bias_ptr, scale, softcap, exponent, HAS_BIAS, SCALED, CAPPED, True, BOTH, LOG2_E
-    )
-    tl.store(values_ptr + rows.to(tl.int64)[:, None] * values_stride + columns[None, :], z, mask=inside)
-    where = rows.to(tl.int64) * tiles + tile
-    tl.store(shift_ptr + where, shift, mask=rows < N)
-    tl.store(total_ptr + where, total, mask=rows < N)
-    if BOTH:
-        tl.store(hard_ptr + where, total_hard, mask=rows < N)
+    row = tl.program_id(0) * BLOCK_N
+    raw_blocks = raw_ptr, raw_stride, N, V - first_tile * TILE
+    z = load_block(raw_blocks, row, tl.program_id(1) * TILE, BLOCK_N, TILE, False).to(tl.float32)
+    _store_tile(
+        z, row, first_tile + tl.program_id(1), values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale,
+        softcap, exponent, HAS_BIAS, SCALED, CAPPED, True, BOTH, LOG2_E, False,
+    )  # fmt: skip
 
 
 def fits_blocks(head: Head, hidden: torch.Tensor) -> bool:
@@ -155,26 +205,39 @@ def fits_blocks(head: Head, hidden: torch.Tensor) -> bool:
     return narrow and has_aligned_rows(hidden) and has_aligned_rows(head.weight)
 
 
-def project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, *, descriptors: bool = True) -> None:
-    """Fill `out` with the relative logits of `hidden` [n, H] under `head`, of one dtype.
+def project(
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None = None, *,
+    descriptors: bool = True,
+) -> None:  # fmt: skip
+    """Fill `out` with the relative logits of `hidden` [n, H] under `head`, of one dtype; of rows that are `known`,
+    `out.values` (of that dtype then) with the gradient of their loss, and nothing else.
 
     `descriptors=False` takes the second way even where the first would do.
     """
     if out.values.shape[1] == 0:  # a rank without columns
         return
-    way = FOLD
-    if descriptors and fits_blocks(head, hidden):
-        ways = ways_of(device_facts(hidden.device))
+    way, launch = FOLD, functools.partial(_project, head, hidden, out, transform, known)
+    facts = device_facts(hidden.device)
+    # gradients stored through pointers would not keep to their registers
+    if descriptors and fits_blocks(head, hidden) and (known is None or facts.tma):
+        ways = ways_of(facts)
         shape = (*map(next_power_of_2, hidden.shape), next_power_of_2(out.values.shape[1]), hidden.dtype)
-        way = fastest("logits", shape, ways, lambda way: _project(head, hidden, out, transform, way), hidden.device)
-    _project(head, hidden, out, transform, way)
+        way = fastest("logits", shape, ways, launch, hidden.device)
+    launch(way)
 
 
-def _project(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, way: ProductTile) -> None:
+def _project(
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None, way: ProductTile
+) -> None:
     if way == FOLD:
-        _project_by_tiles(head, hidden, out, transform)
+        _project_by_tiles(head, hidden, out, transform, known)
     else:
-        _project_fused(head, hidden, out, transform, way)
+        _project_fused(head, hidden, out, transform, known, way)
+
+
+def _given(known: KnownRows | None) -> tuple[tuple[object, ...] | None, torch.Tensor | None]:
+    """As kernels take it: Triton 3.6 cannot hand a tuple with None in it from function to function."""
+    return (None, None) if known is None else ((*known[:2], *known[3:]), known.rows)
 
 
 def _flags(head: Head, transform: Transform) -> dict[str, object]:
@@ -210,21 +273,26 @@ def ways_of(facts: DeviceFacts) -> tuple[ProductTile, ...]:
     return ways if facts.tma else (FOLD, *(way for way in ways if way != FOLD))
 
 
-def _project_fused(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, way: ProductTile) -> None:
+def _project_fused(
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None, way: ProductTile
+) -> None:
     (n, depth), vocab = hidden.shape, out.values.shape[1]
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
     programs = min(facts.multiprocessors, cdiv(n, way.rows) * tiles)
+    width = TILE if known is None else TILE // 2
     _project_kernel[(programs,)](
         blocks_of(hidden, way.rows, way.steps, facts.tma), blocks_of(head.weight, TILE, way.steps, facts.tma),
-        blocks_of(out.values, way.rows, TILE, facts.tma), head.bias, out.shift, out.total, out.total_hard,
+        blocks_of(out.values, way.rows, width, facts.tma), head.bias, tuple(out[1:]), *_given(known),
         n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
         **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=way.rows, BLOCK_H=way.steps, TMA=facts.tma,
         num_warps=way.warps, num_stages=way.stages,
     )  # fmt: skip
 
 
-def _project_by_tiles(head: Head, hidden: torch.Tensor, out: Logits, transform: Transform) -> None:
+def _project_by_tiles(
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None
+) -> None:
     n, vocab = out.values.shape
     tiles = cdiv(vocab, TILE)
     low = None if head.lora_a is None else torch.mm(hidden, head.lora_a.t())
@@ -236,8 +304,8 @@ def _project_by_tiles(head: Head, hidden: torch.Tensor, out: Logits, transform: 
         if low is not None and head.lora_b is not None:
             raw.add_(product_fp32(low, head.lora_b[start:stop].t(), torch.empty_like(raw)), alpha=head.lora_scale)
         _fold_kernel[(cdiv(n, FOLD_ROWS), cdiv(stop - start, TILE))](
-            raw, out.values, head.bias, out.shift, out.total, out.total_hard,
-            n, vocab, raw.stride(0), out.values.stride(0), tiles, start // TILE,
+            raw, blocks_of(out.values, FOLD_ROWS, TILE, False), head.bias, tuple(out[1:]), *_given(known),
+            n, vocab, raw.stride(0), tiles, start // TILE,
             transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
             **_flags(head, transform), BLOCK_N=FOLD_ROWS, num_warps=8,
         )  # fmt: skip

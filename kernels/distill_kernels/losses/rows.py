@@ -244,8 +244,8 @@ def run_rows(
     student: Logits, teacher: Logits | None, objective: Objective, *, labels: torch.Tensor | None,
     row_scale: torch.Tensor, rows: torch.Tensor | None, loss: torch.Tensor, stats: torch.Tensor | None,
     gradient: torch.Tensor | None, shard: VocabShard,
-) -> None:  # fmt: skip
-    """Launch the row kernel over the n rows of `student`.
+) -> torch.Tensor:  # fmt: skip
+    """Launch the row kernel over the n rows of `student`; their log sums of exps over all columns, fp32 [n].
 
     Args:
         student: the student's relative logits, [n, V].
@@ -261,7 +261,7 @@ def run_rows(
     o = objective
     n, vocab = student.values.shape
     if n == 0:
-        return
+        return loss.new_empty(0)
     other = student if teacher is None else teacher
     flags = {
         "TEMPERED": o.temperature != 1.0, "HARD": o.hard_weight != 0.0, "HAS_TEACHER": teacher is not None,
@@ -292,3 +292,4 @@ def run_rows(
         launch(None)
         shard.ranks.add_(mean)
     launch(gradient)
+    return norms[2]
