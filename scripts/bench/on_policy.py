@@ -73,7 +73,9 @@ OURS = {
     "ours, ahead": ["train.cuda_graph=false", "data.on_policy.ahead=1"],
     "ours, fp8 teacher": ["train.cuda_graph=false", "teacher.dtype=fp8"],
     "ours, fp8 teacher, checkpointed": [
-        "train.cuda_graph=false", "teacher.dtype=fp8", "train.gradient_checkpointing=true"
+        "train.cuda_graph=false",
+        "teacher.dtype=fp8",
+        "train.gradient_checkpointing=true",
     ],
     "ours, graphs": ["train.cuda_graph=true"],
     "ours, graphs, ahead": ["train.cuda_graph=true", "data.on_policy.ahead=1"],
