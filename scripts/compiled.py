@@ -77,9 +77,9 @@ for way in projection.ways_of(facts):  # what is timed there is compiled too
         out = projection.Logits(torch.empty(130, 1024, dtype=torch.float16)[:, :1000],
                                 *(torch.empty(130, 4) for _ in range(3)))
         projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), None, way)
-        known, out = projection.KnownRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0), out._replace(values=t(130, 1000))
+        hard, out = projection.HardRows(n.long(), n, None, n, 1000, 1.0, 0.0, 0.0), out._replace(values=t(130, 1000))
         if facts.tma:
-            projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), known, way)
+            projection._project(Head(x, w), x, out, projection.Transform(1.0, 0.0, 1.0, False), hard, way)
 for rows, columns in ((128, 128 * 132), (1280, 2560), (640, 1280)):
     ours.triton_linear(t(rows, 64, grad=False), t(columns, 64, grad=False))
 for activation in ("silu", "gelu", "gelu_tanh"):

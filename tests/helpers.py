@@ -7,7 +7,7 @@ eager PyTorch, which in bf16 misses by ten times as much.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -56,6 +56,16 @@ def assert_as_promised(name: str, ours: torch.Tensor, exact: torch.Tensor) -> No
         errors["worst row's error of the mean row"] = ((rows.max() / mean).item(), PROMISED_WORST_ROW)
     for what, (error, allowed) in errors.items():
         assert error <= allowed, f"{name}: {what} {error:.3e} exceeds {allowed:.1e}"
+
+
+def assert_parts(
+    ours: Iterable[torch.Tensor], eager: Iterable[torch.Tensor], exact: Iterable[torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Hold loss, dx, dW and db, as many as there are of `ours`, to both of the above (the promise: bf16)."""
+    for name, mine, theirs, right in zip(("loss", "dx", "dW", "db"), ours, eager, exact, strict=False):
+        assert_as_good_as_torch(mine, theirs, right, dtype, name)
+        if dtype == torch.bfloat16:
+            assert_as_promised(name, mine, right)
 
 
 def realistic_logits(

@@ -18,7 +18,7 @@ from distill_kernels.losses.mixture import Mixture
 from distill_kernels.losses.mixture_kernel import TeacherMixer, run_mixed_rows
 from distill_kernels.losses.operands import Batch, Head, Outcome, Wanted
 from distill_kernels.losses.plan import CHUNK_ROWS, SHARED_MEMORY_BYTES, Plan, plan_chunks
-from distill_kernels.losses.projection import TILE, KnownRows, Logits, Transform, product_fp32, project
+from distill_kernels.losses.projection import TILE, HardRows, Logits, Transform, product_fp32, project
 from distill_kernels.losses.rows import run_rows
 from distill_kernels.losses.shards import Ranks, VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
@@ -126,12 +126,12 @@ def fused_linear_divergence(
         here = slice(start, stop) if batch.rows is None else slice(None)
         rows = None if batch.rows is None else batch.rows[start:stop]
         if batch.lse is not None and batch.labels is not None:
-            known = KnownRows(
+            hard = HardRows(
                 batch.labels[here], batch.row_scale[here], rows, batch.lse[start:stop], shard.vocab,
                 o.hard_weight, o.label_smoothing, o.z_loss,
             )  # fmt: skip
             s = s._replace(values=s.values.view(dtype))
-            project(student, pick(hidden, start, stop), s, transforms[0], known, descriptors=descriptors)
+            project(student, pick(hidden, start, stop), s, transforms[0], hard, descriptors=descriptors)
             return
         t = at_one = None
         if mixer is not None:

@@ -8,7 +8,7 @@ and the logits themselves as `z - shift`, in fp16 for bf16 and fp16 models: larg
 where fp16 is finest, so this keeps what bf16 logits lose (spacing 0.125 at 16 to 32, a 2 % error in the gradient) in
 the same number of bytes. fp32 models keep fp32.
 
-Where a loss is of hard labels alone and a pass before has said each row's log sum of exps (`KnownRows`), its gradient
+Where a loss is of hard labels alone and a pass before has said each row's log sum of exps (`HardRows`), its gradient
 is written in place of the logits, and no row kernel follows.
 
 Two ways, one result. `project` takes the first on GPUs with tensor descriptors (TMA), where alignment allows:
@@ -70,7 +70,7 @@ class Transform(NamedTuple):
     both_temperatures: bool
 
 
-class KnownRows(NamedTuple):
+class HardRows(NamedTuple):
     """What turns logits of a chunk's rows into the gradient of their hard-label loss, as `run_rows` would.
 
     Attributes:
@@ -92,7 +92,7 @@ class KnownRows(NamedTuple):
 
 
 @triton.jit
-def _transformed(
+def _scale_and_cap(
     z, columns, V, bias_ptr, scale, softcap,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, LOG2_E: tl.constexpr,
 ):  # fmt: skip
@@ -108,35 +108,35 @@ def _transformed(
 
 @triton.jit
 def _store_tile(
-    z, row, tile, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale, softcap, exponent,
+    z, row, tile, values_blocks, bias_ptr, numbers, hard, rows_ptr, N, V, tiles, scale, softcap, exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Of raw logits [rows, TILE] from `row` on the relative ones with shift, total, total at T = 1 (`numbers`), or the
-    gradient where the rows are `known`. `exponent` is log2(e) / T."""
+    gradient of `hard` rows. `exponent` is log2(e) / T."""
     rows = row + tl.arange(0, z.shape[0])
     column = tile * z.shape[1]
-    if known is not None:
-        labels_ptr, scale_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = known
+    if hard is not None:
+        labels_ptr, scale_ptr, lse_ptr, whole_vocab, weight, smoothing, z_loss = hard
         inside = rows < N
         lse = tl.load(lse_ptr + rows, mask=inside, other=0.0)[:, None]
         if rows_ptr is not None:
             rows = tl.load(rows_ptr + rows, mask=inside, other=0)
         label = narrow(tl.load(labels_ptr + rows, mask=inside, other=0), V)[:, None]
         row_scale = tl.load(scale_ptr + rows, mask=inside, other=0.0).to(tl.float32)[:, None]
-        hard = weight, smoothing, z_loss
+        weights = weight, smoothing, z_loss
         HALF: tl.constexpr = z.shape[1] // 2  # of a tile at a time, in half the registers
         halves = tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, HALF)), (0, 2, 1)))
         at = tl.arange(0, HALF)
         for half in tl.static_range(2):
             start = column + half * HALF
-            z = _transformed(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
-            g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, hard, True, True)
+            z = _scale_and_cap(halves[half], start + at, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+            g = hard_gradient(exp(z - lse), at[None, :], label - start, lse, whole_vocab, weights, True, True)
             g = to_raw(g, z, row_scale, scale, 1.0 / softcap, SCALED, CAPPED)
             store_block(values_blocks, tl.where(row_scale == 0.0, 0.0, g), row, start, TMA)
     else:
         columns = column + tl.arange(0, z.shape[1])
-        z = _transformed(z, columns, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
+        z = _scale_and_cap(z, columns, V, bias_ptr, scale, softcap, HAS_BIAS, SCALED, CAPPED, LOG2_E)
         if MASKED:
             z = tl.where((columns < V)[None, :], z, -float("inf"))
         shift = tl.max(z, 1)
@@ -161,7 +161,7 @@ def _store_tile(
 
 @triton.jit
 def _project_kernel(
-    hidden_blocks, weight_blocks, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, H, tiles, scale, softcap,
+    hidden_blocks, weight_blocks, values_blocks, bias_ptr, numbers, hard, rows_ptr, N, V, H, tiles, scale, softcap,
     exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr, TMA: tl.constexpr,
@@ -177,14 +177,14 @@ def _project_kernel(
             w = load_block(weight_blocks, tile * TILE, step * BLOCK_H, TILE, BLOCK_H, TMA)
             z = tl.dot(x, w.T, z)
         _store_tile(
-            z, row_block * BLOCK_N, tile, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale,
+            z, row_block * BLOCK_N, tile, values_blocks, bias_ptr, numbers, hard, rows_ptr, N, V, tiles, scale,
             softcap, exponent, HAS_BIAS, SCALED, CAPPED, MASKED, BOTH, LOG2_E, TMA,
         )  # fmt: skip
 
 
 @triton.jit
 def _fold_kernel(
-    raw_ptr, values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, raw_stride, tiles, first_tile, scale, softcap,
+    raw_ptr, values_blocks, bias_ptr, numbers, hard, rows_ptr, N, V, raw_stride, tiles, first_tile, scale, softcap,
     exponent,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, BOTH: tl.constexpr,
     LOG2_E: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
@@ -194,7 +194,7 @@ def _fold_kernel(
     raw_blocks = raw_ptr, raw_stride, N, V - first_tile * TILE
     z = load_block(raw_blocks, row, tl.program_id(1) * TILE, BLOCK_N, TILE, False).to(tl.float32)
     _store_tile(
-        z, row, first_tile + tl.program_id(1), values_blocks, bias_ptr, numbers, known, rows_ptr, N, V, tiles, scale,
+        z, row, first_tile + tl.program_id(1), values_blocks, bias_ptr, numbers, hard, rows_ptr, N, V, tiles, scale,
         softcap, exponent, HAS_BIAS, SCALED, CAPPED, True, BOTH, LOG2_E, False,
     )  # fmt: skip
 
@@ -206,20 +206,20 @@ def fits_blocks(head: Head, hidden: torch.Tensor) -> bool:
 
 
 def project(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None = None, *,
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardRows | None = None, *,
     descriptors: bool = True,
 ) -> None:  # fmt: skip
-    """Fill `out` with the relative logits of `hidden` [n, H] under `head`, of one dtype; of rows that are `known`,
+    """Fill `out` with the relative logits of `hidden` [n, H] under `head`, of one dtype; of `hard` rows,
     `out.values` (of that dtype then) with the gradient of their loss, and nothing else.
 
     `descriptors=False` takes the second way even where the first would do.
     """
     if out.values.shape[1] == 0:  # a rank without columns
         return
-    way, launch = FOLD, functools.partial(_project, head, hidden, out, transform, known)
+    way, launch = FOLD, functools.partial(_project, head, hidden, out, transform, hard)
     facts = device_facts(hidden.device)
     # gradients stored through pointers would not keep to their registers
-    if descriptors and fits_blocks(head, hidden) and (known is None or facts.tma):
+    if descriptors and fits_blocks(head, hidden) and (hard is None or facts.tma):
         ways = ways_of(facts)
         shape = (*map(next_power_of_2, hidden.shape), next_power_of_2(out.values.shape[1]), hidden.dtype)
         way = fastest("logits", shape, ways, launch, hidden.device)
@@ -227,17 +227,17 @@ def project(
 
 
 def _project(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None, way: ProductTile
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardRows | None, way: ProductTile
 ) -> None:
     if way == FOLD:
-        _project_by_tiles(head, hidden, out, transform, known)
+        _project_by_tiles(head, hidden, out, transform, hard)
     else:
-        _project_fused(head, hidden, out, transform, known, way)
+        _project_fused(head, hidden, out, transform, hard, way)
 
 
-def _given(known: KnownRows | None) -> tuple[tuple[object, ...] | None, torch.Tensor | None]:
+def _hard_arguments(hard: HardRows | None) -> tuple[tuple[object, ...] | None, torch.Tensor | None]:
     """As kernels take it: Triton 3.6 cannot hand a tuple with None in it from function to function."""
-    return (None, None) if known is None else ((*known[:2], *known[3:]), known.rows)
+    return (None, None) if hard is None else ((*hard[:2], *hard[3:]), hard.rows)
 
 
 def _flags(head: Head, transform: Transform) -> dict[str, object]:
@@ -274,16 +274,16 @@ def ways_of(facts: DeviceFacts) -> tuple[ProductTile, ...]:
 
 
 def _project_fused(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None, way: ProductTile
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardRows | None, way: ProductTile
 ) -> None:
     (n, depth), vocab = hidden.shape, out.values.shape[1]
     tiles = cdiv(vocab, TILE)
     facts = device_facts(hidden.device)
     programs = min(facts.multiprocessors, cdiv(n, way.rows) * tiles)
-    width = TILE if known is None else TILE // 2
+    width = TILE if hard is None else TILE // 2
     _project_kernel[(programs,)](
         blocks_of(hidden, way.rows, way.steps, facts.tma), blocks_of(head.weight, TILE, way.steps, facts.tma),
-        blocks_of(out.values, way.rows, width, facts.tma), head.bias, tuple(out[1:]), *_given(known),
+        blocks_of(out.values, way.rows, width, facts.tma), head.bias, tuple(out[1:]), *_hard_arguments(hard),
         n, vocab, depth, tiles, transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
         **_flags(head, transform), MASKED=vocab % TILE != 0, BLOCK_N=way.rows, BLOCK_H=way.steps, TMA=facts.tma,
         num_warps=way.warps, num_stages=way.stages,
@@ -291,7 +291,7 @@ def _project_fused(
 
 
 def _project_by_tiles(
-    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, known: KnownRows | None
+    head: Head, hidden: torch.Tensor, out: Logits, transform: Transform, hard: HardRows | None
 ) -> None:
     n, vocab = out.values.shape
     tiles = cdiv(vocab, TILE)
@@ -304,7 +304,7 @@ def _project_by_tiles(
         if low is not None and head.lora_b is not None:
             raw.add_(product_fp32(low, head.lora_b[start:stop].t(), torch.empty_like(raw)), alpha=head.lora_scale)
         _fold_kernel[(cdiv(n, FOLD_ROWS), cdiv(stop - start, TILE))](
-            raw, blocks_of(out.values, FOLD_ROWS, TILE, False), head.bias, tuple(out[1:]), *_given(known),
+            raw, blocks_of(out.values, FOLD_ROWS, TILE, False), head.bias, tuple(out[1:]), *_hard_arguments(hard),
             n, vocab, raw.stride(0), tiles, start // TILE,
             transform.scale, transform.softcap or 1.0, LOG2_E / transform.temperature,
             **_flags(head, transform), BLOCK_N=FOLD_ROWS, num_warps=8,
