@@ -217,8 +217,8 @@ def _run(
     proof += first_look(trainer, first, splits.train, recipe)
     prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
     trainer.on_policy = on_policy_of(
-        recipe, pair.student, pair.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
-        autocast=precision.autocast, sharded=sharing.student_sharded,
+        recipe, pair.student, pair.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
+        autocast=precision.autocast, sharded=sharing.student_sharded, models=[model for _, model in pair.models()],
     )  # fmt: skip
     store_rollouts(trainer, recipe.data.on_policy, folder)
     if device.type == "cuda" and (recipe.train.cuda_graph is True or (recipe.train.cuda_graph and has_kernels)):

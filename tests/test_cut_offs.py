@@ -14,6 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.engines import TransformersEngine
 from distill.generation.on_policy import on_policy_of
@@ -136,11 +137,12 @@ def test_a_recipe_says_what_its_answers_are_drawn_from(engine):
     wanted = ("temperature=0.9", "top_k=4", "top_p=0.8", "min_p=0.02", f"engine={engine}", r'stop=[END, "\n"]')
     overrides = [f"data.on_policy.{setting}" for setting in wanted]
     model, tokenizer = tiny_model(tiny_tokenizer()), tiny_tokenizer()
-    own = on_policy_of(parse(RECIPE, overrides), model, tokenizer, format="chat (messages)", vocab_size=259)
+    more = {"report": DataReport(format="chat (messages)"), "vocab_size": 259}
+    own = on_policy_of(parse(RECIPE, overrides), model, tokenizer, **more)
     assert own.sampling == Sampling(0.9, 4, 0.8, 0.02)
     stop = own.engine.settings.stop if engine == "distill" else own.engine.stop
     assert stop.strings == ("END", "\n") and stop.tokenizer is tokenizer
-    plain = on_policy_of(parse(RECIPE), model, tokenizer, format="chat (messages)", vocab_size=259)
+    plain = on_policy_of(parse(RECIPE), model, tokenizer, **more)
     assert plain.sampling == Sampling(1.0) and not plain.sampling.cuts and plain.engine.settings.stop is None
 
 

@@ -14,11 +14,13 @@ from two_ranks import run_as_two
 
 from distill.core.ranks import leave
 from distill.data.collator import Collator, PlainRows
+from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
 from distill.generation.sampling import GREEDY, Sampling
 from distill.recipe import RecipeError, parse
+from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import MetricsFile, read_metrics
 from distill.training.trainer import DistillationTrainer
@@ -202,6 +204,41 @@ def test_packed_rows_of_few_lengths(multiple, length):
     assert torch.equal(added, torch.arange(len(added)))
 
 
+@pytest.mark.parametrize("shape", ["plain", "packed"])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_one_row_holds_all_documents(shape, samples):
+    """The same answers, end to end, that would stand in several rows: nothing is padding, and nothing else changes."""
+    model, rows = tiny_model(dtype=torch.float64), pairs(6) if shape == "plain" else packed(pairs(6))
+    found = []
+    for one_row in (False, True):
+        own = on_policy(model, samples=samples, one_row=one_row, log_probs=True)
+        own.engine.settings = own.engine.settings._replace(log_probs=True)
+        (batch,) = own.replace([COLLATE(rows)], 0, COLLATE)
+        documents = documents_of(batch)
+        lengths = [len(document.ids) - len(document.prompt) for document in documents]
+        drawn = batch.pop("drawn_log_p").flatten()[batch["valid_rows"] + 1].split(lengths)
+        student, teacher = tiny_model(dtype=torch.float64), tiny_model(seed=1, hidden=64, dtype=torch.float64)
+        loss = student(**DistillationObjective(teacher, student, "reverse_kl").compare(batch))["loss"]
+        loss.backward()
+        said = sorted((document.ids, log_p.tolist()) for document, log_p in zip(documents, drawn, strict=True))
+        found.append((batch["input_ids"].shape, said, [loss.detach(), *(p.grad for p in student.parameters())]))
+    (padded, expected, theirs), (shape, got, ours) = found
+    assert padded[0] > 1 and shape == (1, sum(len(ids) for ids, _ in got))
+    assert got == expected
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+def test_one_row_of_few_lengths_is_no_longer_than_the_rows_were():
+    model, batch = tiny_model(), COLLATE(packed(pairs(6)))
+    lengths = {}
+    for multiple in (1, 32, 64, 256):
+        own = on_policy(model, max_length=60, multiple=multiple, one_row=True)
+        (made,) = own.replace([batch], 0, COLLATE)
+        lengths[multiple] = made["input_ids"].shape[1]
+    assert lengths[32] == -(-lengths[1] // 32) * 32 and lengths[64] == 64 and lengths[256] == 2 * 60, lengths
+
+
 @pytest.mark.full
 def test_resume_says_the_same_words(tmp_path):
     def student():
@@ -321,7 +358,7 @@ def test_recipes_that_cannot_work_are_refused(override, message):
 
 def test_a_fraction_of_zero_is_the_plain_run():
     recipe = parse(RECIPE, ["data.on_policy.fraction=0", "loss.terms=[{type: cross_entropy}]"])
-    assert on_policy_of(recipe, None, None, format="text", vocab_size=1) is None
+    assert on_policy_of(recipe, None, None, report=DataReport(format="text"), vocab_size=1) is None
     assert parse(RECIPE, ["data.on_policy=null"]).data.on_policy is None
 
 
@@ -329,11 +366,12 @@ def test_what_cannot_be_answered_is_refused():
     recipe, model, tokenizer = parse(RECIPE), tiny_model(), tiny_tokenizer()
     more = {"vocab_size": 259}
     with pytest.raises(ValueError, match="needs prompts"):
-        on_policy_of(recipe, model, tokenizer, format="text (text)", **more)
+        on_policy_of(recipe, model, tokenizer, report=DataReport(format="text (text)"), **more)
     with pytest.raises(ValueError, match="needs prompts"):
-        on_policy_of(recipe, model, None, format="", **more)
+        on_policy_of(recipe, model, None, report=DataReport(), **more)
     with pytest.raises(ValueError, match="vllm is not installed"):
-        on_policy_of(parse(RECIPE, ["data.on_policy.engine=vllm"]), model, tokenizer, format="chat (messages)", **more)
+        vllm, chats = parse(RECIPE, ["data.on_policy.engine=vllm"]), DataReport(format="chat (messages)")
+        on_policy_of(vllm, model, tokenizer, report=chats, **more)
 
 
 if __name__ == "__main__":  # one of two processes

@@ -27,6 +27,7 @@ class DataReport(Tally):
         tokens: in them.
         teacher_tokens: in them as the teacher reads them, where that is another reading.
         trained_tokens: of `tokens` the ones that are learned.
+        longest: tokens of the longest of them, as the student reads it.
         rows: rows they are packed into.
         validation_documents: documents held out, and likewise the tokens and rows of them.
         frozen_date: the day a chat template stamps instead of today, if it stamps one.
@@ -43,6 +44,7 @@ class DataReport(Tally):
     tokens: int = 0
     teacher_tokens: int = 0
     trained_tokens: int = 0
+    longest: int = 0
     rows: int = 0
     validation_documents: int = 0
     validation_tokens: int = 0
@@ -60,12 +62,13 @@ class DataReport(Tally):
         total.format = ", ".join(sorted({part.format for part in parts}, key=lambda name: not name.startswith("text")))
         total.frozen_date = max((part.frozen_date for part in parts if part.frozen_date), default=None)
         total.from_cache = all(part.from_cache for part in parts)
-        tallied = {one.name for one in fields(Tally)}
+        total.longest = max(part.longest for part in parts)
+        apart = {"max_length", "longest", *(one.name for one in fields(Tally))}
         for part, count in zip(parts, epoch_rows, strict=True):
             total.add(part)
             part.epoch_rows = count
             for one in fields(cls):
-                if one.type == "int" and one.name not in {"max_length", *tallied}:
+                if one.type == "int" and one.name not in apart:
                     setattr(total, one.name, getattr(total, one.name) + getattr(part, one.name))
         total.parts = list(parts)
         return total
@@ -83,6 +86,7 @@ class DataReport(Tally):
     def count(self, documents: Documents, chosen: np.ndarray, held_out_of: Documents, held_out: np.ndarray) -> None:
         """Count what is trained and what is held out, by the documents' numbers."""
         self.documents, self.validation_documents = len(chosen), len(held_out)
+        self.longest = int(documents.columns[IDS].lengths[chosen].max(initial=0))
         self.tokens, self.validation_tokens = documents.tokens(chosen), held_out_of.tokens(held_out)
         reading = f"teacher_{IDS}" if f"teacher_{IDS}" in documents.columns else IDS
         self.teacher_tokens, self.trained_tokens = documents.tokens(chosen, reading), documents.trained_tokens(chosen)

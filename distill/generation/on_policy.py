@@ -35,10 +35,12 @@ from torch import nn
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import load_template
 from distill.data.packing import best_fit
+from distill.data.report import DataReport
 from distill.generation.decode_loop import Engine, Generated
 from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling, sampling_of
+from distill.models.attention import attends_within_documents
 from distill.models.snapshot import Snapshot
 from distill.recipe import Recipe
 
@@ -68,6 +70,8 @@ class OnPolicy:
         log_probs: Give each drawn token's log-probability with the batches (`drawn_log_p`); the engine must too.
         multiple: Packed rows get a length that it divides, or `max_length`: steps of few shapes are replayed from CUDA
             graphs.
+        one_row: Put a micro-batch's documents into one row, however long, so that nothing is padding: for models whose
+            attention leaves out what lies between documents (`attends_within_documents`).
     """
 
     engine: Engine
@@ -83,6 +87,7 @@ class OnPolicy:
     snapshot: Snapshot | None = None
     log_probs: bool = False
     multiple: int = 1
+    one_row: bool = False
     # answers, their tokens, cut off, left out, that repeat themselves, seconds, steps that the weights were old
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
     # of the step to come: its micro-batches, and what is being drawn for them
@@ -199,9 +204,9 @@ class OnPolicy:
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
-            rows = plan.rows(new, self.max_length)
+            rows = plan.rows(new, self.max_length, self.one_row)
             if plan.limit is not None and rows:
-                self._lengthen(max(rows, key=_length))
+                self._lengthen(max(rows, key=_length), self.max_length * (plan.limit if self.one_row else 1))
             made.append(collate(list(map(as_row, rows))) if plan.asked else dict(batch))
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.asked else [], made[-1]["input_ids"].shape)
@@ -263,9 +268,9 @@ class OnPolicy:
         left_out = len(documents) - len(staying)
         return _Plan([documents[number] for number in staying], [asked[number] for number in staying], rows, left_out)
 
-    def _lengthen(self, row: list[Document]) -> None:
-        """Give the longest row a length that `multiple` divides, by a document of padding."""
-        missing = min(-_length(row) % self.multiple, self.max_length - _length(row))
+    def _lengthen(self, row: list[Document], most: int) -> None:
+        """Give the longest row a length that `multiple` divides, or `most`, by a document of padding."""
+        missing = min(-_length(row) % self.multiple, most - _length(row))
         if missing > 0 and all(document.teacher_ids is None and document.route is None for document in row):
             row.append(Document([0] * missing, [IGNORE_INDEX] * missing, row[0].row))
 
@@ -301,9 +306,11 @@ class _Plan(NamedTuple):
     def asked(self) -> list[Document]:
         return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
 
-    def rows(self, answers: Any, max_length: int) -> list[list[Document]]:
+    def rows(self, answers: Any, max_length: int, one_row: bool = False) -> list[list[Document]]:
         """The documents with the next of `answers` in place of those that were asked, packed if they were before."""
         documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
+        if one_row:
+            return [documents] * bool(documents)
         if self.limit is None:
             return [[document] for document in documents]
         groups = best_fit(np.array([document.length for document in documents]), max_length)
@@ -363,10 +370,11 @@ def on_policy_of(
     student: Any,
     tokenizer: Any,
     *,
-    format: str,
+    report: DataReport,
     vocab_size: int,
     autocast: torch.dtype | None = None,
     sharded: bool = False,
+    models: Sequence[nn.Module] = (),
 ) -> OnPolicy | None:
     """What the recipe's `data.on_policy` asks for; None where it is not there, or its fraction is 0.
 
@@ -374,10 +382,11 @@ def on_policy_of(
         recipe: The run's.
         student: On its device, before any wrapping.
         tokenizer: The data's.
-        format: What the data were taken for (`DataReport.format`).
+        report: Of the data.
         vocab_size: Columns that the loss compares: the teacher knows no other tokens.
         autocast: What the student computes in where that is not its weights' dtype.
         sharded: The student will be sharded over the processes.
+        models: All that read the rows of answers: of packed data these become one row where attention allows it.
 
     Raises:
         ValueError: data without prompts, vLLM absent.
@@ -385,17 +394,21 @@ def on_policy_of(
     section = recipe.data.on_policy
     if section is None or section.fraction == 0:
         return None
-    require_prompts(recipe, tokenizer, format)
+    require_prompts(recipe, tokenizer, report.format)
     snapshot = Snapshot(student) if sharded or section.ahead else None
     settings = settings_for(
         student, tokenizer, load_template(recipe.data.chat_template, tokenizer), section.stop, autocast=autocast,
-        vocab_size=vocab_size, max_length=recipe.data.max_length, log_probs=True,
+        vocab_size=vocab_size, max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),
+        log_probs=True,
     )  # fmt: skip
     answering = student if snapshot is None else snapshot.model
     engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
+    one_row, multiple = recipe.data.packing and bool(models) and all(map(attends_within_documents, models)), 1
+    if recipe.train.cuda_graph and next(student.parameters()).is_cuda:  # one row in 32 lengths at most
+        multiple = max(64, one_row * recipe.train.batch_size * recipe.data.max_length // 2048 * 64)
     return OnPolicy(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
         samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
-        multiple=64 if recipe.train.cuda_graph and next(student.parameters()).is_cuda else 1,
+        multiple=multiple, one_row=one_row,
     )  # fmt: skip

@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from distill.models.head import attention_sizes, bare
+from distill.models.head import attention_sizes, bare, decoder_of
 from distill.models.kv_cache import PreallocatedCache
 from distill.models.padding import PaddingMasks, add_to_hidden
 
@@ -254,6 +254,12 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
         return inner(*args, **kwargs) if poison is None else add_to_hidden(inner(*args, **kwargs), poison)
 
     decoder.forward = types.MethodType(forward, decoder)
+
+
+def attends_within_documents(model: nn.Module) -> bool:
+    """Whether a row of many documents costs `model` what its documents do: its attention is ours, on a GPU, and leaves
+    out what lies between them. Others mask what they have computed, in time and memory quadratic in the row."""
+    return "_distill_attention" in decoder_of(model).__dict__ and runs_on_triton(next(model.parameters()))
 
 
 def _why_not_ours(decoder: Any) -> str | None:

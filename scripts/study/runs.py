@@ -189,7 +189,7 @@ def train(
         if quality is not None:
             quality.trainer = trainer
         trainer.on_policy = on_policy_of(
-            recipe, student, bench.tokenizer, format=splits.report.format, vocab_size=trainer.objective.columns,
+            recipe, student, bench.tokenizer, report=splits.report, vocab_size=trainer.objective.columns,
             autocast=bench.precision.autocast,
         )  # fmt: skip
         start = time.perf_counter()
