@@ -8,7 +8,7 @@ import torch
 from distill_kernels.decoding import attention, product, tokens
 from distill_kernels.decoding import plan as plan_module
 from distill_kernels.decoding.plan import FASTER_ON, choose_plan, that_fits
-from distill_kernels.decoding.rows import Scratch
+from distill_kernels.decoding.rows import Scratch, Stream
 from distill_kernels.launch import FAMILIES, INTERPRETER, DeviceFacts
 from helpers import assert_as_good_as_torch, relative_error
 from peft import LoraConfig, get_peft_model
@@ -63,10 +63,12 @@ def test_products(kernel_device, rows, kind, tile, dtype):
     weights = tuple(drawn(kernel_device, dtype, size, inputs) / inputs**0.5 for size in sizes)
     made = product.Product(
         weights, tuple(drawn(kernel_device, dtype, size) if biased else None for size in sizes),
-        None if adds else 1 + 0.1 * drawn(kernel_device, dtype, inputs), 1e-5,
+        1 + 0.1 * drawn(kernel_device, dtype, 40 if adds else inputs), 1e-5,
         drawn(kernel_device, dtype, 40, inputs) / inputs**0.5 if kind == "gate_up" else None, adds=adds,
     )  # fmt: skip
     x, before = drawn(kernel_device, dtype, rows, inputs), drawn(kernel_device, dtype, rows, sum(sizes))
+    if not adds:  # near the end of float16's range, which x times the norm's weight would leave
+        x, made.norm[:] = x * 1e4, made.norm * 8
 
     def reference(to):
         out = before.to(to, copy=True)
@@ -75,20 +77,30 @@ def test_products(kernel_device, rows, kind, tile, dtype):
         product.reference_product(x.to(to), made._replace(weights=cast[0], biases=cast[1], norm=norm, up=up), out)
         return out
 
-    squares = x.float().pow(2)
-    squares = torch.stack([squares[:, part::3].sum(1) for part in range(3)])
-    sums = torch.full((product.tiles_of(made, tile), rows), torch.nan, device=kernel_device)
     scratch = Scratch.of(*product.scratch_of(rows, made, tile), kernel_device)
     scratch.parts.fill_(torch.nan)
     results = []
     for _ in range(2):
-        out = before.clone() if adds else torch.full_like(before, torch.nan)
-        product.multiply_rows(x, squares, made, out, sums, scratch, tile)
-        results.append(out)
-    assert torch.equal(*results) and not scratch.counters.any()
-    assert_as_good_as_torch(results[0], reference(dtype), reference(wide), dtype)
+        if adds:
+            squares = torch.full((product.tiles_of(made, tile), rows), torch.nan, device=kernel_device)
+            stream, given = Stream(before.clone(), torch.full_like(before, torch.nan), squares), x
+        else:
+            stream, given = stream_of(x, made.norm, dtype), torch.full_like(before, torch.nan)
+        product.multiply_rows(given, stream, made, scratch, tile)
+        results.append(stream if adds else Stream(given, given, given))
+    assert all(map(torch.equal, *results)) and not scratch.counters.any()
+    got = results[0]
+    assert_as_good_as_torch(got.x, reference(dtype), reference(wide), dtype)
     if adds:
-        assert relative_error(sums.sum(0), results[0].double().pow(2).sum(1)) < 1e-5
+        assert relative_error(got.squares.sum(0), got.x.double().pow(2).sum(1)) < 1e-5
+        assert torch.equal(got.scaled, stream_of(got.x, made.norm, dtype).scaled)
+
+
+def stream_of(x, norm, dtype, parts=3):
+    """What a writer of `x` leaves for a norm of weight `norm`."""
+    squares = x.float().pow(2)
+    squares = torch.stack([squares[:, part::parts].sum(1) for part in range(parts)])
+    return Stream(x, (x.float() * norm.float() / 16).to(dtype), squares)
 
 
 @pytest.mark.few(6)
@@ -140,7 +152,7 @@ def test_tokens_and_books(kernel_device, temperature, columns, dtype):
     weight[100:103] = weight[7:10]
     norm = 1 + 0.1 * drawn(kernel_device, dtype, inputs)
     logits = torch.empty(batch, 203, dtype=dtype, device=kernel_device)
-    product.reference_product(x, product.Product((weight,), norm=norm, eps=1e-5), logits)
+    product.reference_product(x, product.Product((weight,), (None,), norm, 1e-5), logits)
     number = torch.arange(batch, device=kernel_device)
 
     def books():
@@ -154,13 +166,13 @@ def test_tokens_and_books(kernel_device, temperature, columns, dtype):
     draw = tokens.Draw(number * 2**61 - 5, number * 1000, temperature, columns)
     expected, ours = books(), books()
     tokens.reference_finish(logits[:, :columns], draw, expected)
-    stream, sums = torch.empty_like(x), torch.empty(1, batch, device=kernel_device)
-    tokens.embed_tokens(weight, stream, sums, ours)
-    assert torch.equal(stream, weight[ours.token])
-    assert relative_error(sums[0], stream.double().pow(2).sum(1)) < 1e-5
+    stream = Stream(torch.empty_like(x), torch.empty_like(x), torch.empty(1, batch, device=kernel_device))
+    tokens.embed_tokens(weight, norm, stream, ours)
+    assert torch.equal(stream.x, weight[ours.token])
+    assert relative_error(stream.squares[0], stream.x.double().pow(2).sum(1)) < 1e-5
+    assert torch.equal(stream.scaled, stream_of(stream.x, norm, dtype).scaled)
     found = tokens.TileScores.of(batch, columns, tile, kernel_device)
-    squares = x.float().pow(2).sum(1)[None]
-    tokens.score_tokens(x, (squares, norm, 1e-5), weight, draw, found, tile, dtype)
+    tokens.score_tokens(stream_of(x, norm, dtype), 1e-5, weight, draw, found, tile)
     tokens.finish_tokens(found, ours)
     assert torch.equal(ours.log_probs != 0, expected.log_probs != 0)
     assert relative_error(ours.log_probs, expected.log_probs) < (1e-5 if dtype == torch.float32 else 3e-3)
@@ -176,12 +188,13 @@ def test_plans_fit_every_family(family, monkeypatch):
     for rows, dtype, (hidden, middle, heads, kv_heads) in shapes:
 
         def of(outputs, inputs, dtype=dtype, **more):
-            return product.Product((torch.empty(outputs, inputs, dtype=dtype, device="meta"),), **more)
+            weight = torch.empty(outputs, inputs, dtype=dtype, device="meta")
+            return product.Product((weight,), (None,), weight[0], **more)
 
         up = of(middle, hidden).weights[0]
         products = (
-            of((heads + 2 * kv_heads) * 64, hidden), of(hidden, heads * 64), of(middle, hidden, up=up),
-            of(hidden, middle),
+            of((heads + 2 * kv_heads) * 64, hidden), of(hidden, heads * 64, adds=True),
+            of(middle, hidden, up=up), of(hidden, middle, adds=True),
         )  # fmt: skip
         plan = choose_plan(rows, products, attention.Heads(heads, kv_heads, 64, 0.1), 4096, up.device)
         for tile, gated in zip((*plan[:4], plan.head), (False, False, True, False, False), strict=True):

@@ -88,11 +88,10 @@ class FusedStep:
         decoder.layers()
         weight = self.head.get_parameter("weight")
         if sampling.cuts:  # which need all of a row's logits
-            logits = F.linear(norm(decoder.x).to(self.dtype), weight[: self.columns].to(self.dtype))
+            logits = F.linear(norm(decoder.stream.x).to(self.dtype), weight[: self.columns].to(self.dtype))
             self.seats.column -= 1  # counted up by the first kernel
             self.seats.draw(logits, sampling, self.books.ends, self.books.pad, log_probs=True)
             return
         draw = Draw(self.seeds, self.made, sampling.temperature, self.columns)
-        last = (decoder.sums, norm.get_parameter("weight"), epsilon(norm))
-        score_tokens(decoder.x, last, weight, draw, self.scores, decoder.plan.head, self.dtype)
+        score_tokens(decoder.stream, epsilon(norm), weight, draw, self.scores, decoder.plan.head)
         finish_tokens(self.scores, self.books)

@@ -2,7 +2,7 @@
 
     reason = why_not_fused(model, None)                       # None where it is of that form
     fused = FusedDecoder(model, cache, torch.bfloat16)
-    fused.embed(books), fused.layers()                        # fused.x is what the last norm takes
+    fused.embed(books), fused.layers()                        # fused.stream.x is what the last norm takes
 
 The form: RMSNorm, projections to q, k and v (with biases: Qwen 2; with a norm of each head: Qwen 3), rotary embedding,
 attention, output projection, residual, RMSNorm, gated MLP, residual: Llama, Mistral, Qwen 2 and 3, SmolLM. Structure is
@@ -22,7 +22,7 @@ from distill_kernels.decoding.attention import scratch_of as attention_scratch
 from distill_kernels.decoding.plan import FASTER_ON, Plan, choose_plan
 from distill_kernels.decoding.product import MAX_ROWS, Product, multiply_rows, tiles_of
 from distill_kernels.decoding.product import scratch_of as product_scratch
-from distill_kernels.decoding.rows import Scratch
+from distill_kernels.decoding.rows import Scratch, Stream
 from distill_kernels.decoding.tokens import Books, embed_tokens
 from distill_kernels.launch import device_facts, runs_on_triton
 from torch import nn
@@ -74,9 +74,15 @@ def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool =
     halves = (torch.float16, torch.bfloat16)
     if (autocast or weight.dtype) not in halves and (weight.is_cuda or weight.dtype != torch.float32):
         return f"it computes in {autocast or weight.dtype}"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in (*decoder.modules(), head.linear)):
+    if any(map(_has_hooks, (*decoder.modules(), head.linear))):
         return "its modules have hooks"
     return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Hooks that change what a forward computes: not those by which checkpointing has embeddings ask for gradients."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not getattr(hook, "__name__", "").startswith("make_inputs_require_grad") for hook in hooks)
 
 
 def _why_not_linear(layer: nn.Module) -> str | None:
@@ -115,8 +121,8 @@ class _Products(NamedTuple):
     down: Product
 
 
-def _products(layer: nn.Module) -> _Products:
-    """Of a layer, with its parameters as they are now."""
+def _products(layer: nn.Module, following: torch.Tensor) -> _Products:
+    """Of a layer, with its parameters as they are now; `following` is the weight of the norm after it."""
     own = dict(layer.named_parameters())
     (first, of_first), (second, of_second) = (
         (own[f"{name}.weight"], epsilon(layer.get_submodule(name))) for name in NORMS
@@ -125,9 +131,9 @@ def _products(layer: nn.Module) -> _Products:
     weights = tuple(own[f"{each}.weight"] for each in siblings)
     return _Products(
         Product(weights, tuple(own.get(f"{each}.bias") for each in siblings), first, of_first),
-        Product((own["self_attn.o_proj.weight"],), (own.get("self_attn.o_proj.bias"),), adds=True),
-        Product((own["mlp.gate_proj.weight"],), norm=second, eps=of_second, up=own["mlp.up_proj.weight"]),
-        Product((own["mlp.down_proj.weight"],), adds=True),
+        Product((own["self_attn.o_proj.weight"],), (own.get("self_attn.o_proj.bias"),), second, adds=True),
+        Product((own["mlp.gate_proj.weight"],), (None,), second, of_second, own["mlp.up_proj.weight"]),
+        Product((own["mlp.down_proj.weight"],), (None,), following, adds=True),
     )
 
 
@@ -143,8 +149,7 @@ class FusedDecoder:
         plan: For measurements.
 
     Attributes:
-        x: [B, H] the residual stream, after `layers` that of the last.
-        sums: fp32 [parts, B], its sums of squares.
+        stream: The residual stream [B, H] after `layers`, for the norm that is the decoder's last.
     """
 
     def __init__(
@@ -153,6 +158,7 @@ class FusedDecoder:
     ) -> None:  # fmt: skip
         decoder = decoder_of(model)
         self.own = list(decoder.get_submodule("layers").children())
+        self.norms = [*(layer.get_submodule(NORMS[0]) for layer in self.own), decoder.get_submodule("norm")]
         self.embedding = decoder.get_submodule("embed_tokens")
         self.cache, self.calls, self.dtype = cache, calls, dtype
         weight, rows = self.embedding.get_parameter("weight"), cache.batch
@@ -161,10 +167,10 @@ class FusedDecoder:
         def buffer(columns: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return torch.empty(rows, columns, dtype=dtype, device=weight.device)
 
-        self.x = buffer(weight.shape[1], weight.dtype)
+        x, scaled = buffer(weight.shape[1], weight.dtype), buffer(weight.shape[1])
         positions = torch.arange(cache.slots, device=weight.device)[None]
-        self.cos, self.sin = (table[0].contiguous() for table in decoder.get_submodule("rotary_emb")(self.x, positions))
-        products, heads = _products(self.own[0]), self._heads(self.own[0])
+        self.cos, self.sin = (table[0].contiguous() for table in decoder.get_submodule("rotary_emb")(x, positions))
+        products, heads = _products(self.own[0], self._norm(1)), self._heads(self.own[0])
         cache.allocate(buffer(0).view(rows, heads.kv_heads, 0, heads.size))
         self.plan = plan or choose_plan(rows, products, heads, cache.slots, weight.device)
         needs = [product_scratch(rows, *each) for each in zip(products, self.plan[:4], strict=True)]
@@ -173,11 +179,15 @@ class FusedDecoder:
         self.qkv, self.middle = buffer(products.qkv.outputs), buffer(products.gate_up.outputs)
         self.attended = buffer(heads.heads * heads.size)
 
-        def sums(parts: int) -> torch.Tensor:
-            return torch.empty(parts, rows, dtype=torch.float32, device=weight.device)
+        def stream(parts: int) -> Stream:
+            return Stream(x, scaled, torch.empty(parts, rows, dtype=torch.float32, device=weight.device))
 
-        self.first_sums, self.middle_sums = sums(1), sums(tiles_of(products.out, self.plan.out))
-        self.sums = sums(tiles_of(products.down, self.plan.down))
+        self.first, self.middle_stream = stream(1), stream(tiles_of(products.out, self.plan.out))
+        self.stream = stream(tiles_of(products.down, self.plan.down))
+
+    def _norm(self, number: int) -> torch.Tensor:
+        """The weight of the norm before layer `number`, or after the last."""
+        return self.norms[number].get_parameter("weight")
 
     def _heads(self, layer: nn.Module) -> Heads:
         attention, own = layer.get_submodule("self_attn"), dict(layer.get_submodule("self_attn").named_parameters())
@@ -189,21 +199,21 @@ class FusedDecoder:
         return Heads(heads, kv_heads, size, call.scaling, call.window, norms[0], norms[1], eps)
 
     def embed(self, books: Books) -> None:
-        """Fill `x` with the embeddings of `books.token`; see `embed_tokens`."""
-        embed_tokens(self.embedding.get_parameter("weight"), self.x, self.first_sums, books)
+        """Fill the stream with the embeddings of `books.token`; see `embed_tokens`."""
+        embed_tokens(self.embedding.get_parameter("weight"), self._norm(0), self.first, books)
 
     def layers(self) -> None:
         """All layers, whose newest tokens have the positions `cache.lengths` - 1."""
-        sums, (qkv, out, gate_up, down, pace, _) = self.first_sums, self.plan
-        for layer, kept in zip(self.own, self.cache.kept(), strict=True):
-            products, heads = _products(layer), self._heads(layer)
+        stream, (qkv, out, gate_up, down, pace, _) = self.first, self.plan
+        for number, (layer, kept) in enumerate(zip(self.own, self.cache.kept(), strict=True), 1):
+            products, heads = _products(layer, self._norm(number)), self._heads(layer)
             cached = Cached(*kept, self.cache.lengths, self.cos, self.sin)
-            multiply_rows(self.x, sums, products.qkv, self.qkv, sums, self.scratch, qkv)
+            multiply_rows(self.qkv, stream, products.qkv, self.scratch, qkv)
             newest_attention(self.qkv, heads, cached, self.attended, self.scratch, pace)
-            multiply_rows(self.attended, sums, products.out, self.x, self.middle_sums, self.scratch, out)
-            multiply_rows(self.x, self.middle_sums, products.gate_up, self.middle, sums, self.scratch, gate_up)
-            multiply_rows(self.middle, sums, products.down, self.x, self.sums, self.scratch, down)
-            sums = self.sums
+            multiply_rows(self.attended, self.middle_stream, products.out, self.scratch, out)
+            multiply_rows(self.middle, self.middle_stream, products.gate_up, self.scratch, gate_up)
+            multiply_rows(self.middle, self.stream, products.down, self.scratch, down)
+            stream = self.stream
 
 
 @torch.no_grad()
@@ -241,12 +251,12 @@ def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Modul
         nobody = torch.zeros(rows, dtype=torch.bool, device=device)
         fused.embed(
             Books(
-                token[:, 0].contiguous(), lengths, lengths, nobody, nobody, lengths, ids, fused.sums, lengths[:1] * 0,
-                lengths[:0], 0,
+                token[:, 0].contiguous(), lengths, lengths, nobody, nobody, lengths, ids, fused.stream.squares,
+                lengths[:1] * 0, lengths[:0], 0,
             )
         )  # fmt: skip
         fused.layers()
-        given = head(decoder.get_submodule("norm")(fused.x)).float()
+        given = head(decoder.get_submodule("norm")(fused.stream.x)).float()
         error = (given - expected).norm() / expected.norm()
         if not error < (1e-4 if dtype == torch.float32 else 0.05):
             return f"its logits come out different by {error:.1e}"

@@ -21,7 +21,7 @@ import torch
 from distill_kernels.attention.decode import reference_decode_attention
 from distill_kernels.attention.operands import Masking
 from distill_kernels.attention.ranges import UNBOUNDED
-from distill_kernels.decoding.rows import Scratch, early_options, start
+from distill_kernels.decoding.rows import Scratch, early_options, prefetch, start
 from distill_kernels.launch import device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.rms_norm import reference_rms_norm
 from distill_kernels.layers.rope import reference_rope
@@ -60,12 +60,13 @@ class Cached(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Keys at a time, chunks of a sequence's keys, warps, stages of loads."""
+    """Keys at a time, chunks of a sequence's keys, warps, stages of loads, keys that are asked for ahead."""
 
     keys: int
     chunks: int
     warps: int = 4
     stages: int = 3
+    ahead: int = 0
 
 
 def reference_newest_attention(rows: torch.Tensor, shape: Heads, cached: Cached, out: torch.Tensor) -> None:
@@ -96,7 +97,7 @@ def _attention_kernel(
     counters_ptr, stride_row, stride_out, slots, window, score_scale, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, CHUNKS: tl.constexpr,
     AT_ONCE: tl.constexpr, ROWS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """parts: fp32 [B Hkv, G, CHUNKS, 2 BLOCK_HALF], then lse [B Hkv, G, CHUNKS]; counters: int32 [B Hkv]."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -104,8 +105,18 @@ def _attention_kernel(
     COLUMNS: tl.constexpr = 2 * BLOCK_HALF
     chunk, pair = tl.program_id(0), tl.program_id(1)
     batch, kv_head = (pair // KV_HEADS).to(tl.int64), pair % KV_HEADS
+    newest = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), slots) - 1  # of the step before
+    low = tl.maximum(newest + 1 - window, 0)
+    first_tile = low // BLOCK_N
+    tiles = tl.cdiv(newest, BLOCK_N) - first_tile
+    begin = (first_tile + tiles * chunk // CHUNKS) * BLOCK_N
+    end = (first_tile + tiles * (chunk + 1) // CHUNKS) * BLOCK_N
+    base = (batch * slots * KV_HEADS + kv_head) * D
+    if EARLY and AHEAD > 0:  # what older steps have written
+        older = tl.minimum(begin + tl.arange(0, AHEAD), tl.maximum(end - 1, 0))
+        prefetch(keys_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
+        prefetch(values_ptr + base, older, 0, D, KV_HEADS * D, COLUMNS)
     start(EARLY)
-    newest = tl.minimum(tl.load(lengths_ptr + batch).to(tl.int32), slots) - 1
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_HALF)
     head = tl.where(row < GROUP, kv_head * GROUP + row, HEADS + kv_head)  # row GROUP is the new key
     held = (row <= GROUP)[:, None] & (d < HALF)[None, :]
@@ -133,7 +144,6 @@ def _attention_kernel(
     c = tl.arange(0, COLUMNS)
     column = c // BLOCK_HALF * HALF + c % BLOCK_HALF  # of a head
     in_column = c % BLOCK_HALF < HALF
-    base = (batch * slots * KV_HEADS + kv_head) * D
     m_i = tl.full((ROWS,), -1e30, tl.float32)
     l_i = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -148,11 +158,6 @@ def _attention_kernel(
         l_i += 1.0
         acc += value.to(tl.float32)[None, :]
 
-    low = tl.maximum(newest + 1 - window, 0)
-    first_tile = low // BLOCK_N
-    tiles = tl.cdiv(newest, BLOCK_N) - first_tile
-    begin = (first_tile + tiles * chunk // CHUNKS) * BLOCK_N
-    end = (first_tile + tiles * (chunk + 1) // CHUNKS) * BLOCK_N
     for n in tl.range(begin, end, BLOCK_N):
         slot = n + tl.arange(0, BLOCK_N)
         seen = (slot >= low) & (slot < newest)
@@ -222,6 +227,6 @@ def newest_attention(
         NORM=shape.q_norm is not None, CHUNKS=pace.chunks, AT_ONCE=next_power_of_2(pace.chunks),
         ROWS=max(16, next_power_of_2(shape.heads // shape.kv_heads + 1)),
         BLOCK_HALF=max(16, next_power_of_2(shape.size // 2)), BLOCK_N=pace.keys,
-        PRECISION="ieee" if rows.dtype == torch.float32 else "tf32", EARLY=facts.starts_early, num_warps=pace.warps,
-        num_stages=pace.stages, **early_options(facts),
+        AHEAD=pace.ahead, PRECISION="ieee" if rows.dtype == torch.float32 else "tf32", EARLY=facts.starts_early,
+        num_warps=pace.warps, num_stages=pace.stages, **early_options(facts),
     )  # fmt: skip

@@ -31,9 +31,9 @@ def that_fits(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: Devi
     """`tile` with fewer stages, or columns of x at a time, where shared memory holds no more."""
     columns, (outputs, inputs, splits, warps, stages) = max(16, next_power_of_2(rows)), tile
 
-    def needed(inputs: int, stages: int) -> int:  # rows that are normed, and weights that are cast, once more
-        loaded, made = columns + outputs * (1 + gated), columns + (outputs * (1 + gated) if weight_bytes == 4 else 0)
-        return inputs * (loaded * weight_bytes * stages + made * 2)
+    def needed(inputs: int, stages: int) -> int:  # weights that are cast stand there once more
+        weights = outputs * (1 + gated) * (weight_bytes * stages + (2 if weight_bytes == 4 else 0))
+        return inputs * (columns * 2 * stages + weights)
 
     while stages > 2 and needed(inputs, stages) > facts.shared_bytes:
         stages -= 1
@@ -46,17 +46,22 @@ def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
     """What `scripts.bench decode_step` found on an H200 for 1 to 64 rows of models of 0.1 to 1.2 B parameters.
 
     Narrow tiles with many loads on their way: what a step waits for is latency. Few programs that each go through a
-    long inner dimension are worse than parts of it, twice as many programs as multiprocessors worse than neither.
+    long inner dimension are worse than parts of it; a gated product of many rows is best in one program a
+    multiprocessor.
     """
     outputs, inputs, gated = product.outputs, product.weights[0].shape[1], product.up is not None
     wide, many, warps = outputs > 12 * facts.multiprocessors, rows > 32, 4 if rows <= 64 else 8
-    if gated:
-        tile = Tile(32, 128, 1, warps, 4) if wide and not many else Tile(32 if wide else 16, 64, 1, warps, 6)
+    if gated and many:
+        tile = Tile(64, 64, 1, warps, 6) if wide else Tile(32, 128, 1, warps, 4)
+    elif gated:
+        tile = Tile(32, 128, 1, warps, 4) if wide else Tile(32, 64, 1, warps, 6)
     elif inputs > outputs:
         splits = 4 if 4 * cdiv(outputs, 32) <= facts.multiprocessors * 3 // 4 else 2
         tile = Tile(32, 128, splits, warps, 4 if splits == 4 else 6)
-    elif many and inputs >= 768:
-        tile = Tile(32, 64, 2, warps, 8) if product.norm is not None else Tile(32, 128, 2, warps, 6)
+    elif inputs >= 1024 and product.adds:
+        tile = Tile(32, 128, 2, warps, 6)
+    elif inputs >= 768 and not product.adds and (many or wide):
+        tile = Tile(32, 128, 1, warps, 6)
     else:
         tile = Tile(32, 64, 1, warps, 8) if wide else Tile(16, 64, 1, warps, 6)
     return that_fits(tile, rows, product.weights[0].element_size(), gated, facts)
@@ -72,8 +77,11 @@ def choose_plan(
     pairs, small = rows * heads.kv_heads, heads.size <= 64
     chunks = max(1, min(3 * facts.multiprocessors // pairs, seen // 512, MOST_CHUNKS))
     crowded = small and pairs > 3 * facts.multiprocessors  # fewer threads each, more of them on a multiprocessor
-    pace = Pace(64 if small else 32, chunks, 2 if crowded else 4, 4 if crowded else 3)
+    ahead = 128 if chunks == 1 and not crowded else 0
+    pace = Pace(64 if small else 32, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
+    if chunks > 1 and out.splits > 1:  # beside many programs of attention, small ones start sooner
+        out = that_fits(Tile(32, 64, 1, out.warps, 8), rows, products[1].weights[0].element_size(), False, facts)
     head_warps = 8 if facts.warp_size == 32 or rows > 32 else 4  # eight wavefronts of CDNA 3 spill
-    head = Tile(128 if rows <= 64 else 64, 64, 1, head_warps, 4 if rows <= 32 else 5)
+    head = Tile(128 if rows <= 64 else 64, 64, 1, head_warps, 4)
     head = that_fits(head, rows, products[0].weights[0].element_size(), False, facts)
     return Plan(qkv, out, gate_up, down, pace, head)

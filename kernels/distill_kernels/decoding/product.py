@@ -1,13 +1,12 @@
 """A linear layer of a decoding step with what stands around it: one launch, a few rows, weights read once.
 
     q, k, v        y = n W^T + b                     n = RMSNorm(x), W three weights, one after the other
-    o, down        x <- x + y W^T (+ b)              and sums of squares of the new x, for the norm that follows
+    o, down        x <- x + y W^T (+ b)              and what the norm that follows takes of the new x: see `Stream`
     gate and up    y = silu(n W^T) * (n U^T)
 
-x [M, K] is the residual stream, M <= 128 rows. A norm costs no kernel: who writes x leaves, a tile of columns, the sums
-of its squares ([tiles, M], fp32), who reads it adds them up. Bytes: the weights, and for each of `outputs` columns'
-tile M K of x out of the L2 cache. Rounding is that of transformers' modules: the normed row and its product with the
-norm's weight, every product, and the sum with the residual are rounded to their dtype, sums are fp32.
+x [M, K] is the residual stream, M <= 128 rows. Bytes: the weights, and for each of `outputs` columns' tile M K of x out
+of the L2 cache. Rounding: as transformers' modules, every product and the sum with the residual are rounded to their
+dtype; of a norm x times its weight is, once, and 1 / rms multiplies fp32 sums, where modules round the normed row too.
 
 With `splits` > 1 the inner dimension is cut, and the last program of a tile adds the parts in their order, as in
 `matmul/split_k.py`: no atomics on results, the same bits every time.
@@ -20,7 +19,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from distill_kernels.decoding.rows import Scratch, early_options, multiply, prefetch, rms_factor, start, sum_block
+from distill_kernels.decoding.rows import (
+    Scratch,
+    Stream,
+    early_options,
+    multiply,
+    prefetch,
+    rms_factor,
+    scaled_row,
+    start,
+    sum_block,
+)
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.layers.activations import activate
 
@@ -44,15 +53,15 @@ class Product(NamedTuple):
     Attributes:
         weights: One to three, [N, K] each, contiguous; y holds their outputs one after the other.
         biases: One each, [N] or None; all or none.
-        norm: Weight [K] of an RMSNorm of x, or None.
-        eps: The norm's.
+        norm: Weight of an RMSNorm: of x [K] before the product, or [N] of the one after a product that `adds`.
+        eps: Its epsilon, of a norm before.
         up: [N, K], the second weight of a gated MLP, whose first is `weights[0]`.
-        adds: y is added to what `out` holds, and sums of squares are written.
+        adds: y is added to the stream; else the stream is what is multiplied.
     """
 
     weights: tuple[torch.Tensor, ...]
-    biases: tuple[torch.Tensor | None, ...] = (None,)
-    norm: torch.Tensor | None = None
+    biases: tuple[torch.Tensor | None, ...]
+    norm: torch.Tensor
     eps: float = 0.0
     up: torch.Tensor | None = None
     adds: bool = False
@@ -63,10 +72,10 @@ class Product(NamedTuple):
 
 
 def reference_product(x: torch.Tensor, product: Product, out: torch.Tensor) -> None:
-    """The definition: fill or add to `out`."""
+    """The definition: fill `out` from the stream x, or add to the stream `out`, rounded as transformers' modules do."""
     dtype = x.dtype if product.adds else out.dtype
     wide = torch.promote_types(dtype, torch.float32)
-    if product.norm is not None:
+    if not product.adds:
         factor = torch.rsqrt(x.to(wide).pow(2).mean(-1, keepdim=True) + product.eps)
         x = product.norm * (x.to(wide) * factor).to(x.dtype)
 
@@ -82,13 +91,16 @@ def reference_product(x: torch.Tensor, product: Product, out: torch.Tensor) -> N
 
 @triton.jit(do_not_specialize=["square_parts"])
 def _product_kernel(
-    x_ptr, squares_ptr, norm_ptr, weight_ptrs, up_ptr, bias_ptrs, out_ptr, sums_ptr, parts_ptr, counters_ptr, M, K,
+    x_ptr, weight_ptrs, up_ptr, bias_ptrs, out_ptr, norm_ptr, scaled_ptr, squares_ptr, parts_ptr, counters_ptr, M, K,
     sizes, stride_x, stride_out, square_parts, eps, part,
-    SEGMENTS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, BIAS: tl.constexpr,
+    SEGMENTS: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     SPLITS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """parts: fp32 [tiles, SPLITS, 1 or 2, BLOCK_M, BLOCK_N]; counters: int32 [tiles], zero before and after."""
+    """Of the stream's squares a part is written where ADDS, else all are read.
+
+    parts: fp32 [tiles, SPLITS, 1 or 2, BLOCK_M, BLOCK_N]; counters: int32 [tiles], zero before and after.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     own, base = tile, 0  # the tile within its weight, and that weight's first column of y
     weight_ptr, bias_ptr, N = weight_ptrs[0], bias_ptrs[0], sizes[0]
@@ -112,13 +124,10 @@ def _product_kernel(
             prefetch(up_ptr, rows, first, last, K, PREFETCH)
     start(EARLY)
     m = tl.arange(0, BLOCK_M)
-    factor = tl.zeros((BLOCK_M,), tl.float32)
-    if NORM:
-        factor = rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty if ADDS else out_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     total, total_up = multiply(
-        x_ptr, norm_ptr, weight_ptr, up_ptr, m, rows, factor, M, K, stride_x, first, part, DTYPE, NORM, GATED, BLOCK_M,
-        BLOCK_N, BLOCK_K, PRECISION,
+        x_ptr, weight_ptr, up_ptr, m, rows, M, K, stride_x, first, part, GATED, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        PRECISION,
     )  # fmt: skip
 
     done = True
@@ -142,6 +151,9 @@ def _product_kernel(
                 for other in tl.static_range(SPLITS):
                     total_up += tl.load(tile_ptr + other * WIDTH + PLANE + cells, cache_modifier=".cg")
     if done:
+        if not ADDS:
+            factor = rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)[:, None]
+            total, total_up = total * factor, total_up * factor
         inside = (m < M)[:, None] & (n < N)[None, :]
         at = out_ptr + m.to(tl.int64)[:, None] * stride_out + (base + n)[None, :]
         if BIAS:
@@ -153,7 +165,10 @@ def _product_kernel(
             before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             y = tl.where(inside, before + y.to(tl.float32), 0.0).to(out_ptr.dtype.element_ty)
             wide = y.to(tl.float32)
-            tl.store(sums_ptr + tile * M + m, tl.sum(wide * wide, 1), mask=m < M)
+            tl.store(squares_ptr + tile * M + m, tl.sum(wide * wide, 1), mask=m < M)
+            scale = tl.load(norm_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+            scaled_at = scaled_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+            tl.store(scaled_at, scaled_row(wide, scale[None, :]).to(DTYPE), mask=inside)
         tl.store(at, y, mask=inside)
 
 
@@ -170,19 +185,16 @@ def scratch_of(rows: int, product: Product, tile: Tile) -> tuple[int, int]:
     return tiles * tile.splits * block_m * tile.outputs * (1 if product.up is None else 2), tiles
 
 
-def multiply_rows(
-    x: torch.Tensor, squares: torch.Tensor, product: Product, out: torch.Tensor, sums: torch.Tensor, scratch: Scratch,
-    tile: Tile,
-) -> None:  # fmt: skip
+def multiply_rows(rows: torch.Tensor, stream: Stream, product: Product, scratch: Scratch, tile: Tile) -> None:
     """Launch a product; what the buffers hold is not checked, since a step's own code calls this.
 
     Args:
-        x: [M, K], rows contiguous: the residual stream where there is a norm, else what is multiplied.
-        squares: fp32 [parts, M], sums of squares of x's rows; read where there is a norm.
-        out: [M, N], rows contiguous; the residual stream where the product `adds`.
-        sums: fp32 [tiles, M] for the new stream's squares, written where the product `adds`.
+        rows: Rows contiguous: [M, K] that are multiplied where the product `adds`, else [M, N] that are filled.
+        stream: Is added to, [M, N], with a part of squares for each of `tiles_of`; else it is what is multiplied.
     """
-    (rows, inputs), weights = x.shape, product.weights
+    weights = product.weights
+    x, out = (rows, stream.x) if product.adds else (stream.scaled, rows)
+    count, inputs = x.shape
     facts = device_facts(x.device)
     steps = cdiv(cdiv(inputs, tile.splits), tile.inputs)
     part = steps * tile.inputs
@@ -192,13 +204,13 @@ def multiply_rows(
     last = len(weights) - 1
     three = range(3)
     _product_kernel[(tiles_of(product, tile), splits)](
-        x, squares, x if product.norm is None else product.norm, tuple(weights[min(i, last)] for i in three),
-        weights[0] if product.up is None else product.up, tuple(biases[min(i, last)] for i in three), out, sums,
-        scratch.parts, scratch.counters, rows, inputs, tuple(weights[min(i, last)].shape[0] for i in three),
-        x.stride(0), out.stride(0), squares.shape[0], product.eps, part, SEGMENTS=len(weights),
-        NORM=product.norm is not None, GATED=product.up is not None, ADDS=product.adds,
-        BIAS=product.biases[0] is not None, SPLITS=splits,
-        PARTS=sum_block(squares), BLOCK_M=max(16, next_power_of_2(rows)), BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
-        PREFETCH=min(most, next_power_of_2(part)), PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
-        EARLY=facts.starts_early, num_warps=tile.warps, num_stages=tile.stages, **early_options(facts),
+        x, tuple(weights[min(i, last)] for i in three), weights[0] if product.up is None else product.up,
+        tuple(biases[min(i, last)] for i in three), out, product.norm, stream.scaled, stream.squares, scratch.parts,
+        scratch.counters, count, inputs, tuple(weights[min(i, last)].shape[0] for i in three), x.stride(0),
+        out.stride(0), stream.squares.shape[0], product.eps, part, SEGMENTS=len(weights), GATED=product.up is not None,
+        ADDS=product.adds, BIAS=product.biases[0] is not None, EVEN=splits * part == inputs, SPLITS=splits,
+        PARTS=sum_block(stream.squares), BLOCK_M=max(16, next_power_of_2(count)), BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs, PREFETCH=min(most, next_power_of_2(part)),
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", EARLY=facts.starts_early, num_warps=tile.warps,
+        num_stages=tile.stages, **early_options(facts),
     )  # fmt: skip

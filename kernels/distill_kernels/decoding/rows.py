@@ -18,6 +18,8 @@ from distill_kernels.launch import HAS_TRITON, DeviceFacts, next_power_of_2, tl,
 if HAS_TRITON:
     from distill_kernels.launch import has_ptx
 
+    SHRINK = tl.constexpr(1 / 16)  # exact; float16's range would not hold x times a norm's weight of every model
+
 
 @triton.jit
 def start(EARLY: tl.constexpr):
@@ -43,11 +45,17 @@ def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
 
 @triton.jit
 def rms_factor(squares_ptr, m, M, parts, H, eps, PARTS: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of rows `m`, from `parts` sums of squares each, [parts, M]."""
+    """1 / sqrt(mean of squares + eps) of rows `m`, from `parts` sums of squares each, [parts, M]; over `SHRINK`."""
     part = tl.arange(0, PARTS)
     at = squares_ptr + part[:, None] * M + m[None, :]
     squares = tl.load(at, mask=(part < parts)[:, None] & (m < M)[None, :], other=0.0)
-    return tl.rsqrt(tl.sum(squares, 0) / H + eps)
+    return tl.rsqrt(tl.sum(squares, 0) / H + eps) / SHRINK
+
+
+@triton.jit
+def scaled_row(x, scale):
+    """What `Stream.scaled` holds of `x`, both fp32."""
+    return x * (scale * SHRINK)
 
 
 def sum_block(squares: torch.Tensor) -> int:
@@ -57,14 +65,12 @@ def sum_block(squares: torch.Tensor) -> int:
 
 @triton.jit
 def multiply(
-    x_ptr, norm_ptr, weight_ptr, up_ptr, m, rows, factor, M, K, stride_x, first, part, DTYPE: tl.constexpr,
-    NORM: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, weight_ptr, up_ptr, m, rows, M, K, stride_x, first, part, GATED: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x W^T, fp32 [BLOCK_M, BLOCK_N], over columns `first` to `first + part`, and x U^T where GATED.
+    """x W^T, fp32 [BLOCK_M, BLOCK_N], over columns `first` to `first + part`, and x U^T where GATED; in x's dtype.
 
-    NORM: of RMSNorm(x), rounded as transformers rounds it; `factor` [BLOCK_M] is of `rms_factor`. x and weights are
-    multiplied in DTYPE. `rows` of the weights exist; rows of x from M on, and columns from K on, count as 0.
+    `rows` of the weights exist; rows of x from M on, and columns from K on, count as 0. EVEN: no column is from K on.
     """
     k = first + tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_x + k[None, :]
@@ -73,24 +79,36 @@ def multiply(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     total_up = tl.zeros((BLOCK_M, BLOCK_N if GATED else 1), tl.float32)
     for done in range(0, part, BLOCK_K):
-        inside = tl.arange(0, BLOCK_K) < K - first - done
-        x = tl.load(x_ptrs + done, mask=held & inside[None, :], other=0.0)
-        weight = tl.load(weight_ptr + offsets + done, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-        if NORM:
-            scale = tl.load(norm_ptr + k + done, mask=inside, other=0.0).to(tl.float32)
-            normed = (x.to(tl.float32) * factor[:, None]).to(x.dtype).to(tl.float32)
-            x = (normed * scale[None, :]).to(x.dtype)
-        x = x.to(DTYPE)
-        total = tl.dot(x, weight.to(DTYPE).T, total, input_precision=PRECISION)
+        inside = ((tl.arange(0, BLOCK_K) < K - first - done) | EVEN)[None, :]
+        x = tl.load(x_ptrs + done, mask=held & inside, other=0.0)
+        weight = tl.load(weight_ptr + offsets + done, mask=inside, other=0.0, eviction_policy="evict_first")
+        total = tl.dot(x, weight.to(x.dtype).T, total, input_precision=PRECISION)
         if GATED:
-            up = tl.load(up_ptr + offsets + done, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            total_up = tl.dot(x, up.to(DTYPE).T, total_up, input_precision=PRECISION)
+            up = tl.load(up_ptr + offsets + done, mask=inside, other=0.0, eviction_policy="evict_first")
+            total_up = tl.dot(x, up.to(x.dtype).T, total_up, input_precision=PRECISION)
     return total, total_up
 
 
 def early_options(facts: DeviceFacts) -> dict[str, bool]:
     """How Triton launches a kernel that begins with `start`."""
     return {"launch_pdl": True} if facts.starts_early else {}
+
+
+class Stream(NamedTuple):
+    """The residual stream of a step, as its last writer leaves it for the RMSNorm that follows.
+
+    The norm costs no kernel: who writes the stream leaves it times the norm's weight, and a tile of columns' sums of
+    squares; who reads it multiplies its sums by 1 / rms of each row, which nothing has to wait for.
+
+    Attributes:
+        x: [M, K], rows contiguous.
+        scaled: [M, K], contiguous, x times the norm's weight times `SHRINK`, in the dtype of the products.
+        squares: fp32 [parts, M], whose sums are those of x's squares.
+    """
+
+    x: torch.Tensor
+    scaled: torch.Tensor
+    squares: torch.Tensor
 
 
 class Scratch(NamedTuple):

@@ -1,6 +1,6 @@
 """Both ends of a decoding step: tokens to rows, and rows to the next tokens, in three launches and without logits.
 
-    embed      x = E[token], and its sum of squares for the first norm
+    embed      x = E[token], and what the first norm takes of it (`Stream`)
     scores     of each tile of columns of the head: the largest of z / T + g and where, that z, and the tile's part of
                lse z; the noise g is that of sampling.py, z is rounded to its dtype as a head would leave it
     finish     over the tiles of a row: its token, log p = z_token - lse z, and the sequence's books
@@ -18,7 +18,16 @@ from typing import NamedTuple
 import torch
 
 from distill_kernels.decoding.product import PREFETCHED, Tile
-from distill_kernels.decoding.rows import early_options, multiply, prefetch, rms_factor, start, sum_block
+from distill_kernels.decoding.rows import (
+    Stream,
+    early_options,
+    multiply,
+    prefetch,
+    rms_factor,
+    scaled_row,
+    start,
+    sum_block,
+)
 from distill_kernels.launch import cdiv, device_facts, next_power_of_2, tl, triton
 from distill_kernels.sampling import reference_sample
 
@@ -79,7 +88,7 @@ def reference_finish(logits: torch.Tensor, draw: Draw, books: Books) -> None:
 
 @triton.jit
 def _embed_kernel(
-    token_ptr, weight_ptr, x_ptr, sums_ptr, column_ptr, H, M, BLOCK: tl.constexpr,
+    token_ptr, weight_ptr, norm_ptr, x_ptr, scaled_ptr, squares_ptr, column_ptr, H, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
@@ -91,15 +100,16 @@ def _embed_kernel(
         tl.store(x_ptr + row * H + h, x, mask=h < H)
         wide = x.to(tl.float32)
         total += tl.sum(wide * wide, 0)
-    tl.store(sums_ptr + row, total)
+        scale = tl.load(norm_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+        tl.store(scaled_ptr + row * H + h, scaled_row(wide, scale).to(scaled_ptr.dtype.element_ty), mask=h < H)
+    tl.store(squares_ptr + row, total)
 
 
 @triton.jit(do_not_specialize=["square_parts"])
 def _scores_kernel(
-    x_ptr, squares_ptr, norm_ptr, weight_ptr, seeds_ptr, draws_ptr, found_ptr, index_ptr, M, K, stride_x, square_parts,
-    eps, part, V, quarter, rate, NORM: tl.constexpr, GREEDY: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, squares_ptr, weight_ptr, seeds_ptr, draws_ptr, found_ptr, index_ptr, M, K, square_parts, eps, part, V,
+    quarter, rate, GREEDY: tl.constexpr, EVEN: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PREFETCH: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """found: fp32 [FIELDS, M, tiles]; index: int32 [M, tiles]."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
@@ -113,14 +123,11 @@ def _scores_kernel(
         prefetch(weight_ptr, rows, 0, K, K, PREFETCH)
     start(EARLY)
     m = tl.arange(0, BLOCK_M)
-    factor = tl.zeros((BLOCK_M,), tl.float32)
-    if NORM:
-        factor = rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)
     z, _ = multiply(
-        x_ptr, norm_ptr, weight_ptr, weight_ptr, m, rows, factor, M, K, stride_x, 0, part, DTYPE, NORM, False,
-        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
-    )  # fmt: skip
-    z = tl.where(inside[None, :], z.to(DTYPE).to(tl.float32), -float("inf"))
+        x_ptr, weight_ptr, weight_ptr, m, rows, M, K, K, 0, part, False, EVEN, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+    )
+    z *= rms_factor(squares_ptr, m, M, square_parts, K, eps, PARTS)[:, None]
+    z = tl.where(inside[None, :], z.to(x_ptr.dtype.element_ty).to(tl.float32), -float("inf"))
     high = tl.max(z, 1)
     total = tl.sum(tl.exp(z - tl.maximum(high, -1e30)[:, None]), 1)
     score = z
@@ -186,14 +193,26 @@ def _finish_kernel(
     tl.store(lengths_ptr + row, tl.load(lengths_ptr + row) + tl.where(done, 0, 1))
 
 
-def embed_tokens(weight: torch.Tensor, x: torch.Tensor, sums: torch.Tensor, books: Books) -> None:
-    """Fill x [B, H] with rows of the embedding and sums fp32 [1, B] with their squares; the first of a step.
+def embed_tokens(weight: torch.Tensor, norm: torch.Tensor, stream: Stream, books: Books) -> None:
+    """Fill the stream, of one part of squares, with rows of the embedding, for the first layer's norm of weight [H];
+    the first of a step.
 
     `books.column` is counted up here, and `finish` writes at the one before.
     """
-    rows, width = x.shape
+    rows, width = stream.x.shape
     block = min(next_power_of_2(width), 4096)
-    _embed_kernel[(rows,)](books.token, weight, x, sums, books.column, width, rows, BLOCK=block, num_warps=4)
+    _embed_kernel[(rows,)](
+        books.token,
+        weight,
+        norm,
+        stream.x,
+        stream.scaled,
+        stream.squares,
+        books.column,
+        width,
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 class TileScores(NamedTuple):
@@ -210,32 +229,27 @@ class TileScores(NamedTuple):
 
 
 def score_tokens(
-    x: torch.Tensor, norm: tuple[torch.Tensor, torch.Tensor, float], weight: torch.Tensor, draw: Draw,
-    found: TileScores, tile: Tile, dtype: torch.dtype,
+    stream: Stream, eps: float, weight: torch.Tensor, draw: Draw, found: TileScores, tile: Tile
 ) -> None:  # fmt: skip
     """Launch the head's product and fill `found`.
 
     Args:
-        x: [B, K], the residual stream.
-        norm: Sums of its squares fp32 [parts, B], the last norm's weight [K] and epsilon.
-        weight: [V or more, K], contiguous. dtype: What the product is computed in, and z rounded to.
+        stream: As the last layer leaves it for the last norm, of epsilon `eps`; z is rounded to `scaled`'s dtype.
+        weight: [V or more, K], contiguous.
     """
-    (rows, inputs), (squares, scale, eps) = x.shape, norm
+    x, squares = stream.scaled, stream.squares
+    rows, inputs = x.shape
     facts = device_facts(x.device)
     part = cdiv(inputs, tile.inputs) * tile.inputs
     most = max(128, next_power_of_2(PREFETCHED // (tile.outputs * weight.element_size())) // 2)
     _scores_kernel[(found.columns.shape[1],)](
-        x, squares, scale, weight, draw.seeds, draw.draws, found.numbers, found.columns, rows, inputs, x.stride(0),
-        squares.shape[0], eps, part, draw.columns, cdiv(draw.columns, 4),
-        0.0 if draw.temperature == 0 else 1 / draw.temperature, NORM=True, GREEDY=draw.temperature == 0,
-        PARTS=sum_block(squares), BLOCK_M=max(16, next_power_of_2(rows)),
-        BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, PREFETCH=min(most, next_power_of_2(part)), DTYPE=_NAMES[dtype],
-        PRECISION="ieee" if dtype == torch.float32 else "tf32", EARLY=facts.starts_early, num_warps=tile.warps,
-        num_stages=tile.stages, **early_options(facts),
+        x, squares, weight, draw.seeds, draw.draws, found.numbers, found.columns, rows, inputs, squares.shape[0], eps,
+        part, draw.columns, cdiv(draw.columns, 4), 0.0 if draw.temperature == 0 else 1 / draw.temperature,
+        GREEDY=draw.temperature == 0, EVEN=part == inputs, PARTS=sum_block(squares),
+        BLOCK_M=max(16, next_power_of_2(rows)), BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
+        PREFETCH=min(most, next_power_of_2(part)), PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        EARLY=facts.starts_early, num_warps=tile.warps, num_stages=tile.stages, **early_options(facts),
     )  # fmt: skip
-
-
-_NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def finish_tokens(found: TileScores, books: Books) -> None:
