@@ -28,7 +28,8 @@ OF_KIND = {
 WITH = {
     "on-policy": ["data.on_policy={}"],
     "hard labels": ["loss.terms=[{type: forward_kl}, {type: cross_entropy}]"],
-    "policy gradient": ["data.on_policy={}", "loss.terms=[{type: policy_gradient}]"],
+    "separate terms": ["loss.terms=[{type: top_k_reverse_kl}]"],
+    "teacher's top k": ["teacher={type: server, url: 'http://127.0.0.1:1', top_k: 8}"],
     "label smoothing": ["loss={terms: [{type: forward_kl}, {type: cross_entropy}], label_smoothing: 0.1}"],
     "z-loss": ["loss={terms: [{type: forward_kl}, {type: cross_entropy}], z_loss: 0.1}"],
     "plugin": ["loss.plugin={file: p.py, sha256: " + "0" * 64 + "}"],

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import relative_error
 from tiny import save_models, tiny_model
 
 from distill import cli
@@ -93,11 +94,17 @@ def test_a_term_of_ones_own_equals_ours(plugin, own, ours, kind):
     }
 
 
-def test_figures_are_there_without_any_fused_term(plugin):
-    _, found, objective = outcome(lambda t, s: with_plugin(t, s, [{"type": "own_cross_entropy"}], plugin))
-    _, expected, _ = outcome(lambda t, s: DistillationObjective(t, s, "forward_kl"))
-    torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("more", [[], [{"type": "cross_entropy"}], [{"type": "top_k_reverse_kl", "k": 8}]])
+def test_figures_are_there_without_any_divergence(plugin, more):
+    """Of the forward KL; the losses are summed."""
+    own = [{"type": "own_kl", "weight": 0.5}]
+    mine, found, objective = outcome(lambda t, s: with_plugin(t, s, [*own, *more], plugin))
+    expected, figures, _ = outcome(lambda t, s: DistillationObjective(t, s, "forward_kl"))
+    torch.testing.assert_close(found, figures)
     assert objective.divergence == ("kl", 1.0)
+    other = outcome(lambda t, s: with_plugin(t, s, more, plugin))[0] if more else {}
+    for name, value in expected.items():  # norms inside the models are in fp32
+        assert relative_error(mine[name], 0.5 * value + other.get(name, 0)) < (1e-12 if name == "loss" else 1e-6), name
 
 
 def test_a_file_that_is_not_the_recipes_is_not_taken(plugin):
@@ -221,19 +228,11 @@ def test_the_pages_weights_choose_what_they_say(selective):
     common[:2] = (2 - overlap[:2] / forward[:2]).detach()
     assert ((common >= 0) & (common <= 1)).all()
     torch.testing.assert_close(overlap, (2 - common.double()) * forward)
-    top = terms["own_top"](student, teacher, labels)
-    parts = [[*row[place], 1 - sum(row[place])] for row, place in ((s[1].exp(), s[1].topk(8).indices),
-                                                                   (t[1].exp(), s[1].topk(8).indices))]  # fmt: skip
-    torch.testing.assert_close(top[1].item(), sum(p * (p / q).log() for p, q in zip(*parts, strict=True)).item())
-    assert (top <= reverse + 1e-9).all() and top[2] > 0, "fewer outcomes tell less apart"
-    assert mixed[3] == overlap[3] == top[3] == 0
+    assert mixed[3] == overlap[3] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "left"), [("unsure_tokens", 0.7), ("by_teachers_entropy", 0.7), ("by_overlap", 0.7), ("own_top", 0.85)]
-)
-def test_a_student_learns_by_the_pages_weights(selective, name, left):
-    """The page says of the last one that it is slow where the teacher's tokens are not among the student's."""
+@pytest.mark.parametrize("name", ["unsure_tokens", "by_teachers_entropy", "by_overlap"])
+def test_a_student_learns_by_the_pages_weights(selective, name):
     torch.manual_seed(0)
     student, teacher = tiny_model(), tiny_model(seed=1, hidden=64)
     objective = with_plugin(teacher, student, [{"type": "plugin", "function": name}], selective)
@@ -245,4 +244,4 @@ def test_a_student_learns_by_the_pages_weights(selective, name, left):
         output["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert seen[-1] < left * seen[0]
+    assert seen[-1] < 0.7 * seen[0]

@@ -180,7 +180,7 @@ def test_recipes_that_draw():
     recipe = parse(BASE)
     assert parse(dump(recipe)) == recipe
     two = BASE.replace("teacher: {model: t}", "teachers: [{model: t, route: a}, {model: u, route: a}]")
-    with pytest.raises(RecipeError, match="one loaded teacher a token"):
+    with pytest.raises(RecipeError, match="one teacher a token"):
         parse(two, ["data.fields.teacher=c"])
     for override in ("data.on_policy=null", "data.on_policy.fraction=0.5", "data.on_policy.temperature=0.7",
                      "data.on_policy.top_k=5", "data.on_policy.top_p=0.9", "data.on_policy.min_p=0.1"):  # fmt: skip

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from distill.core.labels import IGNORE_INDEX
 from distill.recipe.loss import Loss
 
-NO_DIVERGENCE = ("cross_entropy", "policy_gradient")
+NO_DIVERGENCE = ("cross_entropy", "policy_gradient", "top_k_reverse_kl")
 Mixture = Sequence[tuple[float, torch.Tensor]]
 
 
@@ -34,6 +34,10 @@ def token_loss(
         start=z_s.new_zeros(len(z_s)),
     )
     for term in loss.terms:
+        if term.type == "top_k_reverse_kl":
+            own = log_s.detach().argsort(-1, descending=True)[:, : term.k]
+            p, q = (_outcomes(x.exp().gather(-1, own), term.tail) for x in (log_s, log_t))
+            soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
         if term.type == "policy_gradient":  # of the labels as they were drawn just now, at temperature 1
             p_s, p_t = (z.double().softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
             scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
@@ -71,10 +75,7 @@ def top_k_loss(
     ids, q = teacher[0], teacher[1].double()
     z_s = student.double()
     p = F.softmax(z_s / loss.temperature, dim=-1).gather(-1, ids)
-    if tail == "bucket":
-        q, p = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (q, p))
-    elif tail == "renormalize":
-        q, p = (x / x.sum(-1, keepdim=True) for x in (q, p))
+    q, p = (_outcomes(x, tail) for x in (q, p))
     soft = z_s.new_zeros(len(z_s))
     for term in loss.terms:
         if term.type == "forward_kl":
@@ -84,6 +85,13 @@ def top_k_loss(
         elif term.type == "reverse_kl":
             soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
     return _mean(soft, z_s, labels, loss)
+
+
+def _outcomes(p: torch.Tensor, tail: str) -> torch.Tensor:
+    """Probabilities [N, K] of K tokens as those of the outcomes that a tail makes of them."""
+    if tail == "bucket":
+        return torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)
+    return p / p.sum(-1, keepdim=True) if tail == "renormalize" else p
 
 
 def _mean(soft: torch.Tensor, z_s: torch.Tensor, labels: torch.Tensor, loss: Loss) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from distill.recipe.loss import SEPARATE
 from distill.recipe.models import Teacher
 from distill.recipe.teachers import Kind, Sections, kind_of
 
@@ -21,18 +22,11 @@ def _teachers(recipe: Sections) -> Sequence[Teacher]:
     return recipe.teachers or [recipe.teacher]
 
 
-def _policy_gradient(recipe: Sections) -> bool:
-    return any(term.type == "policy_gradient" and term.weight > 0 for term in recipe.loss.terms)
-
-
-def _hard_labels(recipe: Sections) -> bool:
-    return any(term.type == "cross_entropy" and term.weight > 0 for term in recipe.loss.terms)
-
-
 FEATURES: dict[str, Callable[[Sections], bool]] = {
     "on-policy": _on_policy,
-    "hard labels": _hard_labels,
-    "policy gradient": _policy_gradient,
+    "hard labels": lambda recipe: recipe.loss.has("cross_entropy"),
+    "separate terms": lambda recipe: recipe.loss.has(*SEPARATE),
+    "teacher's top k": lambda recipe: recipe.teacher.top_k is not None or recipe.teacher.keep_as == "top_k",
     "label smoothing": lambda recipe: recipe.loss.label_smoothing > 0,
     "z-loss": lambda recipe: recipe.loss.z_loss > 0,
     "plugin": lambda recipe: recipe.loss.plugin is not None,
@@ -64,7 +58,10 @@ class Conflict(NamedTuple):
 
 
 _RANKS = "parallel.teacher: ranks holds one loaded teacher that reads the student's own rows and no cache; got {0}"
-_SAMPLED = "loss.terms: policy_gradient needs one loaded teacher a token, of the student's tokenizer, and no plugin"
+_ONE = (
+    "loss.terms: policy_gradient and top_k_reverse_kl need one teacher a token, which gives hidden states and not its "
+    "top k, of the student's tokenizer"
+)
 _ACROSS = "{0}: expected 0 with student.vocabulary: cross, whose cross-entropy is that of spans of text"
 CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
@@ -135,8 +132,7 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict("routed", "teacher's ranks", _RANKS.format("several teachers")),
     Conflict("cross", "teacher's ranks", _RANKS.format("student.vocabulary: cross")),
     Conflict("context", "teacher's ranks", _RANKS.format("teacher.context")),
-    Conflict("mixture", "policy gradient", _SAMPLED),
-    Conflict("plugin", "policy gradient", _SAMPLED),
+    *(Conflict(other, "separate terms", _ONE) for other in ("mixture", "cross", "teacher's top k")),
     Conflict("cross", "label smoothing", _ACROSS.format("loss.label_smoothing")),
     Conflict("cross", "z-loss", _ACROSS.format("loss.z_loss")),
     Conflict(
@@ -249,8 +245,8 @@ def conflicts(recipe: Sections) -> Iterator[str]:
         if conflict.first in present and conflict.second in present:
             yield conflict.message
     routes = [teacher.route for teacher in recipe.teachers]
-    if _policy_gradient(recipe) and kind_of(recipe) == "routed" and len(set(routes)) < len(routes):
-        yield _SAMPLED
+    if "separate terms" in present and kind_of(recipe) == "routed" and len(set(routes)) < len(routes):
+        yield _ONE
     for number, teacher in enumerate(recipe.teachers):
         field, route = f"teachers.{number}", teacher.route
         if teacher.context is not None and routes.count(route) > 1:
@@ -266,7 +262,7 @@ def conflicts(recipe: Sections) -> Iterator[str]:
             yield f"data.on_policy: teachers.{number} is a cache, which has not read what the student will say"
     own = recipe.data.on_policy
     whole = own is not None and (own.fraction, own.temperature, own.top_k, own.top_p, own.min_p) == (1, 1, 0, 1, 0)
-    if _policy_gradient(recipe) and not whole:
+    if recipe.loss.has("policy_gradient") and not whole:
         yield (
             "loss.terms: policy_gradient is of tokens that the student drew from what it says now: expected "
             "data.on_policy with fraction 1 and temperature 1, without top_k, top_p and min_p"

@@ -10,6 +10,7 @@ With p_s and p_t the student's and the teacher's distributions at the temperatur
     tvd              half the sum of |p_t - p_s|
     cross_entropy    -log p_s[label] at temperature 1
     policy_gradient  -sg(log p_t[y] - log p_s[y]) p_s[y] / sg(p_s[y]) of the token y that the student drew
+    top_k_reverse_kl KL(p_s || p_t) over the student's own K likeliest tokens, all others being one outcome more
 """
 
 from __future__ import annotations
@@ -91,6 +92,30 @@ class PolicyGradientTerm(Section):
         return self
 
 
+class TopKTerm(Section):
+    """The reverse KL over the tokens that the student, as it is now, thinks likeliest: for comparison with what other
+    tools train with. It costs more than the term `reverse_kl`, which looks at all tokens.
+
+    Attributes:
+        type: `top_k_reverse_kl`.
+        weight: of this term in the sum.
+        k: how many of the student's likeliest tokens; of a smaller vocabulary all.
+        tail: `bucket` takes all other tokens as one outcome more, so that the loss is at most `reverse_kl`;
+            `renormalize` looks at the K alone, of both models.
+    """
+
+    type: Literal["top_k_reverse_kl"]
+    weight: NotNegative = 1.0
+    k: Annotated[int, Field(ge=1, le=511)] = 64
+    tail: Literal["bucket", "renormalize"] = "bucket"
+
+    @model_validator(mode="after")
+    def _tells_tokens_apart(self) -> Self:
+        if self.k == 1 and self.tail == "renormalize":
+            raise ValueError("k: expected 2 or more with tail: renormalize, since one token alone has probability 1")
+        return self
+
+
 class PluginTerm(Section):
     """A function of the file that `--plugin` names; in a recipe its name is written as the type.
 
@@ -148,12 +173,11 @@ class Schedule(Section):
         return (1 - share) * self.values[later - 1] + share * self.values[later]
 
 
-Term = Annotated[PlainTerm | JSDTerm | SkewTerm | PolicyGradientTerm | PluginTerm, Field(discriminator="type")]
-BUILT_IN = {
-    name
-    for kind in (PlainTerm, JSDTerm, SkewTerm, PolicyGradientTerm, PluginTerm)
-    for name in get_args(kind.model_fields["type"].annotation)
-}
+Term = Annotated[
+    PlainTerm | JSDTerm | SkewTerm | PolicyGradientTerm | TopKTerm | PluginTerm, Field(discriminator="type")
+]
+BUILT_IN = {name for kind in get_args(get_args(Term)[0]) for name in get_args(kind.model_fields["type"].annotation)}
+SEPARATE = ("policy_gradient", "top_k_reverse_kl")  # terms that are no divergence of whole distributions
 
 
 def _forward_kl_alone() -> list[Term]:
@@ -254,6 +278,10 @@ class Loss(Section):
             if not any(term.weight > 0 for term in self.at(step).terms):
                 raise ValueError(f"schedule: every term has weight 0 in step {step}")
         return self
+
+    def has(self, *types: str) -> bool:
+        """Whether a term of one of these types takes part."""
+        return any(term.type in types and term.weight > 0 for term in self.terms)
 
     def at(self, step: int) -> Loss:
         """The loss of the optimizer step after `step` others, without a schedule."""

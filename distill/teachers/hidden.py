@@ -14,7 +14,7 @@ from distill.models.head import HeadWeights, LogitTransform, find_head, whole
 from distill.recipe.loss import Loss
 from distill.teachers.base import TOP, HeadCall, LossResult, Pairing, TargetFormat, Targets
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
-from distill.teachers.policy_gradient import SampledTokenLoss, is_sampled
+from distill.teachers.separate import LOSSES, SeparateTermsLoss
 
 
 class TeacherHead(Protocol):
@@ -105,7 +105,12 @@ class HiddenFormat(FusedFormat):
     Args:
         head: of the teacher.
         transform: how its logits follow from the head's product.
+
+    Attributes:
+        separate: what makes the losses of terms that are none of the fused ones, by their types.
     """
+
+    separate = LOSSES
 
     def __init__(self, head: TeacherHead, transform: LogitTransform) -> None:
         self.head, self.transform = head, transform
@@ -114,18 +119,18 @@ class HiddenFormat(FusedFormat):
         return pairing_of(student, {"student": rows, "teacher": self.head.rows}, vocab_size)
 
     def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
-        if isinstance(section, Loss) and is_sampled(section):
-            return SampledTokenLoss(section, self.transforms(pairing))
+        if isinstance(section, Loss) and section.has(*self.separate):
+            return SeparateTermsLoss(section, pairing, self.transform, self.separate)
         return super().loss(section, pairing)
 
     def measured_terms(self, loss: TargetLoss) -> Sequence[LossTerm]:
-        return loss.fused.terms if isinstance(loss, SampledTokenLoss) else loss.terms
+        return loss.measured.terms if isinstance(loss, SeparateTermsLoss) else loss.terms
 
     def apply(self, loss: TargetLoss, pairing: Pairing, call: HeadCall) -> LossResult:
         """The teacher's head is not used where the loss has no divergence."""
         with self.head.open() as teacher:
-            if isinstance(loss, SampledTokenLoss):
-                return loss(call, pairing, teacher, self.transform)
+            if isinstance(loss, SeparateTermsLoss):
+                return loss(call, teacher)
             both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight)
             return loss(*both, call.labels, teacher_bias=teacher.bias, **pairing.arguments(call))
 

@@ -25,19 +25,18 @@ import hashlib
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels import ChunkedLoss, LossTerm
+from distill_kernels import ChunkedLoss
 
 from distill.core.labels import IGNORE_INDEX
-from distill.models.head import LogitTransform
-from distill.recipe.loss import Loss, PlainTerm, PluginTerm
+from distill.models.head import HeadWeights, LogitTransform
+from distill.recipe.loss import Loss, PluginTerm
 from distill.teachers.base import HeadCall, Pairing, TargetFormat
 from distill.teachers.hidden import HiddenFormat
-from distill.teachers.losses import LossSpec, TargetLoss
 
 RowLosses = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -141,24 +140,31 @@ def allowed_plugin(loss: Loss, path: Path | None) -> Plugin | None:
     return plugin
 
 
-class PluginLoss:
-    """The fused terms of a loss, and functions over logits beside them.
+class PluginTermLoss:
+    """A term of a person's own: a function over chunks of logits.
 
-    Attributes:
-        fused: the fused loss; where the recipe has no fused term, forward KL, for the statistics alone.
-        is_alone: whether that is so.
-        own: the recipe's own terms, each with its loss over chunks of logits.
+    Args:
+        functions: the plugin's, by name.
+        term: which one.
+        section: the recipe's loss.
+        pairing: how the student's logits meet the teacher's.
+        transform: scale and soft cap of the teacher.
     """
 
-    def __init__(self, fused: TargetLoss, is_alone: bool, own: Sequence[tuple[PluginTerm, ChunkedLoss]]) -> None:
-        self.fused, self.is_alone, self.own = fused, is_alone, own
-        self.objective = fused.objective
+    def __init__(
+        self, functions: Mapping[str, RowLosses], term: PluginTerm, section: Loss, pairing: Pairing,
+        transform: LogitTransform,
+    ) -> None:  # fmt: skip
+        self.term, self.pairing, self.reduction = term, pairing, "mean"
+        self.workspace: int | None = None
+        self.chunked = ChunkedLoss(_with_transforms(functions[term.function], pairing.student, transform))
 
-    @property
-    def terms(self) -> Sequence[LossTerm]:
-        """Of the loss, the functions under their names."""
-        fused = () if self.is_alone else self.fused.terms
-        return [*fused, *(LossTerm(term.function, term.weight) for term, _ in self.own)]
+    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+        """The loss inside the student head's own call."""
+        arguments = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}
+        del arguments["return_stats"]
+        both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels)
+        return self.term.weight * self.chunked(*both, **arguments)
 
 
 class PluginFormat(HiddenFormat):
@@ -178,47 +184,7 @@ class PluginFormat(HiddenFormat):
                 "--plugin: its functions take one teacher's logits; this recipe's teacher is of another kind"
             )
         super().__init__(inner.head, inner.transform)
-        self.functions = plugin.terms
-
-    def loss(self, section: LossSpec, pairing: Pairing) -> Any:
-        assert isinstance(section, Loss)
-        own = [term for term in section.terms if isinstance(term, PluginTerm) and term.weight > 0]
-        fused = [term for term in section.terms if not isinstance(term, PluginTerm) and term.weight > 0]
-        plain = section.model_copy(update={"terms": fused or [PlainTerm(type="forward_kl")], "plugin": None})
-        functions = [
-            (term, ChunkedLoss(_with_transforms(self.functions[term.function], pairing.student, self.transform)))
-            for term in own
-        ]
-        return PluginLoss(super().loss(plain, pairing), not fused, functions)
-
-    def measured_terms(self, loss: Any) -> Sequence[LossTerm]:
-        """Of the fused terms; forward KL, for the figures alone, where there are none."""
-        return loss.fused.terms if isinstance(loss, PluginLoss) else loss.terms
-
-    def needs_targets(self, loss: TargetLoss) -> bool:
-        """The functions need them even where no fused term does."""
-        return isinstance(loss, PluginLoss) or super().needs_targets(loss)
-
-    def apply(self, loss: Any, pairing: Pairing, call: HeadCall) -> Any:
-        """The fused loss plus the functions' sums, inside the student head's own call."""
-        if not isinstance(loss, PluginLoss):  # an evaluation that measures something else
-            return super().apply(loss, pairing, call)
-        statistics: Any = None
-        total = call.hidden.new_zeros((), dtype=torch.promote_types(call.hidden.dtype, torch.float32))
-        if call.inputs.statistics or not loss.is_alone:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not loss.is_alone):
-                fused: Any = super().apply(loss.fused, pairing, call)
-            fused, statistics = fused if call.inputs.statistics else (fused, None)
-            total = total if loss.is_alone else fused
-        with self.head.open() as teacher:
-            for term, chunked in loss.own:
-                arguments = pairing.arguments(call)
-                del arguments["return_stats"]
-                total = total + term.weight * chunked(
-                    call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels,
-                    teacher_bias=teacher.bias, **arguments,
-                )  # fmt: skip
-        return (total, statistics) if call.inputs.statistics else total
+        self.separate = {**self.separate, "plugin": functools.partial(PluginTermLoss, plugin.terms)}
 
 
 def _with_transforms(

@@ -13,18 +13,13 @@ Log-probabilities come from `distill_kernels.fused_log_probs`, without logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
+from distill_kernels import fused_log_probs
 
 from distill.core.labels import IGNORE_INDEX
 from distill.models.head import HeadWeights, LogitTransform
-from distill.recipe.loss import Loss, PlainTerm, PolicyGradientTerm
-from distill.teachers.base import HeadCall, LossResult, Pairing
-from distill.teachers.losses import TargetLoss, build_loss
-
-TYPE = "policy_gradient"
+from distill.recipe.loss import Loss, PolicyGradientTerm
+from distill.teachers.base import HeadCall, Pairing
 
 
 def policy_gradient_loss(
@@ -68,65 +63,43 @@ def discounted(values: torch.Tensor, learned: torch.Tensor, discount: float) -> 
     return total
 
 
-class SampledTokenLoss(TargetLoss):
-    """The policy-gradient term of a recipe's loss beside its fused terms; without any, forward KL for the figures.
+class SampledTokenLoss:
+    """The term `policy_gradient`, at temperature 1 whatever the loss's is.
 
     Args:
-        section: the recipe's.
-        transforms: scale and soft cap of both models.
+        term: its settings.
+        section: the recipe's loss.
+        pairing: how the student's logits meet the teacher's.
+        transform: scale and soft cap of the teacher.
+
+    Attributes:
+        reduction: "mean" or "none", each token's.
+        workspace: not used.
     """
 
-    def __init__(self, section: Loss, transforms: dict[str, object]) -> None:
-        rest = [term for term in section.terms if term.type != TYPE and term.weight > 0]
-        self.sampled = [term for term in section.terms if isinstance(term, PolicyGradientTerm) and term.weight > 0]
-        self.is_alone = not rest
-        plain = section.model_copy(update={"terms": rest or [PlainTerm(type="forward_kl")]})
-        self.fused: FusedDistillationLoss = build_loss(plain, transforms)
-        self.objective, self.reduction, self.workspace = self.fused.objective, "mean", None
+    def __init__(self, term: PolicyGradientTerm, section: Loss, pairing: Pairing, transform: LogitTransform) -> None:
+        self.term, self.pairing, self.transform = term, pairing, transform
+        self.reduction = "mean"
+        self.workspace: int | None = None
 
-    @property
-    def terms(self) -> Sequence[LossTerm]:
-        """Of the loss, this one last."""
-        return [*([] if self.is_alone else self.fused.terms), LossTerm(TYPE, sum(term.weight for term in self.sampled))]
-
-    def __call__(self, call: HeadCall, pairing: Pairing, teacher: HeadWeights, transform: LogitTransform) -> LossResult:
-        """The loss inside the student head's own call, with the fused terms' statistics."""
+    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+        """The loss inside the student head's own call."""
         targets, inputs, learned = call.inputs.targets, call.inputs, call.labels != IGNORE_INDEX
         assert isinstance(targets, torch.Tensor)
-        common = {"valid_rows": call.valid_rows, "vocab_size": pairing.vocab_size}
+        common, student = {"valid_rows": call.valid_rows, "vocab_size": self.pairing.vocab_size}, self.pairing.student
         with torch.no_grad():
             teacher_log_p = fused_log_probs(
-                targets, teacher.weight, call.labels, bias=teacher.bias, logit_scale=transform.scale,
-                softcap=transform.softcap, **common,
+                targets, teacher.weight, call.labels, bias=teacher.bias, logit_scale=self.transform.scale,
+                softcap=self.transform.softcap, **common,
             )  # fmt: skip
         log_p = fused_log_probs(
             call.hidden, call.head.weight, call.labels, bias=call.head.bias, lora=call.head.lora,
-            logit_scale=pairing.student.scale, softcap=pairing.student.softcap, **common,
+            logit_scale=student.scale, softcap=student.softcap, **common,
         )  # fmt: skip
-        drawn = inputs.drawn_log_p
+        term, drawn = self.term, inputs.drawn_log_p if self.term.importance else None
         drawn = drawn if drawn is None else torch.where(learned, drawn.to(log_p.dtype), 0.0)
-        loss = torch.stack([
-            term.weight * policy_gradient_loss(
-                log_p, teacher_log_p, drawn if term.importance else None, clip=term.clip, discount=term.discount,
-                learned=learned,
-            )
-            for term in self.sampled
-        ]).sum(0)  # fmt: skip
+        loss = term.weight * policy_gradient_loss(
+            log_p, teacher_log_p, drawn, clip=term.clip, discount=term.discount, learned=learned
+        )
         items = learned.sum().clamp_min(1) if inputs.num_items is None else inputs.num_items
-        loss = loss if self.reduction == "none" else loss.sum() / items
-        if self.is_alone and not inputs.statistics:
-            return loss
-        self.fused.reduction, self.fused.workspace = self.reduction, self.workspace
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_alone):
-            fused: LossResult = self.fused(
-                call.hidden, call.head.weight, targets, teacher.weight, call.labels, teacher_bias=teacher.bias,
-                **pairing.arguments(call),
-            )  # fmt: skip
-        value, statistics = fused if isinstance(fused, tuple) else (fused, None)
-        loss = loss if self.is_alone else loss + value
-        return loss if statistics is None else (loss, statistics)
-
-
-def is_sampled(section: object) -> bool:
-    """Whether a loss has the term."""
-    return isinstance(section, Loss) and any(term.type == TYPE and term.weight > 0 for term in section.terms)
+        return loss if self.reduction == "none" else loss.sum() / items

@@ -21,6 +21,10 @@ from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
 from distill_kernels.losses.linear import reference_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, Wanted
 
+from distill.models.head import HeadWeights, LogitTransform
+from distill.recipe.loss import Loss
+from distill.teachers.base import HeadCall, LossInputs, Pairing
+from distill.teachers.own_top_k import OwnTopKLoss
 from scripts.bench.harness import Row, peak_above_inputs, time_in_turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -349,6 +353,24 @@ def log_probs(inputs: Inputs, quick: bool) -> list[Row]:
     return measured("linear log_probs", inputs, losses, bare, exact, "", quick)
 
 
+def own_top_k(inputs: Inputs, quick: bool) -> list[Row]:
+    """The recipe's `top_k_reverse_kl`, from both heads to gradients, beside the full reverse KL."""
+    rows, losses = torch.arange(MAIN.rows, device="cuda"), {"full reverse KL": ours(REVERSE)}
+    for tail in ("bucket", "renormalize"):
+        section = Loss.model_validate({"terms": [{"type": "top_k_reverse_kl", "tail": tail}]})
+        pairing = Pairing(LogitTransform(), MAIN.vocab, None)
+        module = OwnTopKLoss(section.terms[0], section, pairing, LogitTransform())  # type: ignore[arg-type]
+
+        def loss(i: Inputs, module: OwnTopKLoss = module) -> torch.Tensor:
+            head, teacher = (HeadWeights(weight, None, None) for weight in (i.w, i.w_teacher))
+            given = LossInputs(i.x_teacher[None], None, False)
+            return module(HeadCall(i.x[None], head, given, i.labels[None], rows), teacher)
+
+        losses[f"top_k_reverse_kl, K = 64, {tail}"] = loss
+    bare = "floor: bare products", floor(inputs)
+    return measured("linear top_k_reverse_kl", inputs, losses, bare, {}, "", quick)
+
+
 def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     """All cases; `quick`: the main shape with its rivals and variants; `only`: part of a case's or shape's name."""
     rounds = 5 if quick else 7
@@ -362,6 +384,8 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
         yield from variants(rounds)
     if only in "linear log_probs":
         yield from log_probs(Inputs(MAIN), quick)
+    if only in "linear top_k_reverse_kl":
+        yield from own_top_k(Inputs(MAIN), quick)
     if not quick:
         for shape in MORE:
             if only in f"linear forward_kl {shape}":

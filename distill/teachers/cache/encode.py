@@ -71,6 +71,11 @@ class TopK(NamedTuple):
         return TopK(self.ids, *(value.to(dtype) for value in self[1:]))
 
 
+def rows_at_once(device: torch.device, columns: int) -> int:
+    """Rows of a chunk whose logits over so many columns are held together."""
+    return max(CHUNK_ELEMENTS.get(device.type, 1 << 25) // columns, 1)
+
+
 @torch.no_grad()
 def log_probabilities(
     hidden: torch.Tensor, head: HeadWeights, transform: LogitTransform, columns: int, temperature: float
@@ -101,8 +106,7 @@ def encode(
         generator: on the device, for `sampled`.
     """
     columns, k, tail, temperature = encoding
-    rows = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // columns, 1)
-    parts = []
+    rows, parts = rows_at_once(hidden.device, columns), []
     for start in range(0, len(hidden), rows):
         here = slice(start, start + rows)
         logits, logp = log_probabilities(hidden[here], head, transform, columns, temperature)
@@ -185,7 +189,7 @@ def rounding_cost(
     """KL(as it is || as it is stored), nats a position at temperature 1, of hidden states [M, H] stored in `dtype`."""
     packed = pack_hidden(hidden, dtype)
     stored = unpack_hidden(packed["hidden"], packed.get("hidden_scale"), hidden.dtype)
-    rows, total = max(CHUNK_ELEMENTS.get(hidden.device.type, 1 << 25) // columns, 1), 0.0
+    rows, total = rows_at_once(hidden.device, columns), 0.0
     for start in range(0, len(hidden), rows):
         p, q = (log_probabilities(h[start : start + rows], head, transform, columns, 1.0)[1] for h in (hidden, stored))
         total += float(torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum())

@@ -9,6 +9,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, FusedTopKKLLoss, LossTerm, TokenStats
 
 from distill.models.head import LogitTransform
+from distill.recipe.loss import SEPARATE, Loss
 from distill.teachers.base import HeadCall, LossResult, Pairing, TargetFormat
 from distill.teachers.cache.encode import normalised, surplus_of
 from distill.teachers.cache.format import Plan
@@ -108,6 +109,8 @@ class TopKFormat(TargetFormat):
 
     def loss(self, section: LossSpec, pairing: Pairing) -> TargetLoss:
         """`FusedTopKKLLoss`, or the plain loss of hard labels alone."""
+        if isinstance(section, Loss) and section.has(*SEPARATE):
+            raise ValueError(f"loss.terms: {' and '.join(SEPARATE)} need hidden states, got K tokens of a teacher")
         return top_k_loss(build_loss(section, LogitTransforms(pairing.student, self.transform)), self)
 
     def held_out(self, pairing: Pairing) -> TargetLoss:

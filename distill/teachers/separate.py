@@ -1,0 +1,81 @@
+"""Terms that are no divergence of whole distributions, each with a pass of its own, beside a loss's fused terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from distill_kernels import LossTerm
+
+from distill.models.head import HeadWeights, LogitTransform
+from distill.recipe.loss import Loss
+from distill.teachers.base import HeadCall, LossResult, Pairing
+from distill.teachers.losses import LogitTransforms, build_loss
+from distill.teachers.own_top_k import OwnTopKLoss
+from distill.teachers.policy_gradient import SampledTokenLoss
+
+
+class TermLoss(Protocol):
+    """The loss of one such term, weighted.
+
+    Attributes:
+        reduction: "mean" over the tokens of the step, or "none".
+        workspace: bytes of the logits' buffers, where it obeys; None to choose.
+    """
+
+    reduction: str
+    workspace: int | None
+
+    def __call__(self, call: HeadCall, teacher: HeadWeights) -> torch.Tensor:
+        """A scalar, or each token's; inside the student head's own call."""
+        ...
+
+
+Makers = Mapping[str, Callable[..., TermLoss]]  # by the term's type: of the term, the section, the pairing, transform
+LOSSES: Makers = {"policy_gradient": SampledTokenLoss, "top_k_reverse_kl": OwnTopKLoss}
+
+
+class SeparateTermsLoss:
+    """A recipe's loss that has such terms.
+
+    Args:
+        section: the recipe's.
+        pairing: how the student's logits meet the teacher's.
+        transform: scale and soft cap of the teacher.
+        makers: of the losses of such terms.
+
+    Attributes:
+        fused: the loss of the other terms, if there are others; and, where that compares with no teacher, the forward
+            KL, for the figures alone. Each with whether it counts.
+        measured: the last of them.
+    """
+
+    def __init__(self, section: Loss, pairing: Pairing, transform: LogitTransform, makers: Makers) -> None:
+        weighted = [term for term in section.terms if term.weight > 0]
+        own, rest = ([term for term in weighted if (term.type in makers) is which] for which in (True, False))
+        self.own = [makers[term.type](term, section, pairing, transform) for term in own]
+        self.pairing, transforms = pairing, LogitTransforms(pairing.student, transform)
+        self.fused = [(build_loss(section.model_copy(update={"terms": rest}), transforms), True)] if rest else []
+        self.terms = [term for loss, _ in self.fused for term in loss.terms]
+        self.terms += [LossTerm(str(getattr(term, "function", term.type)), term.weight) for term in own]
+        if not (self.fused and self.fused[0][0].objective.needs_teacher):
+            self.fused.append((build_loss("forward_kl", transforms), False))
+        self.measured = self.fused[-1][0]
+        self.objective, self.reduction, self.workspace = self.measured.objective, "mean", None
+
+    def __call__(self, call: HeadCall, teacher: HeadWeights) -> LossResult:
+        """The loss inside the student head's own call."""
+        both = (call.hidden, call.head.weight, call.inputs.targets, teacher.weight, call.labels)
+        arguments, statistics = self.pairing.arguments(call) | {"teacher_bias": teacher.bias}, None
+        for loss in (*self.own, *(loss for loss, _ in self.fused)):
+            loss.reduction, loss.workspace = self.reduction, self.workspace
+        first, *values = [loss(call, teacher) for loss in self.own]
+        for loss, counts in self.fused:
+            if counts or call.inputs.statistics:
+                with torch.set_grad_enabled(torch.is_grad_enabled() and counts):
+                    result: LossResult = loss(*both, **arguments)
+                value, statistics = result if isinstance(result, tuple) else (result, None)
+                values += [value] * counts
+        total = sum(values, first)
+        return total if statistics is None else (total, statistics)
