@@ -282,10 +282,11 @@ def _measure(shape: Shape, quick: bool, bandwidth: float) -> list[Row]:
 
 
 def run(quick: bool, only: str) -> Iterator[Row]:
-    """`quick`: the two main shapes, no other tiles. `only`: parts of "MODEL, ROWS rows", divided by `;`."""
+    """`quick`: no other tiles, and the two main shapes where none are named. `only`: parts of "MODEL, ROWS rows",
+    divided by `;`."""
     parts = [part.strip() for part in only.split(";")]
     shapes = [
-        shape for shape in (SHAPES[:2] if quick else SHAPES)
+        shape for shape in (SHAPES[:2] if quick and not only else SHAPES)
         if any(part in f"{shape.name}, {shape.rows} rows" for part in parts)
     ]  # fmt: skip
     if not quick:
