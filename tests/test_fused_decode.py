@@ -14,6 +14,7 @@ from helpers import assert_as_good_as_torch, relative_error
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
+from transformers import PreTrainedModel
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.sampling import GREEDY, Sampling
@@ -89,8 +90,7 @@ def test_products(kernel_device, rows, kind, tile, dtype):
         product.multiply_rows(given, stream, made, scratch, tile)
         results.append(stream if adds else Stream(given, given, given))
     assert all(map(torch.equal, *results)) and not scratch.counters.any()
-    got = results[0]
-    assert_as_good_as_torch(got.x, reference(dtype), reference(wide), dtype)
+    assert_as_good_as_torch((got := results[0]).x, reference(dtype), reference(wide), dtype)
     if adds:
         assert relative_error(got.squares.sum(0), got.x.double().pow(2).sum(1)) < 1e-5
         assert torch.equal(got.scaled, stream_of(got.x, made.norm, dtype).scaled)
@@ -272,8 +272,8 @@ def test_log_probs_in_16_bits_are_as_good_as_without(kernel_device, autocast):
 
 
 def test_weights_are_read_where_they_lie(kernel_device):
-    """Joined, patched or on Triton alone, and after they changed."""
-    for put in (join_siblings, patch, use_triton_only):
+    """Joined, patched, on Triton alone or checkpointed, and after they changed."""
+    for put in (join_siblings, patch, use_triton_only, PreTrainedModel.gradient_checkpointing_enable):
         model = lively(kernel_device, layers=1)
         put(model)
         loop = DecodeLoop(model, settings())
