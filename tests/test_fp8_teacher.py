@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import weakref
 
 import pytest
 import torch
@@ -101,6 +102,23 @@ def test_a_patched_teacher_quantises_what_its_norms_make(monkeypatch):
         assert torch.equal(logits(), ours) and not made
     with torch.enable_grad():
         assert torch.equal(teacher.requires_grad_(False)(ids).logits, ours) and not made
+
+
+def test_no_more_than_one_module_of_a_teacher_is_there_twice(monkeypatch):
+    """Layers in 16 bits are given back one after another, not when the last one is quantised."""
+    teacher, from_linear = tiny_model(seed=1, hidden=64, layers=5), Fp8Linear.from_linear
+    patch(teacher, "teacher", attention=None)
+    before = [weakref.ref(module.weight) for module in teacher.modules() if isinstance(module, torch.nn.Linear)]
+    twice = []
+
+    def counting(linear):
+        done = sum(isinstance(module, Fp8Linear) for module in teacher.modules())
+        twice.append(done - sum(weight() is None for weight in before))
+        return from_linear(linear)
+
+    monkeypatch.setattr(Fp8Linear, "from_linear", counting)
+    assert quantise(teacher) == len(twice) == 5 * 7
+    assert max(twice) <= 3, twice
 
 
 def test_training_goes_on_against_the_quantised_teacher():

@@ -325,7 +325,9 @@ def swap_linears_for_fp8(model: nn.Module, keep: Iterable[str] = ("lm_head",)) -
         ValueError: If none was replaced.
     """
     keep, replaced = tuple(keep), []
-    for parent_name, parent in list(model.named_modules()):
+    # no layer is named here: it would be kept, in 16 bits, until the last one is replaced
+    parents = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is not None]
+    for parent_name, parent in parents:
         for name, child in list(parent.named_children()):
             full = f"{parent_name}.{name}" if parent_name else name
             fits = type(child) is nn.Linear and child.in_features % 16 == 0 and child.out_features % 16 == 0
