@@ -154,6 +154,10 @@ ours.flash_attention(q, k, k, window=3000, softcap=30.0)
         compiled_rows.PARTS["decoding step"][0].format(rows=64, dtype="bfloat16", hidden=1728),
         {"_embed_kernel", "_product_kernel", "_attention_kernel", "_scores_kernel", "_finish_kernel"},
     ),
+    "decoding step, heads of less than a line": (
+        compiled_rows.PARTS["decoding step"][0].format(rows=3, dtype="bfloat16", hidden=576).replace("=64", "=16"),
+        {"_attention_kernel"},
+    ),
     "losses over logits": (
         """
 for columns in (8192, 128256):

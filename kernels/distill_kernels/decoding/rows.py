@@ -34,7 +34,7 @@ def prefetch(weight_ptr, rows, first, last, K, COLUMNS: tl.constexpr):
     """Ask for columns `first` up to `last`, at most COLUMNS of them, of `rows` of a [., K] weight, into L2."""
     if has_ptx():
         LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        column = first + tl.arange(0, COLUMNS // LINE) * LINE
+        column = first + tl.arange(0, (COLUMNS + LINE - 1) // LINE) * LINE
         at = weight_ptr + rows.to(tl.int64)[:, None] * K + column[None, :]
         inside = tl.broadcast_to((column < last)[None, :], at.shape)
         tl.inline_asm_elementwise(
