@@ -19,6 +19,7 @@ from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, G
 from distill.generation.documents import as_row, documents_of
 from distill.generation.on_policy import OnPolicy, on_policy_of
 from distill.generation.sampling import GREEDY, Sampling
+from distill.models.patching import patch
 from distill.recipe import RecipeError, parse
 from distill.teachers.objective import DistillationObjective
 from distill.training.checkpoints import checkpoints
@@ -237,6 +238,25 @@ def test_one_row_of_few_lengths_is_no_longer_than_the_rows_were():
         (made,) = own.replace([batch], 0, COLLATE)
         lengths[multiple] = made["input_ids"].shape[1]
     assert lengths[32] == -(-lengths[1] // 32) * 32 and lengths[64] == 64 and lengths[256] == 2 * 60, lengths
+
+
+def test_rows_and_buffers_follow_from_attention_and_data(kernel_device):
+    """One row where both models' attention is ours, of lengths for which kernels are compiled once."""
+    student, teacher = tiny_model().to(kernel_device), tiny_model(seed=1).to(kernel_device)
+    more = {"report": DataReport(format="chat (messages)", longest=20), "vocab_size": 259}
+
+    def made(*overrides, models=(student, teacher), **other):
+        recipe = parse(RECIPE, ["data.on_policy.max_new_tokens=8", *overrides])
+        own = on_policy_of(recipe, student, tiny_tokenizer(), models=models, **more | other)
+        return own.one_row, own.multiple, own.engine.settings.max_length
+
+    patch(student, log_it=False)
+    assert made() == (False, 1 if kernel_device.type == "cpu" else 64, 28)
+    patch(teacher, "teacher", log_it=False)
+    assert made("train.cuda_graph=false") == (True, 64, 28)
+    assert made("train.cuda_graph=false", models=())[0] is False
+    assert made("data.packing=false")[0] is False
+    assert made(report=DataReport(format="chat (messages)", longest=60))[2] == 64  # data.max_length
 
 
 @pytest.mark.full

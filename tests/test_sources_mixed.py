@@ -9,6 +9,7 @@ import pytest
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.cli import run_command
+from distill.core.labels import document_bounds
 from distill.data.load import load_data
 from distill.data.mixing import MixedRows, mix_of
 from distill.recipe import Data, RecipeError, dump, load, parse
@@ -56,6 +57,9 @@ def test_an_epoch_holds_each_sources_share(here):
     assert splits.report.as_dict()["parts"][1]["epoch_rows"] == few
     assert splits.report.documents == sum(part.documents for part in splits.report.parts)
     assert splits.report.trained_tokens == sum(part.trained_tokens for part in splits.report.parts)
+    documents = [end - start for row in splits.train for start, end in document_bounds(row["position_ids"])]
+    assert splits.report.longest == max(documents) == max(part.longest for part in splits.report.parts)
+    assert min(part.longest for part in splits.report.parts) < splits.report.longest
 
 
 def test_every_row_comes_before_any_comes_twice_more(here):

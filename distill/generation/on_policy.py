@@ -69,7 +69,7 @@ class OnPolicy:
         snapshot: What answers in the student's place; None for itself.
         log_probs: Give each drawn token's log-probability with the batches (`drawn_log_p`); the engine must too.
         multiple: Packed rows get a length that it divides, or `max_length`: steps of few shapes are replayed from CUDA
-            graphs.
+            graphs, and kernels are compiled apart for lengths that 16 divides.
         one_row: Put a micro-batch's documents into one row, however long, so that nothing is padding: for models whose
             attention leaves out what lies between documents (`attends_within_documents`).
     """
@@ -403,9 +403,11 @@ def on_policy_of(
     )  # fmt: skip
     answering = student if snapshot is None else snapshot.model
     engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
-    one_row, multiple = recipe.data.packing and bool(models) and all(map(attends_within_documents, models)), 1
-    if recipe.train.cuda_graph and next(student.parameters()).is_cuda:  # one row in 32 lengths at most
-        multiple = max(64, one_row * recipe.train.batch_size * recipe.data.max_length // 2048 * 64)
+    one_row = recipe.data.packing and bool(models) and all(map(attends_within_documents, models))
+    graphed = bool(recipe.train.cuda_graph) and next(student.parameters()).is_cuda
+    # of one row 32 lengths at most are captured
+    room = recipe.train.batch_size * recipe.data.max_length if one_row and graphed else 0
+    multiple = max(64, room // 2048 * 64) if one_row or graphed else 1
     return OnPolicy(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
