@@ -79,9 +79,12 @@ def choose_plan(
     crowded = small and pairs > 3 * facts.multiprocessors  # fewer threads each, more of them on a multiprocessor
     ahead = 128 if chunks == 1 and not crowded else 0
     pace = Pace(64 if small else 32, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
+    size = products[0].weights[0].element_size()
     if chunks > 1 and out.splits > 1:  # beside many programs of attention, small ones start sooner
-        out = that_fits(Tile(32, 64, 1, out.warps, 8), rows, products[1].weights[0].element_size(), False, facts)
+        out = that_fits(Tile(32, 64, 1, out.warps, 8), rows, size, False, facts)
+    elif rows <= 32 and pairs > 64 and qkv.inputs == 128:
+        qkv = that_fits(Tile(32, 128, 2, qkv.warps, 4), rows, size, False, facts)
     head_warps = 8 if facts.warp_size == 32 or rows > 32 else 4  # eight wavefronts of CDNA 3 spill
     head = Tile(128 if rows <= 64 else 64, 64, 1, head_warps, 4)
-    head = that_fits(head, rows, products[0].weights[0].element_size(), False, facts)
+    head = that_fits(head, rows, size, False, facts)
     return Plan(qkv, out, gate_up, down, pace, head)
