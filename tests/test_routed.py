@@ -4,12 +4,15 @@ import json
 
 import pytest
 import torch
-from subjects import routed, routed_answering
+from subjects import SUBJECTS, routed, routed_answering
 from tiny import save_models, tiny_model
 
-from distill.data.collator import Collator
+from distill.data.collator import Collator, PlainRows
 from distill.doctor.invariants import both_read_the_same, fused_equals_reference
+from distill.generation.decode_loop import DecodeLoop, EngineSettings
 from distill.generation.documents import as_row, documents_of
+from distill.generation.on_policy import OnPolicy
+from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, dump, parse
 from distill.run import run
 from distill.teachers.objective import DistillationObjective
@@ -215,3 +218,32 @@ def test_a_run_logs_figures_of_each_teacher(tmp_path, monkeypatch, own):
         mean = sum(tokens * kl for tokens, kl in parts) / sum(tokens for tokens, _ in parts)
         assert mean == pytest.approx(row[f"{prefix}kl"], rel=1e-4)
     assert any("kl_math" in row and "agreement_talk" in row for row in logged)
+
+
+@pytest.mark.parametrize("kind", ["informed", "routed", "routed informed"])
+def test_answers_in_one_row_are_judged_by_the_same_teachers(kind):
+    """Each after what its teacher reads before it; loss and gradients as of several rows."""
+    subject = SUBJECTS[kind]()
+    student = subject.student.double()
+    for model in subject.teacher.models.values():
+        model.double()
+    objective = DistillationObjective(subject.teacher, student, subject.loss)
+    collate = objective.collator(PlainRows(Collator(2)))
+    batches, found = [collate(list(subject.rows[:3]))], []
+    longest = max(document.length for document in documents_of(batches[0])) + 5
+    for one_row in (False, True):
+        own = OnPolicy(
+            DecodeLoop(student, EngineSettings(2, [0], vocab_size=objective.columns)), fraction=1.0, max_new_tokens=5, sampling=Sampling(1.0), seed=3,
+            max_length=2 * longest, multiple=64, one_row=one_row,
+        )  # fmt: skip
+        (batch,) = own.replace(batches, 0, collate)
+        assert (len(batch["input_ids"]) == 1) is one_row
+        student.zero_grad()
+        loss = student(**objective.compare(batch))["loss"]
+        loss.backward()
+        said = sorted((document.ids, document.teacher_ids, document.route) for document in documents_of(batch))
+        found.append((said, [loss.detach(), *(p.grad for p in student.parameters() if p.grad is not None)]))
+    (expected, theirs), (got, ours) = found
+    assert got == expected and any(document[2] is not None or document[1] is not None for document in got)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
