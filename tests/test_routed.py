@@ -232,9 +232,10 @@ def test_answers_in_one_row_are_judged_by_the_same_teachers(kind):
     batches, found = [collate(list(subject.rows[:3]))], []
     longest = max(document.length for document in documents_of(batches[0])) + 5
     for one_row in (False, True):
+        engine = DecodeLoop(student, EngineSettings(2, [0], vocab_size=objective.columns))
         own = OnPolicy(
-            DecodeLoop(student, EngineSettings(2, [0], vocab_size=objective.columns)), fraction=1.0, max_new_tokens=5, sampling=Sampling(1.0), seed=3,
-            max_length=2 * longest, multiple=64, one_row=one_row,
+            engine, fraction=1.0, max_new_tokens=5, sampling=Sampling(1.0), seed=3, max_length=2 * longest, multiple=64,
+            one_row=one_row,
         )  # fmt: skip
         (batch,) = own.replace(batches, 0, collate)
         assert (len(batch["input_ids"]) == 1) is one_row

@@ -405,9 +405,9 @@ def on_policy_of(
     engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
     one_row = recipe.data.packing and bool(models) and all(map(attends_within_documents, models))
     graphed = bool(recipe.train.cuda_graph) and next(student.parameters()).is_cuda
-    # of one row 32 lengths at most are captured
+    # one row has one of 16 lengths then, since a few shapes are captured
     room = recipe.train.batch_size * recipe.data.max_length if one_row and graphed else 0
-    multiple = max(64, room // 2048 * 64) if one_row or graphed else 1
+    multiple = max(64, room // 1024 * 64) if one_row or graphed else 1
     return OnPolicy(
         engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
         seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
