@@ -345,7 +345,8 @@ def test_data_without_prompts_are_refused_before_weights_are_read(workplace, mon
 def test_memory_is_counted(workplace):
     from distill.planning.devices import find_device
     from distill.planning.memory import step_memory
-    from distill.planning.preflight import situation_of
+    from distill.planning.preflight import check, situation_of
+    from distill.teachers.registry import source_of
 
     with_own, without = (
         step_memory(situation_of(made, find_device("cpu"), 1))
@@ -354,6 +355,10 @@ def test_memory_is_counted(workplace):
     cache = 1.5 * 64 * 64 * 2 * 2 * 16 * 4  # batch, slots, keys and values, layers, their width, bytes
     assert with_own.parts["cache of rollouts"] == cache
     assert with_own.peak - without.peak == cache and "cache of rollouts" not in without.parts
+    recipe = parse(RECIPE)
+    longest = source_of(recipe).vocabulary().read(recipe.data, recipe.train.seed).report.longest
+    read = check(recipe, find_device("cpu")).memory.parts["cache of rollouts"]
+    assert read == cache / 64 * (longest + recipe.data.on_policy.max_new_tokens) and 0 < longest < 64 - 8
     situation = situation_of(parse(RECIPE, ["data.on_policy.ahead=1"]), find_device("cpu"), 1)
     ahead = step_memory(situation)
     assert ahead.parts["copy that answers"] == 4 * situation.student.shape.parameters == ahead.peak - with_own.peak

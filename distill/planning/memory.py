@@ -35,7 +35,6 @@ from distill_kernels.losses.projection import TILE
 from distill.models.shape import Shape
 from distill.planning.situation import Situation
 from distill.planning.steps import FUSED
-from distill.recipe import Recipe
 from distill.teachers.losses import is_soft
 
 LOADING = "loading of the teacher"
@@ -152,7 +151,7 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     teacher_weights = teacher.weights
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
-    rollouts = _rollout_cache(recipe, student, compute)
+    rollouts = _rollout_cache(situation, student, compute)
     own = recipe.data.on_policy
     answering = student.parameters * weight if own and own.fraction > 0 and (sharded or own.ahead) else 0.0
     held = teacher_weights + weights + states + buckets + rollouts + answering
@@ -187,12 +186,14 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     return Memory(parts, moments, logits_avoided=float(models) * tokens * columns * 4)
 
 
-def _rollout_cache(recipe: Recipe, student: Shape, compute: int) -> float:
+def _rollout_cache(situation: Situation, student: Shape, compute: int) -> float:
     """Keys and values that the student's own answers are generated with: kept, of the last two batch sizes."""
-    section = recipe.data.on_policy
+    section, length = situation.recipe.data.on_policy, situation.recipe.data.max_length
     if section is None or section.fraction == 0 or section.engine != "distill":
         return 0.0
-    return 1.5 * section.batch_size * recipe.data.max_length * 2 * student.layers * student.key_value * compute
+    if situation.longest:
+        length = min(length, situation.longest + section.max_new_tokens)
+    return 1.5 * section.batch_size * length * 2 * student.layers * student.key_value * compute
 
 
 def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int, models: int) -> float:

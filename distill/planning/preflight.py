@@ -149,6 +149,7 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
     vocabulary = _check_vocabulary(source, report)
     facts = _check_data(source, vocabulary, report) if look_at_data else None
+    situation = situation._replace(longest=0 if facts is None else facts.longest)
     report.memory = memory = _memory(situation, device)
     report.fits = memory.peak <= situation.usable
     if not report.fits:

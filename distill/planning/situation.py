@@ -17,13 +17,18 @@ from distill.teachers.registry import source_of
 
 
 class Situation(NamedTuple):
-    """A recipe on some devices."""
+    """A recipe on some devices.
+
+    Attributes:
+        longest: tokens of the data's longest document; 0 where they have not been read.
+    """
 
     recipe: Recipe
     source: TeacherSource
     precision: Precision
     memory_bytes: int
     world: int = 1
+    longest: int = 0
 
     @staticmethod
     def here(recipe: Recipe, device: torch.device, world: int) -> Situation:
