@@ -306,8 +306,8 @@ class _Plan(NamedTuple):
     def asked(self) -> list[Document]:
         return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
 
-    def rows(self, answers: Any, max_length: int, one_row: bool = False) -> list[list[Document]]:
-        """The documents with the next of `answers` in place of those that were asked, packed if they were before."""
+    def rows(self, answers: Any, max_length: int, one_row: bool) -> list[list[Document]]:
+        """The documents, `answers` in place of those that were asked: in one row, or packed if they were before."""
         documents = [next(answers) if drawn else own for own, drawn in zip(self.documents, self.drawn, strict=True)]
         if one_row:
             return [documents] * bool(documents)

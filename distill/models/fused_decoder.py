@@ -80,7 +80,7 @@ def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool =
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Hooks that change what a forward computes: not those by which checkpointing has embeddings ask for gradients."""
+    """Whether it has others than those by which checkpointing has embeddings ask for gradients."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(not getattr(hook, "__name__", "").startswith("make_inputs_require_grad") for hook in hooks)
 
@@ -182,7 +182,7 @@ class FusedDecoder:
         def stream(parts: int) -> Stream:
             return Stream(x, scaled, torch.empty(parts, rows, dtype=torch.float32, device=weight.device))
 
-        self.first, self.middle_stream = stream(1), stream(tiles_of(products.out, self.plan.out))
+        self.first_stream, self.middle_stream = stream(1), stream(tiles_of(products.out, self.plan.out))
         self.stream = stream(tiles_of(products.down, self.plan.down))
 
     def _norm(self, number: int) -> torch.Tensor:
@@ -200,11 +200,11 @@ class FusedDecoder:
 
     def embed(self, books: Books) -> None:
         """Fill the stream with the embeddings of `books.token`; see `embed_tokens`."""
-        embed_tokens(self.embedding.get_parameter("weight"), self._norm(0), self.first, books)
+        embed_tokens(self.embedding.get_parameter("weight"), self._norm(0), self.first_stream, books)
 
     def layers(self) -> None:
         """All layers, whose newest tokens have the positions `cache.lengths` - 1."""
-        stream, (qkv, out, gate_up, down, pace, _) = self.first, self.plan
+        stream, (qkv, out, gate_up, down, pace, _) = self.first_stream, self.plan
         for number, (layer, kept) in enumerate(zip(self.own, self.cache.kept(), strict=True), 1):
             products, heads = _products(layer, self._norm(number)), self._heads(layer)
             cached = Cached(*kept, self.cache.lengths, self.cos, self.sin)

@@ -82,7 +82,7 @@ def choose_plan(
     size = products[0].weights[0].element_size()
     if chunks > 1 and out.splits > 1:  # beside many programs of attention, small ones start sooner
         out = that_fits(Tile(32, 64, 1, out.warps, 8), rows, size, False, facts)
-    elif rows <= 32 and pairs > 64 and qkv.inputs == 128:
+    elif rows <= 32 and pairs > 64 and qkv.inputs == 128:  # beside about one a multiprocessor, smaller parts
         qkv = that_fits(Tile(32, 128, 2, qkv.warps, 4), rows, size, False, facts)
     head_warps = 8 if facts.warp_size == 32 or rows > 32 else 4  # eight wavefronts of CDNA 3 spill
     head = Tile(128 if rows <= 64 else 64, 64, 1, head_warps, 4)
