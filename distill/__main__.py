@@ -10,8 +10,9 @@ signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 def main() -> None:
     """Carry out the command line."""
     from distill import cli
+    from distill.core.interrupts import Interrupts
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, Interrupts())
     cli.main()
 
 

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -167,9 +168,10 @@ class Health:
             yield
             return
 
-        def interrupt(number: int, frame: object) -> None:
+        def interrupt(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
-                raise KeyboardInterrupt
+                at_once = before[number]
+                return (at_once if callable(at_once) else signal.default_int_handler)(number, frame)
             self.interrupted = True
             self._asked.set()
             if is_first():
@@ -187,7 +189,7 @@ class Health:
                 os.close(nowhere)
 
         self.interrupted = False
-        handlers: dict[int, Callable[[int, object], None]] = {signal.SIGTERM: end, signal.SIGINT: interrupt}
+        handlers: dict[int, Callable[[int, FrameType | None], object]] = {signal.SIGTERM: end, signal.SIGINT: interrupt}
         if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
             handlers[signal.SIGHUP] = end
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}

@@ -1,0 +1,69 @@
+"""A Ctrl-C is heard whatever was being done: imports that swallow exceptions, finalizers that drop them."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from distill.core.interrupts import Interrupts
+
+SWALLOWS = """
+import os, signal
+try:
+    for _ in range({presses}):
+        os.kill(os.getpid(), signal.SIGINT)
+    done = False
+    done = True
+except BaseException:
+    pass
+"""
+
+
+@pytest.fixture
+def heeding():
+    before = signal.signal(signal.SIGINT, Interrupts())
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def waits_to_hear():
+    """What comes after has ended within a second, unless nobody hears."""
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(1)
+
+
+def test_in_an_import_that_swallows_it(heeding, tmp_path, monkeypatch):
+    (tmp_path / "swallows_ctrl_c.py").write_text(SWALLOWS.format(presses=1))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("swallows_ctrl_c").done
+    waits_to_hear()
+
+
+def test_in_a_finalizer(heeding):
+    class Ends:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    Ends()
+    waits_to_hear()
+
+
+def test_elsewhere_at_once_and_each_time(heeding):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_pressed_again_in_an_import_it_leaves_at_once(tmp_path):
+    (tmp_path / "swallows_ctrl_c.py").write_text(SWALLOWS.format(presses=2))
+    code = "import signal; from distill.core.interrupts import Interrupts; signal.signal(signal.SIGINT, Interrupts())"
+    left = subprocess.run(
+        [sys.executable, "-c", f"{code}; import swallows_ctrl_c; print('went on')"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (left.returncode, left.stdout) == (130, "")
