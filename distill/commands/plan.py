@@ -119,6 +119,9 @@ def _print(report: Preflight, measured: Any) -> None:
         bus = ", and 80 % of its PCIe link while the layers travel" if report.moved else ""
         assumed = f"(assuming 72 % of the GPU's peak in products, 40 % in attention, 88 % of its bandwidth{bus})"
         console.say(f"time        {report.seconds_per_step:.2f} s a step{rest} {assumed}")
+    if (own := report.answers) is not None:
+        took = "time not known" if own.seconds is None else f"{own.seconds:.2f} s of it if all are that long"
+        console.say(f"answers     {own.number:,.0f} a step of at most {counted(own.tokens, 'token')}: {took}")
     if report.host:
         held, moved = f"{report.host / GIB:.1f} GiB", f"{report.moved / GIB:.1f} GiB"
         layers = f"{held} of host memory for the teacher's layers"

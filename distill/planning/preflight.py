@@ -29,6 +29,7 @@ from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import ALONE, Sharing
 from distill.models.source import resolve_tokenizer_source
+from distill.planning.answer_time import Answers, answers_of
 from distill.planning.caching import what_caching_takes
 from distill.planning.devices import Device
 from distill.planning.memory import Memory, step_memory
@@ -58,6 +59,7 @@ class Preflight:
         advice: changes that save memory, the largest first: setting, GiB saved, whether the run then fits.
         steps, accumulation, tokens_per_step: of the run.
         flops_per_step, seconds_per_step, seconds: the arithmetic of a step on all devices, and the time it takes.
+        answers: of the student's own in a step, whose seconds are a part of the above; None where it makes none.
         disk, disk_free: bytes for checkpoints and the student, and those left where runs are written.
         host, moved: bytes of an offloaded teacher: in host memory for all devices, and over the bus to each in a step.
         teacher_text: the teacher's size, or what a cache holds.
@@ -81,6 +83,7 @@ class Preflight:
     advice: list[tuple[str, float, bool]] = field(default_factory=list)
     flops_per_step: float | None = None
     seconds_per_step: float | None = None
+    answers: Answers | None = None
     disk: float = 0.0
     disk_free: float = 0.0
     host: float = 0.0
@@ -349,7 +352,7 @@ def _check_data(source: TeacherSource, vocabulary: Vocabulary | None, report: Pr
 def _time(situation: Situation, facts: DataReport | None, report: Preflight) -> None:
     """By what each model reads: rows are as long as their longer reading."""
     length = situation.recipe.data.max_length
-    facts = facts or DataReport(documents=1, tokens=length, teacher_tokens=length, trained_tokens=length)
+    facts = facts or DataReport(documents=1, tokens=length, teacher_tokens=length, trained_tokens=length, rows=1)
     rows = report.tokens_per_step / max(facts.tokens, facts.teacher_tokens, 1)  # this share of the data is a step
 
     def read(tokens: int) -> StepTokens:
@@ -358,6 +361,9 @@ def _time(situation: Situation, facts: DataReport | None, report: Preflight) -> 
 
     if found := step_time(situation, report.device, read(facts.tokens), read(facts.teacher_tokens)):
         report.flops_per_step, report.seconds_per_step = found
+    report.answers = own = answers_of(situation, report.device, facts, report.tokens_per_step / length)
+    if own is not None and report.seconds_per_step is not None:
+        report.seconds_per_step = None if own.seconds is None else report.seconds_per_step + own.seconds
 
 
 def _disk(recipe: Recipe, student: Shape, precision: Precision, report: Preflight) -> None:

@@ -1,0 +1,57 @@
+"""What the student's own answers take of an optimizer step, were each as long as it may be.
+
+    a token of all sequences at once = layers x latency + (weights + keys and values) / (0.72 bandwidth)
+
+By our decode loop in CUDA graphs, whose steps of few sequences wait for kernels to begin, 18 us a layer where layers
+are fused and 50 us where they are not: within 15 % of H200 rows `decode_step` in scripts/bench/results, SmolLM2-135M
+to Llama-3.2-1B, 1 to 64 sequences. Answers that end early make it less, reading the prompts a little more.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from distill_kernels.decoding.plan import FASTER_ON
+
+from distill.data.report import DataReport
+from distill.models.cards import Card
+from distill.models.shape import Shape
+from distill.planning.devices import Device
+from distill.planning.situation import Situation
+
+FUSED, APART, REACHED = 18e-6, 50e-6, 0.72  # seconds a layer; share of a data sheet's bandwidth
+
+
+class Answers(NamedTuple):
+    """Of one optimizer step: answers on all devices, new tokens of the longest, and seconds; None where not known."""
+
+    number: float
+    tokens: int
+    seconds: float | None
+
+
+def answers_of(situation: Situation, device: Device, data: DataReport, rows: float) -> Answers | None:
+    """What is answered in a step of `rows` rows of the data; None where nothing is."""
+    recipe, student = situation.recipe, situation.student.shape
+    section, length = recipe.data.on_policy, recipe.data.max_length
+    if section is None or section.fraction == 0:
+        return None
+    documents = max(data.documents, 1)
+    prompt = (data.tokens - data.trained_tokens) / documents
+    new = int(max(min(section.max_new_tokens, length - prompt), 1))
+    number = rows * documents / max(data.rows, 1) * section.fraction
+    if device.card is None or section.engine != "distill" or situation.precision.compute == torch.float32:
+        return Answers(number, new, None)
+    fused = device.family in FASTER_ON and recipe.student.lora is None and recipe.student.compute != "fp8"
+    here = max(number / situation.world, 1.0)
+    seats = min(here, section.batch_size)
+    token = token_seconds(student, device.card, seats, prompt + new / 2, situation.precision.student.itemsize, fused)
+    return Answers(number, new, here / seats * new * token)
+
+
+def token_seconds(student: Shape, card: Card, seats: float, cached: float, itemsize: int, fused: bool) -> float:
+    """Of one new token of `seats` sequences with `cached` tokens each, weights of `itemsize` bytes, 16-bit caches."""
+    bytes_read = itemsize if fused or itemsize == 2 else itemsize + 4  # else a copy in 16 bits is written, and read
+    read = (student.linear + student.head) * bytes_read + seats * cached * 4 * student.layers * student.key_value
+    return student.layers * (FUSED if fused else APART) + read / (REACHED * card.bandwidth * 1e9)

@@ -1,0 +1,94 @@
+"""`distill check` of a student that answers: how many answers a step has, and what they take."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import save_models
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distill.cli import run_command
+from distill.models.cards import CARDS
+from distill.models.shape import shape_of
+from distill.planning.answer_time import token_seconds
+from distill.planning.devices import find_device
+from distill.planning.preflight import check
+from distill.recipe import load
+from distill.recipe.shipped import find_architecture
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def measured():
+    """The newest row of each shape and of fused and own layers."""
+    rows = map(json.loads, (ROOT / "scripts/bench/results/nvidia-h200.jsonl").read_text().splitlines())
+    candidates = {"fused": True, "today's, our layers": False}
+    found = {}
+    for row in rows:
+        if row["case"] == "decode_step" and row["candidate"] in candidates:
+            found[row["shape"], candidates[row["candidate"]]] = row["ms"]
+    return [(*key, ms) for key, ms in found.items()]
+
+
+@pytest.mark.parametrize("shape, fused, ms", measured())
+def test_a_token_takes_what_was_measured(shape, fused, ms):
+    name, rows, cached = re.match(r"(\S+), (\d+) rows, (\d+) cached", shape).groups()
+    with torch.device("meta"):
+        student = shape_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(find_architecture(name))))
+    itemsize = 4 if "fp32" in shape else 2
+    predicted = token_seconds(student, CARDS["H200"], int(rows), int(cached), itemsize, fused)
+    assert 1e3 * predicted == pytest.approx(ms, rel=0.2)
+
+
+RECIPE = """
+teacher: {model: teacher}
+student: {from_teacher: {layers: 2}}
+data: {source: pairs.jsonl, max_length: 64, cache: false, on_policy: {max_new_tokens: 8, batch_size: 4}}
+loss: {terms: [{type: reverse_kl}]}
+train: {steps: 3, batch_size: 2, tokens_per_step: 512}
+"""
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """`check` of the recipe above with overrides, on an H200."""
+    monkeypatch.chdir(tmp_path)
+    save_models(tmp_path, teacher={"layers": 4})
+    pairs = [{"prompt": f"Question {n}?", "completion": f"It is {n * n}."} for n in range(64)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    Path("r.yaml").write_text(RECIPE)
+    return lambda *overrides: check(load("r.yaml", overrides), find_device("H200"))
+
+
+def test_answers_are_counted_and_their_time_is_a_part_of_the_step(plan):
+    one, none = plan("data.packing=false"), plan("data.packing=false", "data.on_policy=null")
+    assert none.answers is None and one.answers is not None
+    assert one.answers[:2] == (8, 8)  # a row of 64 tokens each, of 512
+    assert one.seconds_per_step == pytest.approx(none.seconds_per_step + one.answers.seconds)
+    half = plan("data.packing=false", "data.on_policy.fraction=0.5")
+    assert half.answers.number == 4 and half.answers.seconds == pytest.approx(one.answers.seconds / 2)
+    assert (
+        plan("data.max_length=128").answers.number > 4 == plan("data.max_length=128", "data.packing=false").answers.number
+    )
+    together = plan("data.packing=false", "data.on_policy.batch_size=8").answers.seconds
+    assert one.answers.seconds / 2 < together < 0.6 * one.answers.seconds  # waiting for kernels is the most of it
+    assert plan("data.max_length=32", "data.on_policy.max_new_tokens=99").answers.tokens < 32
+    slower = plan("data.packing=false", "student.lora.r=4").answers.seconds
+    assert slower > 2 * one.answers.seconds
+
+
+@pytest.mark.parametrize("override", ["data.on_policy.engine=transformers", "train.precision=float32"])
+def test_of_another_engine_no_time_is_told(override, plan, capsys):
+    found = plan(override)
+    assert found.answers.seconds is None and found.seconds_per_step is None
+    assert run_command(["check", "r.yaml", "--gpu", "H200", override]) == 0
+    assert "of at most 8 tokens: time not known" in capsys.readouterr().out
+
+
+def test_check_says_it(plan, capsys):
+    assert run_command(["check", "r.yaml", "--gpu", "H200", "data.packing=false"]) == 0
+    assert "answers     8 a step of at most 8 tokens: 0.00 s of it if all are that long" in capsys.readouterr().out
+    assert run_command(["check", "r.yaml", "--gpu", "H200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answers"]["tokens"] == 8
