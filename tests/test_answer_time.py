@@ -70,7 +70,9 @@ def test_answers_are_counted_and_their_time_is_a_part_of_the_step(plan):
     half = plan("data.packing=false", "data.on_policy.fraction=0.5")
     assert half.answers.number == 4 and half.answers.seconds == pytest.approx(one.answers.seconds / 2)
     assert (
-        plan("data.max_length=128").answers.number > 4 == plan("data.max_length=128", "data.packing=false").answers.number
+        plan("data.max_length=128").answers.number
+        > 4
+        == plan("data.max_length=128", "data.packing=false").answers.number
     )
     together = plan("data.packing=false", "data.on_policy.batch_size=8").answers.seconds
     assert one.answers.seconds / 2 < together < 0.6 * one.answers.seconds  # waiting for kernels is the most of it
