@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from distill_kernels.launch import next_power_of_2
+from distill_kernels.launch import LAUNCH_ERRORS, next_power_of_2
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -344,10 +344,7 @@ class DecodeLoop(Engine):
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for _ in range(2):
-                seats.column.zero_()
-                self._step(seats, sampling)
-            seats.column.zero_()
+            self._warm(seats, sampling)
             waits = _waits_for_the_host(lambda: self._step(seats, sampling))
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
         if waits is not None:
@@ -361,6 +358,20 @@ class DecodeLoop(Engine):
             for _ in range(STEPS):
                 self._step(seats, sampling)
         seats.graph, seats.captured = graph, depends_on
+
+    def _warm(self, seats: Seats, sampling: Sampling) -> None:
+        """Two steps of seats that are all done; the model's own, where kernels of fused ones do not compile."""
+        try:
+            for _ in range(2):
+                seats.column.zero_()
+                self._step(seats, sampling)
+        except LAUNCH_ERRORS as error:
+            if seats.fused is None:
+                raise
+            self.fused_steps.refuse(error)
+            seats.fused = None
+            self._warm(seats, sampling)
+        seats.column.zero_()
 
 
 def _waits_for_the_host(step: Any) -> str | None:

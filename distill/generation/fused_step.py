@@ -9,9 +9,11 @@ import torch
 from distill_kernels.decoding.plan import Plan
 from distill_kernels.decoding.product import MAX_ROWS
 from distill_kernels.decoding.tokens import Books, Draw, TileScores, finish_tokens, score_tokens
+from distill_kernels.launch import LAUNCH_ERRORS
 from torch import nn
 from torch.nn import functional as F
 
+from distill.core.faults import first_line
 from distill.generation.sampling import Sampling
 from distill.generation.seats import Seats
 from distill.models.fused_decoder import FusedDecoder, epsilon, try_layers, why_not_fused
@@ -52,7 +54,11 @@ class FusedSteps:
             reason = why_not_fused(self.model, self.autocast, self.fused is True)
             if seats.batch > MAX_ROWS:
                 reason = f"{seats.batch} sequences at once are more than {MAX_ROWS}"
-            result = reason or try_layers(self.model, dtype, seats.batch)
+            try:
+                result = reason or try_layers(self.model, dtype, seats.batch)
+            except LAUNCH_ERRORS as error:
+                self.refuse(error)
+                return None
             self._result = key, result
             if isinstance(result, str):
                 log.debug("decoding by the model's own layers, without fused ones: %s", result)
@@ -60,6 +66,13 @@ class FusedSteps:
         if isinstance(calls, str):
             return None
         return FusedStep(self.model, seats, dtype, calls, (ends, pad, self.columns))
+
+    def refuse(self, error: Exception) -> None:
+        """No fused steps from now on, since a kernel of theirs does not compile or launch here."""
+        self.fused = False
+        log.warning(
+            "decoding by the model's own layers, which is slower: a fused kernel fails here (%s)", first_line(error)
+        )
 
 
 class FusedStep:

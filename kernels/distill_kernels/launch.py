@@ -27,6 +27,7 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     HAS_TRITON = True
+    LAUNCH_ERRORS: tuple[type[Exception], ...] = (triton.errors.TritonError, RuntimeError)  # of what does not compile
 
     @constexpr_function
     def has_ptx() -> bool:
@@ -35,6 +36,7 @@ try:
 
 except ImportError:
     HAS_TRITON = False
+    LAUNCH_ERRORS = (RuntimeError,)
 
     class _MissingTriton:
         """Stands for triton where it is not installed: decorators keep the function, everything else raises on use."""

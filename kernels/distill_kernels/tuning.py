@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import torch
 
-from distill_kernels.launch import HAS_TRITON, device_facts, forced_family, triton
+from distill_kernels.launch import HAS_TRITON, LAUNCH_ERRORS, device_facts, forced_family, triton
 
 Way = TypeVar("Way", bound=tuple[object, ...])
 GAIN = 1.03  # what another way has to be faster by: timings differ by as much from run to run
@@ -112,7 +112,7 @@ def milliseconds(launches: Sequence[Callable[[], object]]) -> list[float]:
     times: list[list[float]] = [[] for _ in launches]
     alive = []
     for place, launch in enumerate(launches):
-        with contextlib.suppress(triton.errors.TritonError, RuntimeError):
+        with contextlib.suppress(*LAUNCH_ERRORS):
             launch()
             alive.append(place)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,0 +1,66 @@
+"""Where a kernel of the fused decoding step does not compile, the model's own layers answer, and one line says so."""
+
+import logging
+
+import pytest
+import torch
+from distill_kernels.launch import LAUNCH_ERRORS
+from tiny import tiny_model
+
+from distill.generation import fused_step
+from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
+from distill.generation.sampling import GREEDY
+
+PROMPTS = [[5, 6, 7, 8], [40], [100, 3, 77]]
+WORDS = "own layers, which is slower: a fused kernel fails here (no such tile)"
+
+
+def loop_of(model, fused=True):
+    return DecodeLoop(model, EngineSettings(2, [0], log_probs=True, fused=fused))
+
+
+def model_on(device):
+    return tiny_model(layers=1).to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+
+def fail(*args, **kwargs):
+    raise LAUNCH_ERRORS[0]("no such tile\nand more")
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, logger="distill.generation")
+    return lambda: [record.message for record in caplog.records if WORDS in record.message]
+
+
+def test_of_the_layers(kernel_device, monkeypatch, warnings):
+    monkeypatch.setattr(fused_step, "try_layers", fail)
+    model = model_on(kernel_device)
+    loop = loop_of(model)
+    for _ in range(2):
+        assert loop.generate(PROMPTS, max_new_tokens=4) == loop_of(model, False).generate(PROMPTS, max_new_tokens=4)
+    assert len(warnings()) == 1
+
+
+def test_of_what_comes_after_them(kernel_device, monkeypatch, warnings):
+    """The head's kernel, which fails at the first step: seats are as they were, and no other seats try it."""
+    loop = loop_of(model_on(kernel_device))
+    request = Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3)
+    monkeypatch.setattr(fused_step, "score_tokens", fail)
+    with loop._ready():
+        seats = loop._seats_for(request)
+        if kernel_device.type == "cpu":  # no graph is captured here, which begins so
+            seats.clear(loop.pad)
+            loop._warm(seats, GREEDY)
+        assert seats.fused is None and int(seats.column) == 0 and bool(seats.done.all())
+        assert loop._seats_for(request).fused is None
+    assert len(warnings()) == 1
+    assert loop.generate(PROMPTS, max_new_tokens=4) == loop_of(loop.model, False).generate(PROMPTS, max_new_tokens=4)
+
+
+def test_the_own_layers_may_not_fail(kernel_device, monkeypatch):
+    loop = loop_of(model_on(kernel_device), fused=False)
+    monkeypatch.setattr(type(loop.model), "forward", fail)
+    with loop._ready(), pytest.raises(LAUNCH_ERRORS[0]):
+        seats = loop._seats_for(Request(PROMPTS, [2, 2, 2], [1, 2, 3], GREEDY, 3))
+        loop._warm(seats, GREEDY)
