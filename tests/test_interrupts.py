@@ -36,6 +36,11 @@ def waits_to_hear():
         time.sleep(1)
 
 
+def run_python(code, folder):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
 def test_in_an_import_that_swallows_it(heeding, tmp_path, monkeypatch):
     (tmp_path / "swallows_ctrl_c.py").write_text(SWALLOWS.format(presses=1))
     monkeypatch.syspath_prepend(tmp_path)
@@ -61,9 +66,14 @@ def test_elsewhere_at_once_and_each_time(heeding):
 def test_pressed_again_in_an_import_it_leaves_at_once(tmp_path):
     (tmp_path / "swallows_ctrl_c.py").write_text(SWALLOWS.format(presses=2))
     code = "import signal; from distill.core.interrupts import Interrupts; signal.signal(signal.SIGINT, Interrupts())"
-    left = subprocess.run(
-        [sys.executable, "-c", f"{code}; import swallows_ctrl_c; print('went on')"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True, text=True,
-    )  # fmt: skip
+    left = run_python(f"{code}; import swallows_ctrl_c; print('went on')", tmp_path)
     assert (left.returncode, left.stdout) == (130, "")
+
+
+def test_a_command_that_an_import_runs_hears_it_at_once(tmp_path):
+    (tmp_path / "whole_command.py").write_text(
+        "import os, signal\nfrom distill.core.interrupts import Interrupts\n"
+        "signal.signal(signal.SIGINT, Interrupts())\nos.kill(os.getpid(), signal.SIGINT)"
+    )
+    left = run_python("import whole_command", tmp_path)
+    assert "KeyboardInterrupt" in left.stderr and "line 4" in left.stderr

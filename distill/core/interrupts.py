@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import sys
 import time
 from types import FrameType
 
@@ -22,6 +23,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
+        self.outermost = sys._getframe(1)  # what calls this one may be an import that lasts as long as the command
         self.waits = False
         self.is_own = False  # the signal that comes next is the one that waited
 
@@ -34,7 +36,7 @@ class Interrupts:
         if self.waits and not self.is_own:
             os._exit(EXIT_CODE)
         self.is_own = False
-        self.waits = _is_deaf(frame)
+        self.waits = self._is_deaf(frame)
         if not self.waits:
             raise KeyboardInterrupt
         _thread.start_new_thread(self._again, ())  # threading's locks may be held by what was interrupted
@@ -44,12 +46,11 @@ class Interrupts:
         self.is_own = True
         _thread.interrupt_main()
 
-
-def _is_deaf(frame: FrameType | None) -> bool:
-    """Whether an exception would pass through an import, or be dropped by a finalizer."""
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "__del__" or code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
+    def _is_deaf(self, frame: FrameType | None) -> bool:
+        """Whether an exception would pass through an import, or be dropped by a finalizer."""
+        while frame is not None and frame is not self.outermost:
+            code = frame.f_code
+            if code.co_name == "__del__" or code.co_filename.startswith("<frozen importlib"):
+                return True
+            frame = frame.f_back
+        return False
