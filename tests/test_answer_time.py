@@ -69,16 +69,19 @@ def test_answers_are_counted_and_their_time_is_a_part_of_the_step(plan):
     assert one.seconds_per_step == pytest.approx(none.seconds_per_step + one.answers.seconds)
     half = plan("data.packing=false", "data.on_policy.fraction=0.5")
     assert half.answers.number == 4 and half.answers.seconds == pytest.approx(one.answers.seconds / 2)
-    assert (
-        plan("data.max_length=128").answers.number
-        > 4
-        == plan("data.max_length=128", "data.packing=false").answers.number
-    )
+    packed, apart = (plan("data.max_length=128", f"data.packing={packing}").answers for packing in ("true", "false"))
+    assert packed.number > apart.number == 4
     together = plan("data.packing=false", "data.on_policy.batch_size=8").answers.seconds
     assert one.answers.seconds / 2 < together < 0.6 * one.answers.seconds  # waiting for kernels is the most of it
     assert plan("data.max_length=32", "data.on_policy.max_new_tokens=99").answers.tokens < 32
-    slower = plan("data.packing=false", "student.lora.r=4").answers.seconds
-    assert slower > 2 * one.answers.seconds
+
+
+def test_steps_that_are_not_fused_are_slower(plan):
+    def seconds(*overrides):
+        return plan("data.packing=false", "train.tokens_per_step=16384", *overrides).answers.seconds
+
+    fused = seconds("data.on_policy.batch_size=128")
+    assert seconds("data.on_policy.batch_size=129") > 2 * fused < seconds("student.lora.r=4")  # rows at once, adapters
 
 
 @pytest.mark.parametrize("override", ["data.on_policy.engine=transformers", "train.precision=float32"])

@@ -51,6 +51,12 @@ def why_not_fused(model: nn.Module, autocast: torch.dtype | None, forced: bool =
         return "it is not on a GPU that the kernels run on"
     if not forced and (family := device_facts(weight.device).family) not in FASTER_ON:
         return f"they were not measured to be faster on {family}"
+    return why_not_plain(model, autocast)
+
+
+def why_not_plain(model: nn.Module, autocast: torch.dtype | None) -> str | None:
+    """Why `model`, which may lie on the meta device, is not of the form above; None where it is."""
+    weight = next(model.parameters())
     if is_offloaded(bare(model)):
         return "its layers wait in host memory"
     decoder, head = decoder_of(model), find_head(model)

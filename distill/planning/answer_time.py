@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 from distill_kernels.decoding.plan import FASTER_ON
+from distill_kernels.decoding.product import MAX_ROWS
 
 from distill.data.report import DataReport
 from distill.models.cards import Card
+from distill.models.fused_decoder import why_not_plain
 from distill.models.shape import Shape
 from distill.planning.devices import Device
 from distill.planning.situation import Situation
@@ -43,9 +45,10 @@ def answers_of(situation: Situation, device: Device, data: DataReport, rows: flo
     number = rows * documents / max(data.rows, 1) * section.fraction
     if device.card is None or section.engine != "distill" or situation.precision.compute == torch.float32:
         return Answers(number, new, None)
-    fused = device.family in FASTER_ON and recipe.student.lora is None and recipe.student.compute != "fp8"
     here = max(number / situation.world, 1.0)
     seats = min(here, section.batch_size)
+    fused = device.family in FASTER_ON and seats <= MAX_ROWS and recipe.student.compute != "fp8"
+    fused = fused and why_not_plain(situation.student.model, situation.precision.compute) is None
     token = token_seconds(student, device.card, seats, prompt + new / 2, situation.precision.student.itemsize, fused)
     return Answers(number, new, here / seats * new * token)
 
