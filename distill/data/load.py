@@ -265,21 +265,25 @@ def _pack(
         raise ValueError("data.validation: every document is held out and none is left to train on")
     key, section = settings
     decided = (key, data.packing, data.max_length, section.model_dump())
-    train = _dataset(key_of("train", seed, *decided), trained, data, seed)
+    own = data.on_policy if data.packing else None
+    new = own.max_new_tokens if own is not None and own.fraction > 0 else 0
+    train = _dataset(key_of("train", seed, *decided, *[new] * (new > 0)), trained, data, seed, new)
     validation = _dataset(key_of("validation", *decided), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)
+    report.answer_room = new
     report.rows, report.validation_rows = len(train), len(validation)
     return Splits(train, validation, report)
 
 
-def _dataset(key: str, chosen: Chosen, data: Data, seed: int) -> datasets.Dataset:
-    """The chosen documents as shuffled rows in an Arrow file."""
+def _dataset(key: str, chosen: Chosen, data: Data, seed: int, new: int = 0) -> datasets.Dataset:
+    """The chosen documents as shuffled rows in an Arrow file, with room for last answers of `new` tokens."""
     import datasets
 
     documents, numbers = chosen
 
     def build(folder: Path) -> None:
-        groups = rows_of(documents.lengths, numbers, packing=data.packing, capacity=data.max_length, seed=seed)
+        lengths = documents.lengths_answered(new, data.max_length) if new else documents.lengths
+        groups = rows_of(lengths, numbers, packing=data.packing, capacity=data.max_length, seed=seed)
         _write_rows(folder / "rows.arrow", documents.rows(groups))
 
     folder, _ = keep(key, build, cache=data.cache)

@@ -55,6 +55,15 @@ class Documents(NamedTuple):
         """int64 [D], what each document takes of a row: the longest of its columns of ids."""
         return np.max([column.lengths for name, column in self.columns.items() if name.endswith(IDS)], axis=0)
 
+    def lengths_answered(self, new: int, most: int) -> np.ndarray:
+        """int64 [D], what each takes of a row of `most` tokens if its last answer may become one of `new` tokens."""
+        labels, lengths = self.columns["labels"], self.lengths
+        learned = labels.values != IGNORE_INDEX
+        begins = learned & ~np.concatenate([[False], learned[:-1]])  # of an answer: no document begins with one
+        last = np.maximum.reduceat(np.arange(len(begins)) * begins, labels.offsets[:-1])
+        prompts = lengths - (labels.offsets[1:] - last)
+        return np.maximum(lengths, np.minimum(prompts + new, most))
+
     def tokens(self, chosen: np.ndarray, column: str = IDS) -> int:
         """How many entries of a column the `chosen` documents have."""
         return int(self.columns[column].lengths[chosen].sum())

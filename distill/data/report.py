@@ -30,6 +30,8 @@ class DataReport(Tally):
         longest: tokens of the longest of them, as the student reads it.
         rows: rows they are packed into.
         validation_documents: documents held out, and likewise the tokens and rows of them.
+        answer_room: tokens that each answer to train on may have in its row, if it is longer than the data's; 0 for the
+            data's alone.
         frozen_date: the day a chat template stamps instead of today, if it stamps one.
         from_cache: nothing was tokenised anew.
         parts: of several sources the report of each, of which the counts above are the sums.
@@ -49,6 +51,7 @@ class DataReport(Tally):
     validation_documents: int = 0
     validation_tokens: int = 0
     validation_rows: int = 0
+    answer_room: int = 0
     frozen_date: str | None = None
     from_cache: bool = False
     parts: list[DataReport] = field(default_factory=list)
@@ -63,7 +66,8 @@ class DataReport(Tally):
         total.frozen_date = max((part.frozen_date for part in parts if part.frozen_date), default=None)
         total.from_cache = all(part.from_cache for part in parts)
         total.longest = max(part.longest for part in parts)
-        apart = {"max_length", "longest", *(one.name for one in fields(Tally))}
+        total.answer_room = parts[0].answer_room
+        apart = {"max_length", "longest", "answer_room", *(one.name for one in fields(Tally))}
         for part, count in zip(parts, epoch_rows, strict=True):
             total.add(part)
             part.epoch_rows = count
@@ -102,7 +106,8 @@ class DataReport(Tally):
             + (" (cached)" if self.from_cache else ""),
             f"train: {counted(self.documents, 'document')}, {counted(self.tokens, 'token')} "
             f"({self.trained_share:.0%} learned) in {counted(self.rows, 'row')} of {self.max_length:,} "
-            f"({self.packing_efficiency:.1%} full)",
+            f"({self.packing_efficiency:.1%} full"
+            + (f", with room for own answers of {counted(self.answer_room, 'token')})" if self.answer_room else ")"),
             f"held out: {counted(self.validation_documents, 'document')}, {counted(self.validation_tokens, 'token')}",
             *self._shares(),
         ]

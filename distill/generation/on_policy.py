@@ -22,7 +22,7 @@ import logging
 import operator
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -109,8 +109,8 @@ class OnPolicy:
     ) -> list[Collated]:
         """The micro-batches of one optimizer step with some answers replaced; others are given back as they are.
 
-        A micro-batch never gets more rows than it had, times `samples`: where the longest possible answers would not
-        fit in them, documents chosen at random are left out, and counted.
+        A micro-batch never gets more rows than it had, times `samples`: of a row that the longest possible answers
+        would not fit into, documents chosen at random are left out, and counted. Rows of `distill.data` have room.
 
         Args:
             batches: Collated, on any device.
@@ -248,25 +248,25 @@ class OnPolicy:
         asked = [self._drawn(document, step) for document in documents]
         if not any(asked):
             return _Plan(documents, asked, rows)
-        packed, rows = len({document.row for document in documents}) < len(documents), rows * self.samples
-        answers = [range(self.samples if drawn else 1) for drawn in asked]
-        documents = [
-            replace(own, sample=n) if n else own for own, each in zip(documents, answers, strict=True) for n in each
-        ]
-        asked = [drawn for drawn, each in zip(asked, answers, strict=True) for _ in each]
-        if not packed:
-            return _Plan(documents, asked, None)
-        lengths = [
-            document.prompt_length + self._limit(document) if drawn else document.length
-            for document, drawn in zip(documents, asked, strict=True)
-        ]
+        packed = len({document.row for document in documents}) < len(documents)
+        pairs = list(self._that_fit(documents, asked, step) if packed else zip(documents, asked, strict=True))
+        each = [(own, drawn, n) for own, drawn in pairs for n in range(self.samples if drawn else 1)]
+        left_out = len(documents) + (self.samples - 1) * sum(asked) - len(each)
+        documents = [replace(own, sample=n) if n else own for own, _, n in each]
+        return _Plan(documents, [drawn for _, drawn, _ in each], rows * self.samples if packed else None, left_out)
+
+    def _that_fit(self, documents: list[Document], asked: list[bool], step: int) -> Iterator[tuple[Document, bool]]:
+        """Those whose longest answers fit into their rows; told row by row, so that micro-batches play no part."""
+        room: defaultdict[int, int] = defaultdict(lambda: self.max_length)
+        staying = []
         # what does not fit is left out in an order that nothing but chance decides
-        order = sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2))
-        while len(best_fit(np.array([lengths[number] for number in order]), self.max_length)) > rows:
-            order.pop()
-        staying = sorted(order)
-        left_out = len(documents) - len(staying)
-        return _Plan([documents[number] for number in staying], [asked[number] for number in staying], rows, left_out)
+        for number in sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2)):
+            own = documents[number]
+            length = own.prompt_length + self._limit(own) if asked[number] else own.length
+            if length <= room[own.row]:
+                room[own.row] -= length
+                staying.append(number)
+        return ((documents[number], asked[number]) for number in sorted(staying))
 
     def _lengthen(self, row: list[Document], most: int) -> None:
         """Give the longest row a length that `multiple` divides, or `most`, by a document of padding."""
@@ -314,6 +314,9 @@ class _Plan(NamedTuple):
         if self.limit is None:
             return [[document] for document in documents]
         groups = best_fit(np.array([document.length for document in documents]), max_length)
+        if len(groups) > self.limit:  # answers of one row and sample fit into one
+            order = sorted(documents, key=lambda own: (own.row, own.sample))
+            return [list(group) for _, group in itertools.groupby(order, key=lambda own: (own.row, own.sample))]
         return [[documents[number] for number in group] for group in groups]
 
 
