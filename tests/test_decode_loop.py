@@ -8,6 +8,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
+from distill.generation.engines import TransformersEngine
 from distill.generation.sampling import Sampling
 from distill.generation.trial import why_not
 from distill.models.attention import keep_soft_cap, use_fused_attention
@@ -251,3 +252,18 @@ def test_a_model_on_triton_kernels_alone(kernel_device):
         use_triton_only(tiny_model(kind="gpt2"))
     with pytest.raises(ValueError, match=r"multiples of 8, got model.layers.0.*36 x 32"):
         use_triton_only(tiny_model(intermediate_size=36))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.8, 20, 0.9, 0.02)], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_transformers_engine_draws_the_same_tokens_however_many_at_once(kind, sampling):
+    """From each row's own seed: what stands beside it, and so the number of processes, plays no part."""
+    model = tiny_model(**KINDS[kind])
+    more = {"max_new_tokens": [9, 3, 9, 1, 9], "sampling": sampling, "seeds": [5, -6, 7, 2**62, 9]}
+    made = EngineSettings(2, [0], vocab_size=250, log_probs=True)
+    first, *others = (TransformersEngine(model, made).generate(PROMPTS, **more, batch_size=n) for n in (5, 2, 1))
+    assert len(set(map(tuple, first.tokens))) == 5
+    for other in (*others, DecodeLoop(model, made).generate(PROMPTS, **more)):
+        assert (other.tokens, other.truncated) == (first.tokens, first.truncated)
+        for ours, theirs in zip(other.log_probs, first.log_probs, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)

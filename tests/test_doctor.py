@@ -12,7 +12,7 @@ from tiny import save_models
 from distill.cli import run_command
 from distill.data.packing import Documents
 from distill.doctor import examine, invariants_runs
-from distill.doctor.invariants import packing_changes_nothing
+from distill.doctor.invariants import accumulation_changes_nothing, packing_changes_nothing
 from distill.doctor.rows import Rows, some_rows
 from distill.recipe import load
 from distill.teachers.model import LoadedTeacher
@@ -89,6 +89,15 @@ def test_a_student_of_the_first_and_last_layer_is_not_held_against_itself(workpl
     subject = examine.prepare(load("r.yaml", ["student={from_teacher: {layers: 2}}"]), small=True)
     ours, theirs = (model.state_dict() for model in subject.models)
     assert any(not torch.equal(ours[name], theirs[name]) for name in ours), "two equal models have nothing to compare"
+
+
+def test_a_schedule_is_no_fault(workplace):
+    """The trainer follows it; what the doctor computes beside it knows no steps."""
+    schedule = [{"setting": "temperature", "steps": [0, 2], "values": [1, 3]}]
+    subject = examine.prepare(
+        load("r.yaml", [f"loss={{temperature: 2, schedule: {json.dumps(schedule)}}}"]), small=True
+    )
+    assert accumulation_changes_nothing(subject).passed
 
 
 def test_kernels_are_deterministic_only_while_a_resumed_run_is_examined():

@@ -184,8 +184,8 @@ def prepare(recipe: Recipe, opened: contextlib.ExitStack | None = None, *, small
     def copies() -> tuple[nn.Module, Teacher]:
         return _adapted(copy.deepcopy(small_student), recipe), copy.deepcopy(small_teacher)
 
-    subject = Subject(
-        _adapted(student, recipe), teacher, [], recipe.loss, pair.vocab_size,
+    subject = Subject(  # of no step of a schedule, which the trainer alone would follow: weights are at their largest
+        _adapted(student, recipe), teacher, [], recipe.loss.model_copy(update={"schedule": []}), pair.vocab_size,
         describe_teacher(recipe).weights, vocabulary.tokenizers(), copies, packs=recipe.data.packing,
     )  # fmt: skip
     form, whole = subject.form, teacher.whole_documents

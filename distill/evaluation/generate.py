@@ -60,7 +60,7 @@ def stream(
     ids = encode_prompt(tokenizer, prompt).to(device)
     streamer = Stream(tokenizer, write)
     ends = end_tokens(tokenizer, model, None)
-    with as_asked(model, most=max_new_tokens, sampling=Sampling(temperature), pad=tokenizer.pad_token_id, ends=ends):
+    with as_asked(model, most=max_new_tokens, temperature=temperature, pad=tokenizer.pad_token_id, ends=ends):
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, streamer=streamer)
     return tokenizer.decode(streamer.ids, skip_special_tokens=True)
 

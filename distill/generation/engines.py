@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import logging
 import tempfile
@@ -92,18 +91,19 @@ def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) 
 
 
 @contextlib.contextmanager
-def as_asked(model: Any, *, most: int, sampling: Sampling, pad: int | None, ends: Sequence[int]) -> Iterator[None]:
-    """Inside, `model.generate` draws as `sampling` says, whose cut-offs are left to `_Scores`, and from nothing else.
+def as_asked(
+    model: Any, *, most: int, pad: int | None, ends: Sequence[int], temperature: float = 0.0
+) -> Iterator[None]:  # fmt: skip
+    """Inside, `model.generate` draws at this temperature and from nothing else.
 
     A chat model's own configuration would bring penalties and cut-offs, and transformers' a top-k of 50.
     """
     inner: Any = bare(model)
     own = inner.generation_config
-    given = 1.0 if sampling.cuts else sampling.temperature  # `Sampling.cut` divides by it
-    drawn: dict[str, Any] = {"do_sample": True, "temperature": given, "top_k": 0, "top_p": 1.0}
+    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     inner.generation_config = GenerationConfig(
         max_new_tokens=most, pad_token_id=pad, eos_token_id=sorted(set(ends)) or None,
-        **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+        **(drawn if temperature > 0 else {"do_sample": False}),
     )  # fmt: skip
     try:
         yield
@@ -125,26 +125,22 @@ class TransformersEngine(Engine):
         self.columns, self.stop = settings.vocab_size, settings.stop
 
     def answer(self, request: Request) -> Generated:
-        """What is drawn follows from all seeds of a batch together."""
         prompts, limits, seeds, sampling, batch_size = request
         result = Generated([], [])
-        devices = [self.device] if self.device.type == "cuda" else []
         autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), eval_mode(self.model), autocast:
+        with torch.no_grad(), eval_mode(self.model), autocast:
             for start in range(0, len(prompts), batch_size):
                 chosen = slice(start, start + batch_size)
-                torch.manual_seed(_mixed(seeds[chosen]))
-                answers = self._answer_batch(prompts[chosen], max(limits[chosen]), sampling)
-                for (drawn, log_probs), limit in zip(answers, limits[chosen], strict=True):
+                draws = _Draws(self.columns, sampling, torch.tensor(seeds[chosen], device=self.device))
+                answers = self._answer_batch(prompts[chosen], max(limits[chosen]), draws)
+                for drawn, log_probs, limit in zip(answers, draws.log_probs(), limits[chosen], strict=True):
                     tokens, truncated = ended(drawn, limit, self.ends, self.stop)
                     result.tokens.append(tokens)
                     result.truncated.append(truncated)
-                    result.log_probs.append(log_probs[: len(tokens)])
+                    result.log_probs.append(log_probs[: len(tokens)] if self.log_probs else [])
         return result
 
-    def _answer_batch(
-        self, prompts: Sequence[Sequence[int]], most: int, sampling: Sampling
-    ) -> Iterator[tuple[list[int], list[float]]]:
+    def _answer_batch(self, prompts: Sequence[Sequence[int]], most: int, draws: _Draws) -> list[list[int]]:
         width = max(map(len, prompts))
         ids = torch.tensor([[self.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -152,43 +148,37 @@ class TransformersEngine(Engine):
         # who is finished goes on beside the others, beyond what was asked for
         if not self.together and not unsupported_layers(self.inner.config):
             cache = PreallocatedCache(self.inner.config, width + most)
-        scores = _Scores(self.columns, self.log_probs, sampling)
-        with as_asked(self.inner, most=most, sampling=sampling, pad=self.pad, ends=self.ends):
+        with as_asked(self.inner, most=most, pad=self.pad, ends=self.ends):
             out = self.inner.generate(
                 input_ids=ids.to(self.device), attention_mask=mask.to(self.device), use_cache=True,
-                logits_processor=LogitsProcessorList([scores]), past_key_values=cache,
+                logits_processor=LogitsProcessorList([draws]), past_key_values=cache,
                 synced_gpus=self.together or None,
                 stopping_criteria=StoppingCriteriaList([self.stop.criterion(width)] if self.stop else []),
             )  # fmt: skip
-        log_probs = scores.log_probs(out) if self.log_probs else [[]] * len(prompts)
-        return zip(out[:, width:].tolist(), log_probs, strict=True)
+        tokens: list[list[int]] = out[:, width:].tolist()
+        return tokens
 
 
-class _Scores:
-    """What `generate` draws from: tokens beyond `columns` or cut off made impossible; the likelihood of those drawn."""
+class _Draws:
+    """Leaves `generate` one token of each row, drawn as our decode loop draws it: from the row's own seed, so that
+    neither the rows beside it nor the number of processes play a part."""
 
-    def __init__(self, columns: int | None, remembers: bool, sampling: Sampling) -> None:
-        self.columns, self.remembers, self.sampling = columns, remembers, sampling
-        self.latest: torch.Tensor | None = None
-        self.of_tokens: list[torch.Tensor] = []
+    def __init__(self, columns: int | None, sampling: Sampling, seeds: torch.Tensor) -> None:
+        self.columns, self.sampling, self.seeds, self.made = columns, sampling, seeds, torch.zeros_like(seeds)
+        self._log_probs: list[torch.Tensor] = []
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [B, V] of the next tokens of [B, S]."""
-        if self.columns is not None:
-            scores[:, self.columns :] = float("-inf")
-        if self.remembers:
-            self._see(ids)
-            self.latest = as_wide(scores).log_softmax(-1)
-        return self.sampling.cut(scores) if self.sampling.cuts else scores
+        """Scores [B, V] of the next tokens of [B, S]; 0 at the one that is drawn, else -inf."""
+        known = scores[:, : self.columns]
+        token = self.sampling.draw(known, self.seeds, self.made)[:, None]
+        self._log_probs.append(as_wide(known).log_softmax(-1).gather(1, token))
+        self.made += 1
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
-    def log_probs(self, ids: torch.Tensor) -> list[list[float]]:
-        """Of the tokens drawn, those of padding after an answer's end among them, from all [B, S] in the end."""
-        self._see(ids)
-        return torch.cat(self.of_tokens, 1).tolist()
-
-    def _see(self, ids: torch.Tensor) -> None:
-        if self.latest is not None:
-            self.of_tokens.append(self.latest.gather(1, ids[:, -1:]))
+    def log_probs(self) -> list[list[float]]:
+        """Of the tokens drawn, also of those that padding replaces after an answer's end."""
+        found: list[list[float]] = torch.cat(self._log_probs, 1).tolist()
+        return found
 
 
 class VllmEngine(Engine):
@@ -259,7 +249,6 @@ class AnswersTogether(Engine):
         self.engine = engine
 
     def answer(self, request: Request) -> Generated:
-        """What is drawn follows from all seeds of a batch together."""
         prompts, limits, seeds, sampling, batch_size = request
         rank, world = dist.get_rank(), dist.get_world_size()
         result = Generated([], [])
@@ -274,8 +263,3 @@ class AnswersTogether(Engine):
                 result.tokens.extend(tokens)
                 result.truncated.extend(truncated)
         return result
-
-
-def _mixed(seeds: Sequence[int]) -> int:
-    digest = hashlib.blake2b(",".join(map(str, seeds)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

@@ -101,11 +101,7 @@ class OnPolicy:
         return self.snapshot if self.ahead else None
 
     def replace(
-        self,
-        batches: Batches,
-        step: int,
-        collate: Callable[[list[Row]], Collated],
-        following: int = 0,
+        self, batches: Batches, step: int, collate: Callable[[list[Row]], Collated], following: int = 0
     ) -> list[Collated]:
         """The micro-batches of one optimizer step with some answers replaced; others are given back as they are.
 
@@ -193,9 +189,9 @@ class OnPolicy:
     def _put_in(self, drawn: _Drawn, batches: Batches, collate: Callable[[list[Row]], Collated]) -> list[Collated]:
         """The micro-batches with answers in their place."""
         plans, answers, lag, seconds = drawn
-        asked = [document for plan in plans for document in plan.asked]
-        if not asked:
+        if not any(plan.changes for plan in plans):
             return list(batches)
+        asked = [document for plan in plans for document in plan.asked]
         prompts = [document.prompt for document in asked]
         log_probs = answers.log_probs if self.log_probs else [None] * len(asked)
         new = iter(
@@ -207,9 +203,9 @@ class OnPolicy:
             rows = plan.rows(new, self.max_length, self.one_row)
             if plan.limit is not None and rows:
                 self._lengthen(max(rows, key=_length), self.max_length * (plan.limit if self.one_row else 1))
-            made.append(collate(list(map(as_row, rows))) if plan.asked else dict(batch))
+            made.append(collate(list(map(as_row, rows))) if plan.changes else dict(batch))
             if self.log_probs:
-                made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.asked else [], made[-1]["input_ids"].shape)
+                made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
         lengths = sum(map(len, answers.tokens))
         repeated = sum(map(repeats_itself, answers.tokens))
         truncated, dropped = sum(answers.truncated), sum(plan.left_out for plan in plans)
@@ -256,14 +252,14 @@ class OnPolicy:
         return _Plan(documents, [drawn for _, drawn, _ in each], rows * self.samples if packed else None, left_out)
 
     def _that_fit(self, documents: list[Document], asked: list[bool], step: int) -> Iterator[tuple[Document, bool]]:
-        """Those whose longest answers fit into their rows; told row by row, so that micro-batches play no part."""
+        """Those whose longest answers fit, taken by chance; told row by row, so that micro-batches play no part."""
+        changing = {own.row for own, drawn in zip(documents, asked, strict=True) if drawn}
         room: defaultdict[int, int] = defaultdict(lambda: self.max_length)
         staying = []
-        # what does not fit is left out in an order that nothing but chance decides
         for number in sorted(range(len(documents)), key=lambda number: documents[number].hash(self.seed, step, 2)):
             own = documents[number]
             length = own.prompt_length + self._limit(own) if asked[number] else own.length
-            if length <= room[own.row]:
+            if length <= room[own.row] or own.row not in changing:
                 room[own.row] -= length
                 staying.append(number)
         return ((documents[number], asked[number]) for number in sorted(staying))
@@ -305,6 +301,10 @@ class _Plan(NamedTuple):
     @property
     def asked(self) -> list[Document]:
         return [document for document, drawn in zip(self.documents, self.drawn, strict=True) if drawn]
+
+    @property
+    def changes(self) -> bool:
+        return any(self.drawn) or self.left_out > 0
 
     def rows(self, answers: Any, max_length: int, one_row: bool) -> list[list[Document]]:
         """The documents, `answers` in place of those that were asked: in one row, or packed if they were before."""
