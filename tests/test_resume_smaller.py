@@ -14,7 +14,7 @@ from accelerate.data_loader import BatchSamplerShard
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from test_on_policy import on_policy, pairs
+from test_on_policy import on_policy, packed, pairs
 from test_resume import finished_run
 from test_trainer import rows, trainer, weights
 from tiny import tiny_model
@@ -107,21 +107,27 @@ def test_intervals_are_those_of_now(undisturbed, tmp_path):
 
 
 @pytest.mark.full
-def test_answers_of_the_student_are_the_same_in_other_micro_batches(tmp_path):
+@pytest.mark.parametrize("size, room", [(1, 40), (3, 40), (3, 20)])
+def test_answers_of_the_student_are_the_same_in_other_micro_batches(size, room, tmp_path):
+    """Of rows of one document and of several, also where not all answers fit into them."""
+    data = pairs(18) if size == 1 else packed(pairs(54), size)
+
     def run(name, batch_size, checkpoint=None):
         student = tiny_model(dtype=torch.float64)
         made = made_of(
-            tmp_path / name, batch_size, student=student, data=Dataset.from_list(pairs(18)), max_steps=4,
+            tmp_path / name, batch_size, student=student, data=Dataset.from_list(data), max_steps=4,
             save_strategy="steps", save_steps=2,
         )  # fmt: skip
-        made.on_policy = on_policy(student, fraction=0.7)
+        made.on_policy = on_policy(student, fraction=0.7, max_length=room)
         seen = Seen(made)
         made.train(resume_from_checkpoint=checkpoint)
         return made, seen.steps
 
     whole, taken = run("whole", 4)
     again, left = run("again", 1, str(tmp_path / "whole/checkpoint-2"))
-    assert left == {step: taken[step] for step in (3, 4)}
+    if size == 1:
+        assert left == {step: taken[step] for step in (3, 4)}
+    assert [left[step][0] for step in (3, 4)] == [taken[step][0] for step in (3, 4)]  # learned; rows are packed anew
     for name, value in weights(whole.model).items():
         torch.testing.assert_close(weights(again.model)[name], value, **FLOAT64)
 
@@ -275,17 +281,14 @@ def test_a_step_of_one_micro_batch_becomes_one_of_several(finished, stopped, cap
     [
         (["train.arguments={auto_find_batch_size: true}"], "auto_find_batch_size takes it from the checkpoint"),
         (["train.arguments={dataloader_drop_last: true}"], r"dataloader_drop_last leaves \d+ of \d+ rows .*; keep 4"),
-        (
-            ["data.on_policy={fraction: 0.5}", "data.packing=true"],
-            r"data\.on_policy makes room for answers within each micro-batch",
-        ),
+        (["data.on_policy={fraction: 0.5, samples: 2}"], "samples puts all answers of a prompt into one micro-batch"),
     ],
 )
 def test_a_batch_size_that_has_to_stay(stopped, capsys, more, expected):
     path = stopped / "runs/whole/recipe.yaml"
     settings = load("r.yaml", more)
     path.write_text(dump(settings))
-    assert resume(*more, "train.batch_size=1") == 2
+    assert resume(*more, "train.batch_size=2") == 2
     assert re.search(expected, capsys.readouterr().err)
 
 

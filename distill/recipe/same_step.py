@@ -46,9 +46,6 @@ def rows_of_step(recipe: Recipe, processes: int) -> int:
 
 def why_batch_size_stays(recipe: Recipe) -> str | None:
     """Why a step would not be the same with another `train.batch_size` and as many rows; None where it would."""
-    own = recipe.data.on_policy
-    if own is not None and own.fraction > 0 and recipe.data.packing:
-        return "data.on_policy makes room for answers within each micro-batch of packed documents"
     if recipe.data.samples > 1:
         return "data.on_policy.samples puts all answers of a prompt into one micro-batch"
     if recipe.train.arguments.get("auto_find_batch_size"):
