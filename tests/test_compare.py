@@ -171,10 +171,12 @@ def test_a_batch_size_that_the_steps_depend_on_makes_a_group():
         "name: a\nteacher: {model: a}\nstudent: {model: b}\ntrain: {steps: 5, tokens_per_step: 8192}\n"
         "data: {source: x.txt, on_policy: {fraction: 0.5}}\n"
     )
-    packed = [settings_of_steps(parse(text, [f"train.batch_size={size}"]), 1) for size in (1, 2)]
-    assert packed[0] != packed[1]
-    plain = [settings_of_steps(parse(text, [f"train.batch_size={n}", "data.packing=false"]), 1) for n in (1, 2)]
-    assert plain[0] == plain[1]
+
+    def of(*overrides):
+        return [settings_of_steps(parse(text, [f"train.batch_size={size}", *overrides]), 1) for size in (2, 4)]
+
+    several, packed, plain = of("data.on_policy.samples=2"), of(), of("data.packing=false")
+    assert several[0] != several[1] and packed[0] == packed[1] and plain[0] == plain[1]
 
 
 def test_one_seed_has_no_test(folder, capsys):

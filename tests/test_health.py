@@ -343,8 +343,8 @@ def checkpoint(folder, step=8):
         (["train.tokens_per_step=null"], "--name a --resume train.batch_size=2 train.tokens_per_step=2048"),
         (["train.batch_size=1"], "--name a --resume train.gradient_checkpointing=true"),
         (["train.batch_size=1", "train.gradient_checkpointing=true"], "--name a --resume teacher.offload=cpu"),
-        (["data.on_policy={fraction: 0.5}"], "--name a --resume train.gradient_checkpointing=true"),
-        (["data.on_policy={fraction: 0.5}", "data.packing=false"], "--name a --resume train.batch_size=2"),
+        (["data.on_policy={samples: 2}"], "--name a --resume train.gradient_checkpointing=true"),
+        (["data.on_policy={fraction: 0.5}"], "--name a --resume train.batch_size=2"),
     ],
 )
 def test_memory_that_runs_out_behind_a_checkpoint_ends_with_how_to_go_on(tmp_path, overrides, ends):
