@@ -55,7 +55,7 @@ def test_room_is_what_the_longest_answer_takes(learned, new, more):
     teacher = [[7] * (len(each) + more) for each in labels]
     documents = Documents({"input_ids": columns(ids), "teacher_input_ids": columns(teacher), "labels": columns(labels)},
                           np.arange(len(ids)), {})  # fmt: skip
-    room = documents.lengths_answered(new, 14)
+    room = documents.lengths_with_answers(new, 14)
     for own, other, label, found in zip(ids, teacher, labels, room.tolist(), strict=True):
         prompt = Document(own, label, 0, other).prompt_length
         assert found == max(len(other), min(prompt + new, 14))

@@ -265,8 +265,8 @@ def _pack(
         raise ValueError("data.validation: every document is held out and none is left to train on")
     key, section = settings
     decided = (key, data.packing, data.max_length, section.model_dump())
-    own = data.on_policy if data.packing else None
-    new = own.max_new_tokens if own is not None and own.fraction > 0 else 0
+    own = data.own_answers if data.packing else None
+    new = 0 if own is None else own.max_new_tokens
     train = _dataset(key_of("train", seed, *decided, *[new] * (new > 0)), trained, data, seed, new)
     validation = _dataset(key_of("validation", *decided), held_out, data, data.validation.seed)
     report.count(*trained, *held_out)
@@ -282,7 +282,7 @@ def _dataset(key: str, chosen: Chosen, data: Data, seed: int, new: int = 0) -> d
     documents, numbers = chosen
 
     def build(folder: Path) -> None:
-        lengths = documents.lengths_answered(new, data.max_length) if new else documents.lengths
+        lengths = documents.lengths_with_answers(new, data.max_length) if new else documents.lengths
         groups = rows_of(lengths, numbers, packing=data.packing, capacity=data.max_length, seed=seed)
         _write_rows(folder / "rows.arrow", documents.rows(groups))
 

@@ -55,7 +55,7 @@ class Documents(NamedTuple):
         """int64 [D], what each document takes of a row: the longest of its columns of ids."""
         return np.max([column.lengths for name, column in self.columns.items() if name.endswith(IDS)], axis=0)
 
-    def lengths_answered(self, new: int, most: int) -> np.ndarray:
+    def lengths_with_answers(self, new: int, most: int) -> np.ndarray:
         """int64 [D], what each takes of a row of `most` tokens if its last answer may become one of `new` tokens."""
         labels, lengths = self.columns["labels"], self.lengths
         learned = labels.values != IGNORE_INDEX

@@ -214,8 +214,7 @@ def _in_float32(recipe: Recipe) -> Recipe:
 
 def _with_rollouts(subject: Subject, recipe: Recipe, pair: Pair, format: str) -> Subject:
     """The subject with the student's own answers for rows, where the recipe trains on such."""
-    section = recipe.data.on_policy
-    if section is None or section.fraction == 0:
+    if recipe.data.own_answers is None:
         return subject
     require_prompts(recipe, pair.tokenizer, format)
     objective = subject.objective()

@@ -360,8 +360,7 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
     Raises:
         ValueError: they are random tokens or running text.
     """
-    section = recipe.data.on_policy
-    if section is not None and section.fraction > 0 and (tokenizer is None or format.startswith("text")):
+    if recipe.data.own_answers is not None and (tokenizer is None or format.startswith("text")):
         raise ValueError(
             f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
             "prompts with completions (whose completions are not used where fraction is 1)"
@@ -394,8 +393,7 @@ def on_policy_of(
     Raises:
         ValueError: data without prompts, vLLM absent.
     """
-    section = recipe.data.on_policy
-    if section is None or section.fraction == 0:
+    if (section := recipe.data.own_answers) is None:
         return None
     require_prompts(recipe, tokenizer, report.format)
     snapshot = Snapshot(student) if sharded or section.ahead else None

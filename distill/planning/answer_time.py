@@ -3,7 +3,7 @@
     a token of all sequences at once = layers x latency + (weights + keys and values) / (0.72 bandwidth)
 
 By our decode loop in CUDA graphs, whose steps of few sequences wait for kernels to begin, 18 us a layer where layers
-are fused and 50 us where they are not: within 15 % of H200 rows `decode_step` in scripts/bench/results, SmolLM2-135M
+are fused and 50 us where they are not: within 20 % of H200 rows `decode_step` in scripts/bench/results, SmolLM2-135M
 to Llama-3.2-1B, 1 to 64 sequences. Answers that end early make it less, reading the prompts a little more.
 """
 
@@ -22,11 +22,12 @@ from distill.models.shape import Shape
 from distill.planning.devices import Device
 from distill.planning.situation import Situation
 
-FUSED, APART, REACHED = 18e-6, 50e-6, 0.72  # seconds a layer; share of a data sheet's bandwidth
+FUSED_LAYER, OWN_LAYER = 18e-6, 50e-6  # seconds that kernels of a layer wait to begin
+BANDWIDTH_SHARE = 0.72  # of a data sheet's
 
 
 class Answers(NamedTuple):
-    """Of one optimizer step: answers on all devices, new tokens of the longest, and seconds; None where not known."""
+    """Of one optimizer step: how many on all devices, new tokens of the longest, seconds were all so long (or None)."""
 
     number: float
     tokens: int
@@ -36,8 +37,8 @@ class Answers(NamedTuple):
 def answers_of(situation: Situation, device: Device, data: DataReport, rows: float) -> Answers | None:
     """What is answered in a step of `rows` rows of the data; None where nothing is."""
     recipe, student = situation.recipe, situation.student.shape
-    section, length = recipe.data.on_policy, recipe.data.max_length
-    if section is None or section.fraction == 0:
+    section, length = recipe.data.own_answers, recipe.data.max_length
+    if section is None:
         return None
     documents = max(data.documents, 1)
     prompt = (data.tokens - data.trained_tokens) / documents
@@ -57,4 +58,4 @@ def token_seconds(student: Shape, card: Card, seats: float, cached: float, items
     """Of one new token of `seats` sequences with `cached` tokens each, weights of `itemsize` bytes, 16-bit caches."""
     bytes_read = itemsize if fused or itemsize == 2 else itemsize + 4  # else a copy in 16 bits is written, and read
     read = (student.linear + student.head) * bytes_read + seats * cached * 4 * student.layers * student.key_value
-    return student.layers * (FUSED if fused else APART) + read / (REACHED * card.bandwidth * 1e9)
+    return student.layers * (FUSED_LAYER if fused else OWN_LAYER) + read / (BANDWIDTH_SHARE * card.bandwidth * 1e9)

@@ -152,8 +152,8 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
     if teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
     rollouts = _rollout_cache(situation, student, compute)
-    own = recipe.data.on_policy
-    answering = student.parameters * weight if own and own.fraction > 0 and (sharded or own.ahead) else 0.0
+    own = recipe.data.own_answers
+    answering = student.parameters * weight if own is not None and (sharded or own.ahead) else 0.0
     held = teacher_weights + weights + states + buckets + rollouts + answering
     accumulated = gradients if accumulation > 1 else 0.0
     forward = held + accumulated + copies + activations
@@ -188,8 +188,8 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
 
 def _rollout_cache(situation: Situation, student: Shape, compute: int) -> float:
     """Keys and values that the student's own answers are generated with: kept, of the last two batch sizes."""
-    section, length = situation.recipe.data.on_policy, situation.recipe.data.max_length
-    if section is None or section.fraction == 0 or section.engine != "distill":
+    section, length = situation.recipe.data.own_answers, situation.recipe.data.max_length
+    if section is None or section.engine != "distill":
         return 0.0
     if situation.longest:
         length = min(length, situation.longest + section.max_new_tokens)

@@ -14,16 +14,12 @@ from distill.recipe.models import Teacher
 from distill.recipe.teachers import Kind, Sections, kind_of
 
 
-def _on_policy(recipe: Sections) -> bool:
-    return recipe.data.on_policy is not None and recipe.data.on_policy.fraction > 0
-
-
 def _teachers(recipe: Sections) -> Sequence[Teacher]:
     return recipe.teachers or [recipe.teacher]
 
 
 FEATURES: dict[str, Callable[[Sections], bool]] = {
-    "on-policy": _on_policy,
+    "on-policy": lambda recipe: recipe.data.own_answers is not None,
     "hard labels": lambda recipe: recipe.loss.has("cross_entropy"),
     "separate terms": lambda recipe: recipe.loss.has(*SEPARATE),
     "teacher's top k": lambda recipe: recipe.teacher.top_k is not None or recipe.teacher.keep_as == "top_k",

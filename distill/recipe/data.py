@@ -185,8 +185,12 @@ class Data(Section):
     @property
     def samples(self) -> int:
         """Rows that a micro-batch has of each row that is loaded: the student's answers to a prompt."""
-        own = self.on_policy
-        return own.samples if own is not None and own.fraction > 0 else 1
+        return 1 if self.own_answers is None else self.own_answers.samples
+
+    @property
+    def own_answers(self) -> OnPolicy | None:
+        """`on_policy` where it replaces answers by the student's own; None also where its fraction is 0."""
+        return self.on_policy if self.on_policy is not None and self.on_policy.fraction > 0 else None
 
     @property
     def parts(self) -> list[Part]:

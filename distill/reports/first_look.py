@@ -62,8 +62,7 @@ def agreement_with_data(objective: DistillationObjective, batch: Batch) -> list[
 
 def room_for_answers(rows: Sequence[Mapping[str, Sequence[int]]], collate: Collate, data: Data) -> list[str]:
     """A line on how many prompts leave room for the longest answers of the student's; none where it gives none."""
-    section = data.on_policy
-    if section is None or section.fraction == 0:
+    if (section := data.own_answers) is None:
         return []
     documents = documents_of(collate(list(islice(rows, ROWS))))
     fitting = sum(document.prompt_length + section.max_new_tokens <= data.max_length for document in documents)
