@@ -58,6 +58,8 @@ SHAPES = (
     Shape("qwen2.5-0.5b", 64),
     Shape("llama-3.2-1b", 16),
     Shape("llama-3.2-1b", 8, cached=1900),
+    Shape("llama-3.2-1b", 128),
+    Shape("smollm2-135m", 128),
 )
 NEW = 32
 NARROW = [
@@ -96,10 +98,36 @@ MANY_ROWS: dict[str, list[Any]] = {
     "head": [(128, 64, 1, 8, 3), (128, 64, 1, 8, 5), (128, 64, 1, 4, 4), (128, 128, 1, 8, 3), (64, 64, 1, 4, 6)],
 }  # fmt: skip
 
+MORE_ROWS: dict[str, list[Any]] = {
+    "qkv": [
+        (64, 64, 2, 4, 5), (64, 64, 1, 4, 6), (64, 128, 2, 8, 3), (64, 64, 4, 4, 4), (32, 64, 2, 4, 6),
+        (32, 128, 1, 4, 4), (128, 64, 2, 8, 4),
+    ],
+    "out": [
+        (64, 64, 4, 4, 5), (64, 128, 4, 8, 3), (32, 128, 2, 4, 4), (32, 64, 2, 4, 6), (64, 64, 2, 4, 6),
+        (32, 64, 1, 4, 6), (64, 64, 4, 8, 5),
+    ],
+    "gate_up": [
+        (64, 64, 1, 8, 4), (64, 64, 1, 4, 4), (128, 64, 1, 8, 3), (64, 128, 1, 8, 2), (32, 64, 1, 4, 6),
+        (32, 128, 1, 8, 3), (64, 64, 1, 8, 6), (64, 32, 1, 8, 6),
+    ],
+    "down": [
+        (64, 64, 4, 4, 5), (64, 128, 4, 8, 3), (32, 128, 4, 4, 4), (64, 64, 4, 8, 6), (128, 64, 8, 8, 4),
+        (64, 64, 8, 4, 5), (32, 64, 2, 4, 6), (64, 128, 4, 4, 3),
+    ],
+    "attention": [
+        (64, 1), (64, 1, 2, 3), (128, 1, 4, 2), (64, 1, 2, 2), (64, 1, 2, 4), (32, 1, 2, 4), (64, 1, 4, 3),
+    ],
+    "head": [
+        (128, 64, 1, 8, 3), (128, 64, 1, 8, 4), (64, 64, 1, 4, 5), (64, 64, 1, 8, 6), (256, 64, 1, 8, 3),
+        (128, 128, 1, 8, 2), (128, 64, 1, 4, 4),
+    ],
+}  # fmt: skip
+
 
 def other_plans(plan: Plan, rows: int) -> Iterator[tuple[str, Plan]]:
     """Plans that differ from `plan` in one kind of kernel, and that kind."""
-    for kind, tiles in (FEW_ROWS if rows <= 32 else MANY_ROWS).items():
+    for kind, tiles in (FEW_ROWS if rows <= 32 else MANY_ROWS if rows <= 64 else MORE_ROWS).items():
         for tile in tiles:
             yield kind, plan._replace(**{kind: (Pace if kind == "attention" else Tile)(*tile)})  # type: ignore[arg-type]
 

@@ -14,6 +14,7 @@ over some steps after the first ones, energy NVML's counter over the same steps,
     ours            packed rows: about 64 prompts a step, in 3 micro-batches
     ours, ahead     the next step's answers are drawn while this one trains
     ours, fp8 ...   with the teacher's linear layers in fp8, which none of TRL's ways has; with gradient checkpointing
+    ours, offl...   with the teacher's layers in host memory, all prompts in one micro-batch, gradient checkpointing
     ours, ...       with the step launched, or from CUDA graphs
 
 TRL's vLLM engine and its AsyncDistillationTrainer need vLLM and are not run.
@@ -76,6 +77,12 @@ OURS = {
         "train.cuda_graph=false",
         "teacher.dtype=fp8",
         "train.gradient_checkpointing=true",
+    ],
+    "ours, offloaded teacher, checkpointed": [
+        "train.cuda_graph=false",
+        "teacher.offload=cpu",
+        "train.gradient_checkpointing=true",
+        "train.batch_size=12",
     ],
     "ours, graphs": ["train.cuda_graph=true"],
     "ours, graphs, ahead": ["train.cuda_graph=true", "data.on_policy.ahead=1"],
