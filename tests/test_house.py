@@ -14,7 +14,7 @@ from scripts import house
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 20
-MOST_LINES = {"distill": 40_142, "kernels": 13_936}
+MOST_LINES = {"distill": 40_053, "kernels": 13_933}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 592}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {

@@ -210,7 +210,7 @@ def test_a_snapshot_of_a_joined_student_answers_with_joined_weights_of_its_own(m
     for weight in (1.0, -2.0):
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(weight)
-        snapshot.take(model, 1)
+        snapshot.take(model)
         made, answer = products(lambda: hidden(snapshot.model))
         assert made == 2 * 4
         torch.testing.assert_close(answer, hidden(model), rtol=0, atol=1e-5)

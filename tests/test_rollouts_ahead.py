@@ -1,126 +1,151 @@
-"""Answers drawn in a thread while the step before them trains: the same ones, at the right time, and its faults."""
+"""Answers of steps to come are drawn with those of a step: by which weights, in which groups, and from a checkpoint."""
 
-import threading
+import copy
+import json
 
 import pytest
 import torch
-from test_graph import train
-from test_on_policy import on_policy, pairs, trainer, weights
+from test_on_policy import COLLATE, on_policy, pairs, trainer, weights
 from tiny import tiny_model
 from transformers import TrainerCallback
 
-from distill.core.faults import RunError
 from distill.generation.decode_loop import DecodeLoop, EngineSettings
-from distill.generation.on_policy import OnPolicy
-from distill.generation.sampling import Sampling
 from distill.models.patching import patch
 from distill.models.snapshot import Snapshot
 
-
-def ahead(folder, **settings):
-    """Three micro-batches of two rows a step, seven steps of two epochs; on-policy, by weights one step old."""
-    student = tiny_model()
-    made = trainer(
-        folder, student=student, data=pairs(24),
-        **({"max_steps": 7, "gradient_accumulation_steps": 3, "use_cpu": True} | settings),
-    )  # fmt: skip
-    snapshot = Snapshot(student)
-    made.on_policy = on_policy(snapshot.model, student=student, snapshot=snapshot, ahead=1)
-    return made
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def watched(monkeypatch):
-    """The names of the threads that answered, in order."""
-    names, answer = [], DecodeLoop._answer_in_turn
-
-    def answer_and_tell(self, *args):
-        names.append(threading.current_thread().name.partition("_")[0])
-        return answer(self, *args)
-
-    monkeypatch.setattr(DecodeLoop, "_answer_in_turn", answer_and_tell)
-    return names
+def ahead(folder, steps=1, *, fraction=1.0, device="cpu", **settings):
+    """Three micro-batches of two rows a step, four steps an epoch, seven in all."""
+    defaults = {"max_steps": 7, "gradient_accumulation_steps": 3, "use_cpu": device == "cpu", "learning_rate": 1e-2}
+    student = tiny_model(dtype=torch.float64).to(device)
+    own = {"ahead": steps, "fraction": fraction}
+    return trainer(folder, student=student, data=pairs(24), own=own, **(defaults | settings))
 
 
-def test_what_a_thread_draws_is_what_would_be_drawn_without_it(tmp_path, monkeypatch):
-    names = watched(monkeypatch)
-    beside = ahead(tmp_path / "beside")
-    beside.train()
-    # four steps an epoch, of which the first cannot be looked at before it begins, nor the last one be followed
-    assert names == ["MainThread", *["rollouts"] * 3, "MainThread", *["rollouts"] * 2]
-    # or the end of the thread's autocast would clear the casts that a forward in the other thread remembers
-    assert beside.on_policy._thread.submit(torch.autocast_increment_nesting).result() == 2
-    names.clear()
-    monkeypatch.setattr(DecodeLoop, "overlaps", False)
-    after = ahead(tmp_path / "after")
-    after.train()
-    assert names == ["MainThread"] * 7
-    for name, value in weights(after.model).items():
-        assert torch.equal(weights(beside.model)[name], value), name
-    rows = [
-        [{key: row[key] for key in row if "rollout" in key and "second" not in key} for row in made.state.log_history]
-        for made in (beside, after)
-    ]
-    assert rows[0] == rows[1] and rows[0][1]["rollout_lag"] == 1
+def counted(made):
+    """How many prompts each call of the engine was given, in order."""
+    counts, answer = [], made.on_policy.engine.answer
+
+    def answer_and_count(request):
+        counts.append(len(request.prompts))
+        return answer(request)
+
+    made.on_policy.engine.answer = answer_and_count
+    return counts
 
 
-def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_drawn_ahead(tmp_path):
-    whole = ahead(tmp_path / "whole", save_strategy="steps", save_steps=2)
-    whole.train()
-    again = ahead(tmp_path / "again")
-    again.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
-    for name, value in weights(whole.model).items():
-        assert torch.equal(weights(again.model)[name], value), name
-
-
-def test_the_threads_fault_ends_the_run(tmp_path, monkeypatch):
-    answer = DecodeLoop._answer_in_turn
-
-    def fail(self, *args):
-        if threading.current_thread() is not threading.main_thread():
-            raise RunError("no memory left")
-        return answer(self, *args)
-
-    monkeypatch.setattr(DecodeLoop, "_answer_in_turn", fail)
-    made = ahead(tmp_path)
-    with pytest.raises(RunError, match="no memory left"):
-        made.train()
-    assert made.state.global_step == 1
-
-
-def test_an_evaluation_waits_for_what_is_drawn(tmp_path, monkeypatch):
-    begun, go_on, drawn = threading.Event(), threading.Event(), []
-    answer = DecodeLoop._answer_in_turn
-
-    def slow(self, *args):
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert go_on.wait(60)
-        answers = answer(self, *args)
-        drawn.append(threading.current_thread().name)
-        return answers
-
-    class Evaluates(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                assert begun.wait(60) and len(drawn) == 1
-                threading.Timer(0.2, go_on.set).start()
-                made.evaluate(made.train_dataset)
-                assert len(drawn) == 2
-
-    monkeypatch.setattr(DecodeLoop, "_answer_in_turn", slow)
-    made = ahead(tmp_path, max_steps=2, callbacks=[Evaluates()])
+@pytest.mark.parametrize(
+    "steps, counts, lags",
+    [(0, [6] * 7, None), (1, [12, 12, 12, 6], [0, 1] * 3 + [0]), (2, [18, 6, 12, 6], [0, 1, 2, 0, 0, 1, 0])],
+)
+def test_steps_of_an_epoch_are_drawn_in_groups(tmp_path, steps, counts, lags):
+    """Groups begin at multiples of their size, and end with an epoch or with the run."""
+    made = ahead(tmp_path, steps, logging_steps=1)
+    found = counted(made)
     made.train()
-    assert made.state.global_step == 2
+    logged = [row for row in made.state.log_history if "rollouts" in row]
+    assert found == counts and [row["rollouts"] for row in logged] == [6] * 7
+    assert [row.get("rollout_lag") for row in logged] == (lags or [None] * 7)
+
+
+def test_a_group_is_answered_by_the_weights_of_its_first_step():
+    """And a document by its own seed of its own step: as by a copy of those weights that was asked in that step."""
+    model = tiny_model(dtype=torch.float64)
+    batches = [COLLATE(pairs(8, seed=n)) for n in range(6)]
+    own = on_policy(model, ahead=2)
+    epoch = own.epoch(iter(batches))
+    for step, batch in enumerate(epoch):
+        if step % 3 == 0:
+            before = copy.deepcopy(model)
+        (got,), (expected,) = (
+            each.replace([batch], step, COLLATE, following=5 - step) for each in (own, on_policy(before))
+        )
+        assert torch.equal(got["input_ids"], expected["input_ids"])
+        if step % 3:
+            (now,) = on_policy(model).replace([batch], step, COLLATE)
+            assert not torch.equal(got["input_ids"], now["input_ids"])
+        with torch.no_grad():
+            model.lm_head.weight.mul_(-1.5)
+    assert step == 5 and own.read(lambda values: values, torch.device("cpu"))["rollout_lag"] == 1
+
+
+def test_other_micro_batches_than_were_looked_at_are_answered_too():
+    model = tiny_model(dtype=torch.float64)
+    own = on_policy(model, ahead=1)
+    own.epoch(iter([COLLATE(pairs(8, seed=1))]))
+    own.replace([COLLATE(pairs(8))], 0, COLLATE, following=1)
+    other = COLLATE(pairs(8, seed=2))
+    (got,), (expected,) = (each.replace([other], 1, COLLATE) for each in (own, on_policy(model)))
+    assert torch.equal(got["input_ids"], expected["input_ids"]) and not own._answers
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("fraction", [1.0, 0.3])
+def test_a_run_goes_on_in_the_middle_of_a_group(tmp_path, device, fraction):
+    def figures(made):
+        keys = ("loss", "rollouts", "rollout_lag", "rollout_length")
+        rows = [row for row in made.state.log_history if "rollouts" in row]
+        return {row["step"]: [row[key] for key in keys] for row in rows}
+
+    whole = ahead(tmp_path / "whole", 2, fraction=fraction, device=device, save_strategy="steps", save_steps=1)
+    whole.train()
+    held = {step: [*(tmp_path / f"whole/checkpoint-{step}").glob("answers-*")] for step in range(1, 8)}
+    assert [step for step, files in held.items() if files] == [1, 2, 5]  # groups end with steps 3, 4, 6 and 7
+    for step in (1, 2, 5):
+        again = ahead(tmp_path / f"again-{step}", 2, fraction=fraction, device=device)
+        calls = counted(again)
+        again.train(resume_from_checkpoint=str(tmp_path / f"whole/checkpoint-{step}"))
+        assert len(calls) == {1: 3, 2: 3, 5: 1}[step]
+        for name, value in weights(whole.model).items():
+            assert torch.equal(weights(again.model)[name], value), (step, name)
+        assert figures(again) == figures(whole)
+    for file in held[2]:
+        file.unlink()
+    other = ahead(tmp_path / "other", 2, fraction=fraction, device=device)
+    other.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
+    assert figures(other) != figures(whole), "answers by other weights are other answers"
+
+
+def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
+    """As of micro-batches that are dealt otherwise when the run goes on."""
+    model, both = tiny_model(dtype=torch.float64), on_policy(tiny_model(dtype=torch.float64), ahead=1)
+    rows = [pairs(6, seed=n) for n in range(4)]
+    for rank in range(2):
+        own = on_policy(model, ahead=1)
+        own.epoch(iter([COLLATE(rows[2 + rank])]))
+        own.replace([COLLATE(rows[rank])], 0, COLLATE, following=1)
+        own.save(tmp_path / "checkpoint-1", rank)
+    both.restore(tmp_path / "checkpoint-1")
+    asked = counted(type("Trainer", (), {"on_policy": both}))
+    mixed = COLLATE(rows[2][::2] + rows[3][::2])
+    (got,) = both.replace([mixed], 1, COLLATE)
+    (expected,) = on_policy(model).replace([mixed], 1, COLLATE)
+    assert torch.equal(got["input_ids"], expected["input_ids"]) and not asked
+    kept = json.loads((tmp_path / "checkpoint-1/answers-00001.json").read_text())
+    assert list(kept) == ["1"] and len(kept["1"]) == 6
+
+
+def test_a_training_that_ends_early_draws_no_more(tmp_path):
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    made = ahead(tmp_path, 1, callbacks=[Stops()])
+    counts = counted(made)
+    made.train()
+    assert counts == [12, 12] and made.state.global_step == 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(tmp_path, monkeypatch, kind):
-    """Also after it took other weights, and from a checkpoint; siblings are one product each."""
+def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(monkeypatch, kind):
+    """Also after it took other weights; siblings are one product each."""
     monkeypatch.setattr("distill.models.snapshot.runs_our_kernels", lambda device: True)
     student = tiny_model(kind=kind, dtype=torch.float64)
     prompts = [row["input_ids"][:4] for row in pairs(6)]
     patch(student, "student", attention=None)
-    copied, again = Snapshot(student), Snapshot(student)
+    copied = Snapshot(student)
     layers = [module for module in copied.model.modules() if type(module) is torch.nn.Linear]
     joined = [layer for layer in layers if "forward" in layer.__dict__]
     assert len(joined) == 5 * 2 and len(layers) == 7 * 2 + 1
@@ -128,45 +153,12 @@ def test_the_copy_of_a_patched_student_has_our_layers_and_says_the_same(tmp_path
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.mul_(1 + 0.5 * torch.rand_like(parameter))
-    copied.take(student, 7)
-    copied.save(tmp_path)
-    again.restore(tmp_path)
-    assert again.step == 7
+    copied.take(student)
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: calls.append(1) or linear(*a))
     copied.model(input_ids=torch.tensor(prompts[:1]))
     assert len(calls) == 4 * 2 + 1
-    expected, *got = (
+    expected, got = (
         DecodeLoop(model, EngineSettings(2, [])).generate(prompts, max_new_tokens=6).tokens
-        for model in (student, copied.model, again.model)
+        for model in (student, copied.model)
     )
-    assert got == [expected, expected]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("graphed", [False, True])
-def test_beside_a_training_step_a_gpu_draws_the_same(tmp_path, monkeypatch, graphed):
-    """Decoding replayed on its own stream while the step is launched, or replayed too."""
-    names = watched(monkeypatch)
-
-    def draw_ahead(trainer):
-        student = trainer.objective.student
-        snapshot = Snapshot(student)
-        engine = DecodeLoop(snapshot.model, EngineSettings(2, [], max_length=64))
-        trainer.on_policy = OnPolicy(
-            engine, fraction=1.0, max_new_tokens=32, sampling=Sampling(1.0), seed=3, max_length=64, student=student,
-            snapshot=snapshot, ahead=1,
-        )  # fmt: skip
-
-    data = [row for row in pairs(96) if row["labels"].count(-100) == 6]
-    ways = {}
-    for overlaps in (True, False):
-        if not overlaps:
-            monkeypatch.setattr(DecodeLoop, "overlaps", False)
-        names.clear()
-        losses, made, steps, _, _ = train(tmp_path / str(overlaps), graphed, data=data * 4, steps=24, change=draw_ahead)
-        assert names.count("rollouts") == (23 if overlaps else 0)
-        assert steps is None or steps.graphs.replays > 0
-        ways[overlaps] = losses, made
-    assert ways[True][0] == ways[False][0]
-    for name, value in ways[True][1].items():
-        assert torch.equal(ways[False][1][name], value), name
+    assert got == expected

@@ -211,7 +211,7 @@ def test_all_answers_of_a_prompt_stay_in_one_micro_batch():
     assert why_batch_size_stays(parse(RECIPE, ["data.on_policy.samples=1"])) is None
 
 
-@pytest.mark.parametrize("ahead, packing", [(1, True), pytest.param(0, False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ahead, packing", [(2, True), pytest.param(0, False, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_goes_on_to_the_bit(tmp_path, ahead, packing):
     """With cut-offs, stop strings and two answers a prompt."""
     save_models(tmp_path, teacher={"layers": 3, "seed": 1}, student={"seed": 2, "attention_dropout": 0.1})

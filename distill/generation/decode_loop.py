@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from distill.generation.fused_step import FusedSteps
 from distill.generation.sampling import GREEDY, Sampling
 from distill.generation.seats import Seats, fetched
 from distill.generation.stopping import StopStrings
-from distill.models.graphs import WORKSPACES, own_workspace
+from distill.models.graphs import own_workspace
 from distill.models.head import bare, decoder_of
 from distill.models.offload import is_offloaded
 from distill.models.ragged_cache import attention_for_ragged_cache, read_prompts
@@ -44,7 +43,7 @@ from distill.models.ragged_cache import attention_for_ragged_cache, read_prompts
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens between two looks at who has finished; each look waits for the GPU
-STEPS = 4  # tokens of one replay: between two the host is needed, which may be busy with a training step
+STEPS = 4  # tokens of one replay
 SLOTS_STEP = 128
 WORTH_READING = 0.25  # of the seats are free before those who wait are read: a reading holds up all others
 MOST_BUFFERS = 2  # captured steps, each with its cache
@@ -109,19 +108,9 @@ class Request(NamedTuple):
 
 
 class Engine(abc.ABC):
-    """Answers prompts of token ids.
+    """Answers prompts of token ids."""
 
-    Attributes:
-        overlaps: Whether what `begin` returned last may be called in another thread, while this one goes on.
-    """
-
-    overlaps = False
-
-    def generate(self, prompts: Sequence[Sequence[int]], **more: Any) -> Generated:
-        """Answer every prompt; as `begin`, at once."""
-        return self.begin(prompts, **more)()
-
-    def begin(
+    def generate(
         self,
         prompts: Sequence[Sequence[int]],
         *,
@@ -129,8 +118,8 @@ class Engine(abc.ABC):
         sampling: Sampling = GREEDY,
         seeds: Sequence[int] | None = None,
         batch_size: int = 64,
-    ) -> Callable[[], Generated]:
-        """Get ready to answer every prompt, by the weights as they are now; the answers come of the call of the result.
+    ) -> Generated:
+        """Answer every prompt.
 
         Args:
             prompts: Token ids, at least one each.
@@ -150,11 +139,7 @@ class Engine(abc.ABC):
             raise ValueError(f"prompts: {count} with {len(limits)} max_new_tokens and {len(own_seeds)} seeds")
         if not all(map(len, prompts)):
             raise ValueError("prompts: an empty prompt has nothing to continue")
-        return self.prepare(Request(prompts, limits, own_seeds, sampling, batch_size))
-
-    def prepare(self, request: Request) -> Callable[[], Generated]:
-        """What `begin` returns for a request whose lists are equally long."""
-        return functools.partial(self.answer, request)
+        return self.answer(Request(prompts, limits, own_seeds, sampling, batch_size))
 
     @abc.abstractmethod
     def answer(self, request: Request) -> Generated:
@@ -180,39 +165,23 @@ class DecodeLoop(Engine):
         self.replays = self.device.type == "cuda" and not is_offloaded(self.inner)
         self.buffers: list[Seats] = []  # the latest last
         self.fused_steps = FusedSteps(model, settings.autocast, settings.vocab_size, settings.fused)
-        # its kernels are small, and would wait for those of a training step that runs at the same time
-        self.stream = torch.cuda.Stream(self.device, priority=-1) if self.replays else None
-
-    @property
-    def overlaps(self) -> bool:  # type: ignore[override]
-        """A step that is launched kernel by kernel would only be in the way of who launches others."""
-        return self.replays or self.device.type == "cpu"
+        self.stream = torch.cuda.Stream(self.device) if self.replays else None
 
     def answer(self, request: Request) -> Generated:
-        return self.prepare(request)()
-
-    def prepare(self, request: Request) -> Callable[[], Generated]:
-        """Buffers, and steps captured; what is returned replays them on a stream of its own."""
         prompts, limits = request.prompts, request.limits
+        result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
         # neighbours of like length waste least
         order = sorted((number for number, limit in enumerate(limits) if limit > 0), key=lambda n: len(prompts[n]))
-        chosen = request.of(order)
-        with self._ready():
-            seats = self._seats_for(chosen) if order else None
-        now = None if self.stream is None else torch.cuda.current_stream(self.device).record_event()
-
-        def answer_all() -> Generated:
-            result = Generated([[] for _ in prompts], [limit == 0 for limit in limits], [[] for _ in prompts])
-            if seats is None:
-                return result
-            with self._on_own_stream(now), self._ready():
-                answers = self._answer_in_turn(chosen, seats)
-            for place, number in enumerate(order):
-                result.tokens[number], result.truncated[number] = answers.tokens[place], answers.truncated[place]
-                result.log_probs[number] = answers.log_probs[place]
+        if not order:
             return result
-
-        return answer_all
+        chosen = request.of(order)
+        here = torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+        with here, self._ready():
+            answers = self._answer_in_turn(chosen, self._seats_for(chosen))
+        for place, number in enumerate(order):
+            result.tokens[number], result.truncated[number] = answers.tokens[place], answers.truncated[place]
+            result.log_probs[number] = answers.log_probs[place]
+        return result
 
     def _answer_in_turn(self, request: Request, seats: Seats) -> Generated:
         """Who is finished makes place for the next prompts, as soon as a part of the seats is free."""
@@ -265,19 +234,8 @@ class DecodeLoop(Engine):
     def _take_seats(self, request: Request, taken: dict[int, int], seats: Seats) -> None:
         """Read the prompts whose numbers `taken` holds by their seats, all of which are free."""
         prompts, limits, seeds, _, _ = request.of(list(taken.values()))
-        with WORKSPACES:
-            read_prompts(self.decoder, prompts, list(taken), seats.cache)
+        read_prompts(self.decoder, prompts, list(taken), seats.cache)
         seats.seat(list(taken), prompts, limits, seeds)
-
-    @contextlib.contextmanager
-    def _on_own_stream(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """On a GPU: inside, kernels go to the loop's stream, after what the event stands for."""
-        if self.stream is None or after is None:
-            yield
-            return
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-            self.stream.wait_event(after)
-            yield
 
     def _seats_for(self, request: Request) -> Seats:
         """Buffers for one batch, of sizes that are rounded up where they are kept; there with a captured step.

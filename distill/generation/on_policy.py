@@ -8,35 +8,34 @@ generated together and neither the number of micro-batches nor of ranks plays a 
 Which documents are replaced, and every token that is drawn, follow from (seed, step, document) and the weights: a run
 that is resumed says the same again.
 
-The student itself answers, or a whole copy of it (`Snapshot`): where its weights lie in shards they are gathered into
-the copy once a step, and with `ahead` the copy is one step old, so that a step's answers depend on nothing that the
-step before it changes. They are drawn in a thread while that step trains, on a GPU by a stream of its own; at the start
-of an epoch, and after a resume, they are drawn when they are needed, and are the same. The copy is a part of every
-checkpoint.
+The student itself answers; where its weights lie in shards, a whole copy of it (`Snapshot`), into which they are
+gathered before. With `ahead` the answers of so many more steps are drawn in the same go, by the same weights: a token
+of twice as many sequences takes far less than twice as long, since what it takes is reading the weights. Answers of
+steps to come are a part of every checkpoint.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
-import operator
-import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
 from distill.data.chat import load_template
 from distill.data.packing import best_fit
 from distill.data.report import DataReport
-from distill.generation.decode_loop import Engine, Generated
+from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs
 from distill.generation.engines import engine_for, settings_for
 from distill.generation.sampling import Sampling, sampling_of
@@ -48,7 +47,7 @@ log = logging.getLogger(__name__)
 
 Collated = dict[str, Any]
 Batches = Sequence[Collated]
-SWITCH = 1e-4  # seconds after which the thread that draws is let in between two calls of the one that trains
+FILE = "answers-{:05d}.json"  # of a checkpoint: answers of steps to come
 
 
 @dataclass
@@ -62,9 +61,10 @@ class OnPolicy:
         sampling: What their tokens are drawn from.
         seed: Fixes what is replaced and what is drawn.
         max_length: The most tokens a row may have.
-        batch_size: Prompts that are answered at once, at most.
+        batch_size: Prompts of a step that are answered at once, at most.
         samples: Answers of each document that is replaced, which then stands so often.
-        ahead: Optimizer steps between the weights that answer and those that learn; 0 or 1.
+        ahead: Steps whose answers are drawn with those of a step before them; the most optimizer steps between the
+            weights that answer and those that learn.
         student: Whose weights `snapshot` takes.
         snapshot: What answers in the student's place; None for itself.
         log_probs: Give each drawn token's log-probability with the batches (`drawn_log_p`); the engine must too.
@@ -90,15 +90,9 @@ class OnPolicy:
     one_row: bool = False
     # answers, their tokens, cut off, left out, that repeat themselves, seconds, steps that the weights were old
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
-    # of the step to come: its micro-batches, and what is being drawn for them
-    _ahead: tuple[Batches, int, Future[_Drawn]] | None = field(init=False, default=None)
-    _thread: ThreadPoolExecutor | None = field(init=False, default=None)
+    # answers of the steps that they were drawn for, by `_seed_of` their documents
+    _answers: dict[int, dict[int, _Answer]] = field(init=False, default_factory=dict)
     _epoch: _Epoch | None = field(init=False, default=None)
-
-    @property
-    def stored_weights(self) -> Snapshot | None:
-        """What a checkpoint must hold beside the student, since it cannot be made of it."""
-        return self.snapshot if self.ahead else None
 
     def replace(
         self, batches: Batches, step: int, collate: Callable[[list[Row]], Collated], following: int = 0
@@ -112,24 +106,15 @@ class OnPolicy:
             batches: Collated, on any device.
             step: Optimizer steps done.
             collate: Makes a batch of rows.
-            following: Micro-batches of the step to come; with `ahead` their answers begin to be drawn, as far as the
-                epoch (`epoch`) has them.
-
-        Raises:
-            Exception: what the thread that drew these answers ended with.
+            following: Steps after this one that may be drawn for with it, of as many micro-batches, as far as the epoch
+                (`epoch`) has them.
         """
-        drawn = self._drawn_for(batches, step)
-        if drawn is None:
-            if self.snapshot is not None and (not self.ahead or self.snapshot.step is None):
-                assert self.student is not None
-                self.snapshot.take(self.student, step)
-            drawn = self._draw(batches, step)()
-        if self.snapshot is not None and self.ahead:
-            assert self.student is not None
-            self.snapshot.take(self.student, step)
-            if self._epoch is not None and (to_come := self._epoch.look(following)):
-                self._draw_ahead(to_come, step + 1)
-        return self._put_in(drawn, batches, collate)
+        plans = self._plans(batches, step)
+        answers = self._answers.pop(step, None)
+        if answers is None or any(seed not in answers for seed, _ in self._asked(plans, step)):
+            self._draw({step: plans} | self._plans_to_come(len(batches), step, following))
+            answers = self._answers.pop(step)
+        return self._put_in(plans, [answers[seed] for seed, _ in self._asked(plans, step)], step, batches, collate)
 
     def epoch(self, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The micro-batches of an epoch in their order; `replace` looks at those to come.
@@ -141,62 +126,72 @@ class OnPolicy:
             self._epoch = _Epoch(batches)
         return self._epoch
 
-    def wait(self) -> None:
-        """Until nothing is being drawn."""
-        if self._ahead is not None:
-            wait([self._ahead[2]])
+    def save(self, checkpoint: Path, rank: int) -> None:
+        """Write the answers of steps to come into a checkpoint's folder; every process calls it."""
+        if self._answers:
+            checkpoint.mkdir(exist_ok=True)
+            write_text(checkpoint / FILE.format(rank), json.dumps(self._answers))
 
-    def _draw_ahead(self, batches: Batches, step: int) -> None:
-        draw = self._draw(batches, step)
-        if not self.engine.overlaps:
-            return
-        if self._thread is None:
-            # one autocast more, or the end of the thread's own would clear the casts that the other one remembers
-            self._thread = ThreadPoolExecutor(1, "rollouts", initializer=torch.autocast_increment_nesting)
-        self._ahead = batches, step, self._thread.submit(_let_in, draw)
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint, of however many processes."""
+        self._answers.clear()
+        for file in sorted(checkpoint.glob("answers-*.json")):
+            for step, answers in json.loads(file.read_text()).items():
+                own = self._answers.setdefault(int(step), {})
+                own.update((int(seed), _Answer(*answer)) for seed, answer in answers.items())
 
-    def _drawn_for(self, batches: Batches, step: int) -> _Drawn | None:
-        """What was drawn ahead of time for these micro-batches; None where nothing was."""
-        if self._ahead is None:
-            return None
-        (own, at, future), self._ahead = self._ahead, None
-        drawn = future.result()
-        same = at == step and len(own) == len(batches) and all(map(operator.is_, own, batches))
-        return drawn if same else None
+    def _plans(self, batches: Iterable[Collated], step: int) -> list[_Plan]:
+        return [self._plan(documents_of(batch), len(batch["labels"]), step) for batch in batches]
 
-    def _draw(self, batches: Batches, step: int) -> Callable[[], _Drawn]:
-        """Get ready to answer a step's prompts by the engine as it is; the call of the result answers them."""
+    def _plans_to_come(self, count: int, step: int, most: int) -> dict[int, list[_Plan]]:
+        """Of the steps after `step`, of `count` micro-batches each, whose answers are drawn with its own.
+
+        Which ones follows from their number, so that a run that is resumed forms the same groups.
+        """
+        if self._epoch is None:
+            return {}
+        more = min(self.ahead - step % (self.ahead + 1), most)
+        batches = iter(self._epoch.look(count * more))
+        groups = (list(itertools.islice(batches, count)) for _ in range(more))
+        return {step + number: self._plans(group, step + number) for number, group in enumerate(groups, 1) if group}
+
+    def _asked(self, plans: Iterable[_Plan], step: int) -> Iterator[tuple[int, Document]]:
+        """The documents that are answered anew in a step, with the seed that their answers are drawn by."""
+        return ((self._seed_of(document, step), document) for plan in plans for document in plan.asked)
+
+    def _draw(self, steps: dict[int, list[_Plan]]) -> None:
+        """Answer the prompts of some steps, the present one first, by the weights as they are."""
         start = time.perf_counter()
-        plans = [self._plan(documents_of(batch), len(batch["labels"]), step) for batch in batches]
-        asked = [document for plan in plans for document in plan.asked]
-        weights_of = step if self.snapshot is None or self.snapshot.step is None else self.snapshot.step
-        answer = self.engine.begin(
-            [document.prompt for document in asked],
-            max_new_tokens=[self._limit(document) for document in asked],
+        at = next(iter(steps))
+        if self.snapshot is not None:
+            assert self.student is not None
+            self.snapshot.take(self.student)
+        asked = [(step, *each) for step, plans in steps.items() for each in self._asked(plans, step)]
+        answers = self.engine.generate(
+            [document.prompt for _, _, document in asked],
+            max_new_tokens=[self._limit(document) for _, _, document in asked],
             sampling=self.sampling,
-            seeds=[self._seed_of(document, step) for document in asked],
-            batch_size=self.batch_size,
+            seeds=[seed for _, seed, _ in asked],
+            batch_size=self.batch_size * (self.ahead + 1),
         )
-        ready = time.perf_counter() - start
+        self._answers |= {step: {} for step in steps}
+        log_probs = answers.log_probs if self.log_probs else [[]] * len(asked)
+        drawn = zip(asked, answers.tokens, answers.truncated, log_probs, strict=True)
+        for (step, seed, _), tokens, truncated, log_p in drawn:
+            self._answers[step][seed] = _Answer(tokens, truncated, log_p, at)
+        self._sums[-2] += time.perf_counter() - start
 
-        def draw() -> _Drawn:
-            start = time.perf_counter()
-            answers = answer()
-            return _Drawn(plans, answers, step - weights_of, ready + time.perf_counter() - start)
-
-        return draw
-
-    def _put_in(self, drawn: _Drawn, batches: Batches, collate: Callable[[list[Row]], Collated]) -> list[Collated]:
+    def _put_in(
+        self, plans: list[_Plan], answers: list[_Answer], step: int, batches: Batches,
+        collate: Callable[[list[Row]], Collated],
+    ) -> list[Collated]:  # fmt: skip
         """The micro-batches with answers in their place."""
-        plans, answers, lag, seconds = drawn
         if not any(plan.changes for plan in plans):
             return list(batches)
         asked = [document for plan in plans for document in plan.asked]
-        prompts = [document.prompt for document in asked]
-        log_probs = answers.log_probs if self.log_probs else [None] * len(asked)
         new = iter(
-            document.answered(prompt, answer, log_p)
-            for document, prompt, answer, log_p in zip(asked, prompts, answers.tokens, log_probs, strict=True)
+            document.answered(document.prompt, answer.tokens, answer.log_probs if self.log_probs else None)
+            for document, answer in zip(asked, answers, strict=True)
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
@@ -206,10 +201,11 @@ class OnPolicy:
             made.append(collate(list(map(as_row, rows))) if plan.changes else dict(batch))
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
-        lengths = sum(map(len, answers.tokens))
-        repeated = sum(map(repeats_itself, answers.tokens))
-        truncated, dropped = sum(answers.truncated), sum(plan.left_out for plan in plans)
-        self._sums += (len(asked), lengths, truncated, dropped, repeated, seconds, len(asked) * lag)
+        self._sums += (
+            len(asked), sum(len(answer.tokens) for answer in answers), sum(answer.truncated for answer in answers),
+            sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers), 0.0,
+            sum(step - answer.step for answer in answers),
+        )  # fmt: skip
         return made
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
@@ -335,23 +331,13 @@ class _Epoch(Iterator[Collated]):
         return list(self._waiting)[:count]
 
 
-class _Drawn(NamedTuple):
-    """What a step's prompts were answered, by weights that were `lag` optimizer steps old."""
+class _Answer(NamedTuple):
+    """What a prompt was answered; `step`: optimizer steps done when it was."""
 
-    plans: list[_Plan]
-    answers: Generated
-    lag: int
-    seconds: float
-
-
-def _let_in(draw: Callable[[], _Drawn]) -> _Drawn:
-    """In a thread: `draw`, which launches little and at the right time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH)
-    try:
-        return draw()
-    finally:
-        sys.setswitchinterval(before)
+    tokens: list[int]
+    truncated: bool
+    log_probs: list[float]
+    step: int
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
@@ -396,7 +382,7 @@ def on_policy_of(
     if (section := recipe.data.own_answers) is None:
         return None
     require_prompts(recipe, tokenizer, report.format)
-    snapshot = Snapshot(student) if sharded or section.ahead else None
+    snapshot = Snapshot(student) if sharded else None
     settings = settings_for(
         student, tokenizer, load_template(recipe.data.chat_template, tokenizer), section.stop, autocast=autocast,
         vocab_size=vocab_size, max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),

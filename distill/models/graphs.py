@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +41,6 @@ from distill.core.faults import first_line
 from distill.models import output_rows
 
 SHAPES = 4  # of batches that a decoder is captured for; each holds its own graphs
-WORKSPACES = threading.Lock()  # of cuBLAS: nobody drops them between a product's looking one up and its launch
 KNOWN_HOOKS = ("torch.", "transformers.", "peft.", "accelerate.", "distill.")
 
 
@@ -284,16 +282,13 @@ def own_workspace() -> Iterator[None]:
     """cuBLAS's workspaces that are made inside belong to the graph that is captured there, and to nothing else.
 
     They are kept by stream, and all captures share one: a graph would go on using what lies in an earlier graph's
-    memory, which is given back with that graph, or when somebody (torch.compile's graphs) drops all workspaces. Other
-    threads launch products of their own while they hold `WORKSPACES`.
+    memory, which is given back with that graph, or when somebody (torch.compile's graphs) drops all workspaces.
     """
-    with WORKSPACES:
-        torch._C._cuda_clearCublasWorkspaces()
+    torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
     finally:
-        with WORKSPACES:
-            torch._C._cuda_clearCublasWorkspaces()
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _unsuited(decoder: nn.Module) -> str | None:

@@ -47,7 +47,7 @@ def answers_of(situation: Situation, device: Device, data: DataReport, rows: flo
     if device.card is None or section.engine != "distill" or situation.precision.compute == torch.float32:
         return Answers(number, new, None)
     here = max(number / situation.world, 1.0)
-    seats = min(here, section.batch_size)
+    seats = min(here, section.batch_size) * (section.ahead + 1)
     fused = device.family in FASTER_ON and seats <= MAX_ROWS and recipe.student.compute != "fp8"
     fused = fused and why_not_plain(situation.student.model, situation.precision.compute) is None
     token = token_seconds(student, device.card, seats, prompt + new / 2, situation.precision.student.itemsize, fused)

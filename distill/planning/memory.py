@@ -153,7 +153,7 @@ def step_memory(situation: Situation, *, sharded: bool = False, teacher_sharded:
         teacher_weights = min(teacher_weights, teacher_weights / world + teacher.gathered)
     rollouts = _rollout_cache(situation, student, compute)
     own = recipe.data.own_answers
-    answering = student.parameters * weight if own is not None and (sharded or own.ahead) else 0.0
+    answering = student.parameters * weight if own is not None and sharded else 0.0
     held = teacher_weights + weights + states + buckets + rollouts + answering
     accumulated = gradients if accumulation > 1 else 0.0
     forward = held + accumulated + copies + activations
@@ -193,7 +193,7 @@ def _rollout_cache(situation: Situation, student: Shape, compute: int) -> float:
         return 0.0
     if situation.longest:
         length = min(length, situation.longest + section.max_new_tokens)
-    return 1.5 * section.batch_size * length * 2 * student.layers * student.key_value * compute
+    return 1.5 * section.batch_size * (section.ahead + 1) * length * 2 * student.layers * student.key_value * compute
 
 
 def _workspace(situation: Situation, rows: int, columns: int, head_gradient: int, models: int) -> float:

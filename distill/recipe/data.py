@@ -65,9 +65,9 @@ class OnPolicy(Section):
         samples: answers of each prompt in a step; a micro-batch of `train.batch_size` rows holds as many times fewer
             prompts.
         engine: what generates: `distill` (our decode loop), `transformers`, or `vllm` where that is installed.
-        batch_size: prompts that are answered at once, at most.
-        ahead: 1 for answers by a copy of the student that is one optimizer step old, drawn while a step trains; 0 for
-            the student as it is.
+        batch_size: prompts of a step that are answered at once, at most.
+        ahead: how many more steps' answers are drawn with those of a step, by the same weights, which are up to so many
+            optimizer steps old when they learn; 0 for the student as it is in every step.
         store_every: write the answers of every so many steps into the run's folder, a parquet file a step; 0 for none.
     """
 
@@ -81,7 +81,7 @@ class OnPolicy(Section):
     samples: Annotated[int, Field(ge=1, le=2**16)] = 1
     engine: Literal["distill", "transformers", "vllm"] = "distill"
     batch_size: Annotated[int, Field(ge=1, le=2**16)] = 64
-    ahead: Literal[0, 1] = 0
+    ahead: Annotated[int, Field(ge=0, le=64)] = 0
     store_every: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 

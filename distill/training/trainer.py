@@ -34,7 +34,6 @@ from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
 from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
-from distill.models.snapshot import Snapshot
 from distill.models.work import work_of
 from distill.teachers.base import Batch, Teacher
 from distill.teachers.blame import teacher_fault
@@ -205,8 +204,7 @@ class DistillationTrainer(Trainer):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         if own is not None and batches:
             with uncompiled():
-                following = num_batches if step + 1 < self.state.max_steps else 0
-                batches = own.replace(batches, step, self.data_collator, following)
+                batches = own.replace(batches, step, self.data_collator, self.state.max_steps - step - 1)
             count = self._get_num_items_in_batch(batches, device)
         self.asking.require(batches)
         return batches, count
@@ -303,8 +301,6 @@ class DistillationTrainer(Trainer):
             sets = {name: name if eval_dataset is None else rows[name] for name in rows}
             each = [self.evaluate(own, ignore_keys, f"{metric_key_prefix}_{name}") for name, own in sets.items()]
             return {name: value for figures in each for name, value in figures.items()}
-        if self.on_policy is not None:
-            self.on_policy.wait()  # before processes are forked that load
         with self.meter.paused():
             figures = self._held_out(self.get_eval_dataloader(eval_dataset))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
@@ -333,8 +329,9 @@ class DistillationTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As `Trainer`'s, which fails for a sharded student whose optimizer has no state; and the teacher's state."""
-        for companion in [] if checkpoint is None else self._companions():
-            companion.restore(Path(str(checkpoint)))
+        for companion in [] if checkpoint is None else [self.objective.teacher, self.on_policy]:
+            if companion is not None:
+                companion.restore(Path(str(checkpoint)))
         if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -342,11 +339,6 @@ class DistillationTrainer(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # a scheduler sets it after a step, for the next one
-
-    def _companions(self) -> list[Teacher | Snapshot]:
-        """Whose state goes into a checkpoint beside the student's."""
-        copy = None if self.on_policy is None else self.on_policy.stored_weights
-        return [self.objective.teacher, *([] if copy is None else [copy])]
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._checkpoints_go_to or super()._get_output_dir(trial)
@@ -364,6 +356,8 @@ class DistillationTrainer(Trainer):
             self._checkpoints_go_to = str(unfinished)
             try:
                 super()._save_checkpoint(model, trial)
+                if self.on_policy is not None:
+                    self.on_policy.save(unfinished / name, self.args.process_index)
             finally:
                 self._checkpoints_go_to = None
             self.accelerator.wait_for_everyone()
@@ -374,8 +368,7 @@ class DistillationTrainer(Trainer):
             if self.args.should_save:
                 if (folder / name).exists():
                     os.replace(folder / name, unfinished / "replaced")
-                for companion in self._companions():
-                    companion.save(unfinished / name)
+                self.objective.teacher.save(unfinished / name)
                 write_manifest(unfinished / name, step=self.state.global_step)
                 os.replace(unfinished / name, folder / name)
                 sync(folder, deep=False)

@@ -12,7 +12,7 @@ over some steps after the first ones, energy NVML's counter over the same steps,
     TRL, 64 x 1     one micro-batch
     TRL, ...        with Liger's layers; with a static cache
     ours            packed rows: about 64 prompts a step, in 3 micro-batches
-    ours, ahead     the next step's answers are drawn while this one trains
+    ours, ahead     the answers of two steps are drawn together
     ours, fp8 ...   with the teacher's linear layers in fp8, which none of TRL's ways has; with gradient checkpointing
     ours, offl...   with the teacher's layers in host memory, all prompts in one micro-batch, gradient checkpointing
     ours, ...       with the step launched, or from CUDA graphs
@@ -200,7 +200,7 @@ def ours(name: str, pair: Pair, warm: int, steps: int) -> dict[str, Any]:
             f"data.max_length={pair.length}", "data.max_rows=null", "data.cache=false",
             f"data.on_policy={{fraction: 1, max_new_tokens: {pair.new}, batch_size: {PROMPTS}}}",
             f"train.batch_size={pair.micro}", f"train.tokens_per_step={pair.rows * pair.length}",
-            f"train.steps={warm + steps + 1}",  # the one after them is drawn for while the last one trains
+            f"train.steps={warm + steps}",  # both even: steps whose answers are drawn together are timed together
             f"train.log_every={warm}",  # `steps` is a multiple: the last line is of timed ones
             "train.gradient_checkpointing=false", "train.eval_every=null",
             "train.save_every=null", *([] if torch.cuda.is_available() else ["student.dtype=float32"]), *OURS[name],

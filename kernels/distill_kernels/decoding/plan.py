@@ -43,18 +43,20 @@ def that_fits(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: Devi
 
 
 def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
-    """What `scripts.bench decode_step` found on an H200 for 1 to 64 rows of models of 0.1 to 1.2 B parameters.
+    """What `scripts.bench decode_step` found on an H200 for 1 to 128 rows of models of 0.1 to 1.2 B parameters.
 
     Narrow tiles with many loads on their way: what a step waits for is latency. Few programs that each go through a
     long inner dimension are worse than parts of it; a gated product of many rows is best in one program a
     multiprocessor.
     """
     outputs, inputs, gated = product.outputs, product.weights[0].shape[1], product.up is not None
-    wide, many, warps = outputs > 12 * facts.multiprocessors, rows > 32, 4 if rows <= 64 else 8
+    wide, many, warps = outputs > 12 * facts.multiprocessors, rows > 32, 8 if gated and rows > 64 else 4
     if gated and many:
         tile = Tile(64, 64, 1, warps, 6) if wide else Tile(32, 128, 1, warps, 4)
     elif gated:
         tile = Tile(32, 128, 1, warps, 4) if wide else Tile(32, 64, 1, warps, 6)
+    elif inputs > outputs and rows > 64 and inputs > 32 * facts.multiprocessors:
+        tile = Tile(64, 64, 4, 8, 6)
     elif inputs > outputs:
         splits = 4 if 4 * cdiv(outputs, 32) <= facts.multiprocessors * 3 // 4 else 2
         tile = Tile(32, 128, splits, warps, 4 if splits == 4 else 6)
@@ -78,7 +80,7 @@ def choose_plan(
     chunks = max(1, min(3 * facts.multiprocessors // pairs, seen // 512, MOST_CHUNKS))
     crowded = small and pairs > 3 * facts.multiprocessors  # fewer threads each, more of them on a multiprocessor
     ahead = 128 if chunks == 1 and not crowded else 0
-    pace = Pace(64 if small else 32, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
+    pace = Pace(64 if small and rows <= 64 else 32, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
     size = products[0].weights[0].element_size()
     if chunks > 1 and out.splits > 1:  # beside many programs of attention, small ones start sooner
         out = that_fits(Tile(32, 64, 1, out.warps, 8), rows, size, False, facts)
