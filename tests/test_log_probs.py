@@ -6,8 +6,8 @@ from dense_loss import dense_rows, softcap
 from distill_kernels import FusedDistillationLoss, LossTerm, fused_log_probs
 from distill_kernels.launch import FAMILIES, INTERPRETER
 from distill_kernels.losses import fused as fused_path
+from distill_kernels.losses import operator, projection
 from distill_kernels.losses import plan as planning
-from distill_kernels.losses import projection
 from distill_kernels.losses.fused import fused_linear_divergence
 from distill_kernels.losses.operands import Batch, Head, Wanted
 from distill_kernels.losses.shards import VocabShard
@@ -91,6 +91,31 @@ def test_gradients_come_without_a_row_kernel(kernel_device, dtype, settings, row
     made, counts = ours(*given, **settings, **more)
     assert counts == (1, 0)
     check(made, given, dtype, **settings)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("terms", [HARD, [LossTerm("forward_kl", 0.7), *HARD], [LossTerm("jsd", 1.0, 0.3)]], ids=len)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_under_a_frozen_head_nothing_is_computed_twice(kernel_device, monkeypatch, dtype, terms, compiled):
+    """Of the same loss as the one that makes all gradients in backward, however often that is asked for."""
+    x, w, bias, labels, upstream = inputs(kernel_device, 40, 300, dtype)
+    teacher = realistic_heads(40, 300, 32, 48, dtype=dtype, device=kernel_device)[2:]
+    loss = FusedDistillationLoss(terms, temperature=1.3, reduction="none")
+    calls, path = [], operator.linear_divergence
+    monkeypatch.setattr(operator, "linear_divergence", lambda *a, **k: calls.append(a[4]) or path(*a, **k))
+    if compiled:  # as a compiled call goes
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    hidden = x.detach().requires_grad_()
+    rows = loss(hidden, w, *teacher, labels=labels, student_bias=bias)
+    for repeat in (True, False):
+        (made,) = torch.autograd.grad(rows, hidden, upstream, retain_graph=repeat)
+    assert len(calls) == 1 and made.dtype == dtype
+    leaves = [t.detach().double().requires_grad_() for t in (x, w)]
+    own = loss(*leaves, *(t.double() for t in teacher), labels=labels, student_bias=bias.double())
+    exact = torch.autograd.grad(own, leaves, upstream.double())[0]
+    assert len(calls) == 3
+    assert relative_error(made, exact) < {torch.bfloat16: 3e-3, torch.float16: 1e-3, torch.float32: 1e-5}[dtype]
+    assert (made[labels == -100] == 0).all() and rows[labels != -100].ne(0).all()
 
 
 def test_several_chunks_and_columns_that_are_padding(kernel_device, monkeypatch):

@@ -265,8 +265,10 @@ def test_what_backward_reads_again_may_not_change_before(where, name, compiled):
             return FusedTopKKLLoss(ce_weight=0.5, reduction="none")(x, t["w"], t["ids"], t["top"], t["labels"])
         return FusedDistillationLoss(MIXED, reduction="none")(x, t["w"], t["xt"], t["wt"], t["labels"])
 
+    t["w"].requires_grad_()  # whose gradient is made in backward
     loss = (torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step)(x)
-    t[name].add_(1)
+    with torch.no_grad():
+        t[name].add_(1)
     with pytest.raises((ValueError, RuntimeError), match=r"modified (in place|by an inplace operation)"):
         loss.sum().backward()
 

@@ -90,7 +90,7 @@ def fused_log_probs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Te
     cross-entropy's pass, not summed.
 
     Backward makes the logits again and, since each row's log sum of exps is known by then, writes their gradient in
-    their place: four products in all, of which a mean needs three.
+    their place: four products in all, of which a mean needs three. Under a frozen head the forward pass makes two.
 
     Args:
         hidden: [..., H], of a dtype as `FusedDistillationLoss.forward` takes it; gets a gradient.

@@ -3,6 +3,9 @@
 Eager calls go through an `autograd.Function`, which hands out the gradients made in the forward pass without copying
 them. Compiled calls (`torch.compile(fullgraph=True)`) go through the operator `distill::linear_divergence`, which runs
 the same computation. Row scales and the reduction around it are plain PyTorch in both.
+
+With reduction "none" what comes from above is known in backward alone. A gradient of hidden states is scaled by it
+then, row by row; where any other is wanted, which sums over rows, all are made in backward, by computing once more.
 """
 
 from __future__ import annotations
@@ -38,32 +41,21 @@ def linear_divergence_op(
     rows = _rows_to_compute(row_scale, valid_rows, skip_rows)
     heads = [Head(*tensors) for tensors in zip(teacher_hidden, teacher_weight, teacher_bias, strict=True)]
     teacher, compared = teacher_of(heads, mixture, Objective.decode(objective))
-    top = None
-    if teacher_ids is not None and teacher_logprobs is not None:
-        top = TopK(teacher_ids, teacher_logprobs, tail)
+    top = None if teacher_ids is None or teacher_logprobs is None else TopK(teacher_ids, teacher_logprobs, tail)
+    batch = Batch(labels, row_scale, rows, top, all_count)
+    student = Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale)
+    own = VocabShard.decode(shard) if shard else None
     outcome = linear_divergence(
-        Head(student_hidden, student_weight, student_bias, lora_a, lora_b, lora_scale),
-        teacher,
-        Batch(labels, row_scale, rows, top, all_count),
-        compared,
-        Wanted(*wanted),
-        vocab=vocab,
-        dtype=dtype,
-        workspace=workspace,
-        shard=VocabShard.decode(shard) if shard else None,
+        student, teacher, batch, compared, Wanted(*wanted), vocab=vocab, dtype=dtype, workspace=workspace, shard=own
     )
     empty = row_scale.new_empty(0)
     stats = empty if outcome.stats is None else torch.stack(outcome.stats)
     loss = outcome.loss if per_row else outcome.loss.sum()
-    inputs = (student_hidden, student_weight, student_bias, lora_a, lora_b)
-    return [
-        loss,
-        stats,
-        *(
-            gradient if gradient is not None else empty.new_empty(0, dtype=(row_scale if like is None else like).dtype)
-            for gradient, like in zip(outcome.gradients, inputs, strict=True)
-        ),
-    ]
+    gradients = (
+        gradient if gradient is not None else empty.new_empty(0, dtype=(row_scale if like is None else like).dtype)
+        for gradient, like in zip(outcome.gradients, student[:5], strict=True)
+    )
+    return [loss, stats, *gradients]
 
 
 def _rows_to_compute(row_scale: torch.Tensor, valid_rows: torch.Tensor | None, skip: bool) -> torch.Tensor | None:
@@ -95,13 +87,13 @@ def _(
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     ctx.settings = inputs[11:20]
-    ctx.per_row = inputs[19]
+    ctx.per_row, ctx.again = inputs[19], inputs[19] and not inputs[20][0]
     ctx.wanted = inputs[20]
     ctx.text = inputs[23:25]
     ctx.teachers = len(inputs[5])
     ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
     again = (*inputs[:5], *inputs[8:11], *inputs[21:23], *inputs[5], *inputs[6], *inputs[7])
-    ctx.save_for_backward(*(again if ctx.per_row else output[2:]))
+    ctx.save_for_backward(*(again if ctx.again else output[2:]))
 
 
 def _no_gradient(given: Any) -> Any:
@@ -111,8 +103,8 @@ def _no_gradient(given: Any) -> Any:
 
 @differentiable_once
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
-    factor: torch.Tensor | None = upstream[0]
-    if ctx.per_row:
+    factor: torch.Tensor | None
+    if ctx.again:
         count = ctx.teachers
         students, (labels, row_scale, valid_rows), top = (ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 10)))
         teachers = [list(ctx.saved_tensors[10 + count * part :][:count]) for part in range(3)]
@@ -124,7 +116,7 @@ def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
             *students, *teachers, labels, scale, valid_rows, *settings, wanted, *top, *ctx.text
         )[2:]  # fmt: skip
     else:
-        wanted, made = ctx.wanted, ctx.saved_tensors
+        wanted, made, factor = ctx.wanted, ctx.saved_tensors, upstream[0][:, None] if ctx.per_row else upstream[0]
     gradients = [_times(gradient, factor) if want else None for gradient, want in zip(made, wanted, strict=False)]
     return (*gradients, *ctx.without_gradient)
 
@@ -145,14 +137,15 @@ class _FusedLoss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, lora_a: Any, lora_b: Any, call: Any) -> Any:
         teacher, batch, objective, wanted, settings, per_row, lora_scale = call
         student = Head(hidden, weight, bias, lora_a, lora_b, lora_scale)
-        now = Wanted(stats=wanted.stats) if per_row else wanted
+        again = per_row and any(wanted[1:5])
+        now = Wanted(stats=wanted.stats) if again else wanted
         outcome = linear_divergence(student, teacher, batch, objective, now, **settings)
-        if per_row:
+        if again:
             ctx.save_for_backward(hidden, weight, bias, lora_a, lora_b)
             ctx.again = (teacher, batch._replace(lse=outcome.lse), objective, wanted, settings, lora_scale)
             ctx.versions = _versions(teacher, batch)
         else:
-            ctx.gradients = outcome.gradients
+            ctx.gradients, ctx.per_row = outcome.gradients, per_row
         loss = outcome.loss if per_row else outcome.loss.sum()
         stats = None if outcome.stats is None else torch.stack(outcome.stats)
         if stats is not None:
@@ -173,6 +166,8 @@ class _FusedLoss(torch.autograd.Function):
             outcome = linear_divergence(student, teacher, batch, objective, wanted._replace(stats=False), **settings)
             scaled = (g if g is None or down is None else scale_gradient_(g, down) for g in outcome.gradients)
             return (*scaled, None)
+        if ctx.per_row:
+            return (_times(ctx.gradients[0], upstream[:, None]), *[None] * 5)
         return (*hand_out(ctx, upstream), None)
 
 
@@ -259,7 +254,7 @@ def fused_loss(
         parts = [[head[part] for head in teacher_heads] for part in range(3)]
         loss, stats, *_ = linear_divergence_op(
             *students, *parts, labels, scale, valid_rows, mixture, encoded, lora[2], vocab, dtype, workspace, skip,
-            all_count, per_row, list(Wanted(stats=return_stats)) if per_row else list(wanted),
+            all_count, per_row, list(Wanted(stats=return_stats) if per_row and any(wanted[1:5]) else wanted),
             *(top or (None, None, "")), "" if shard is None else shard.encode(),
         )  # fmt: skip
     else:
