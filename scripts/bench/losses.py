@@ -343,14 +343,17 @@ def variants(rounds: int) -> list[Row]:
     return rows
 
 
-def log_probs(inputs: Inputs, quick: bool) -> list[Row]:
+def log_probs(quick: bool) -> Iterator[Row]:
     """`fused_log_probs` of the labels and its gradients, beside the student's products; errors are those of their mean,
     the cross-entropy's but for the sign."""
     hard = FusedDistillationLoss([LossTerm("cross_entropy", 1.0)]).objective
-    exact = {"fused_log_probs": exact_gradients_from(inputs, None, hard, labels=inputs.labels)}
-    losses = {"fused_log_probs": lambda i: -fused_log_probs(i.x, i.w, i.labels).mean()}
-    bare = "floor: the student's products", floor(inputs, teacher=False)
-    return measured("linear log_probs", inputs, losses, bare, exact, "", quick)
+    for head, case in ((True, "linear log_probs"), (False, "linear log_probs, frozen head")):
+        inputs = Inputs(MAIN)
+        exact = {"fused_log_probs": exact_gradients_from(inputs, None, hard, labels=inputs.labels)}
+        inputs.w.requires_grad_(head)
+        losses = {"fused_log_probs": lambda i: -fused_log_probs(i.x, i.w, i.labels).mean()}
+        bare = "floor: the student's products", floor(inputs, head=head, teacher=False)
+        yield from measured(case, inputs, losses, bare, exact, "", quick)
 
 
 def own_top_k(inputs: Inputs, quick: bool) -> list[Row]:
@@ -383,7 +386,7 @@ def run(quick: bool = False, only: str = "") -> Iterator[Row]:
     if only in "linear variants":
         yield from variants(rounds)
     if only in "linear log_probs":
-        yield from log_probs(Inputs(MAIN), quick)
+        yield from log_probs(quick)
     if only in "linear top_k_reverse_kl":
         yield from own_top_k(Inputs(MAIN), quick)
     if not quick:
