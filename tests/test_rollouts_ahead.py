@@ -48,6 +48,7 @@ def test_steps_of_an_epoch_are_drawn_in_groups(tmp_path, steps, counts, lags):
     logged = [row for row in made.state.log_history if "rollouts" in row]
     assert found == counts and [row["rollouts"] for row in logged] == [6] * 7
     assert [row.get("rollout_lag") for row in logged] == (lags or [None] * 7)
+    assert all(0 < row["rollouts_per_second"] < 1e5 for row in logged), "each step has its share of the time"
 
 
 def test_a_group_is_answered_by_the_weights_of_its_first_step():

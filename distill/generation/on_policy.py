@@ -135,7 +135,7 @@ class OnPolicy:
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, of however many processes."""
         self._answers.clear()
-        for file in sorted(checkpoint.glob("answers-*.json")):
+        for file in sorted(checkpoint.glob(FILE.replace("{:05d}", "*"))):
             for step, answers in json.loads(file.read_text()).items():
                 own = self._answers.setdefault(int(step), {})
                 own.update((int(seed), _Answer(*answer)) for seed, answer in answers.items())
@@ -177,9 +177,9 @@ class OnPolicy:
         self._answers |= {step: {} for step in steps}
         log_probs = answers.log_probs if self.log_probs else [[]] * len(asked)
         drawn = zip(asked, answers.tokens, answers.truncated, log_probs, strict=True)
+        seconds = (time.perf_counter() - start) / max(len(asked), 1)
         for (step, seed, _), tokens, truncated, log_p in drawn:
-            self._answers[step][seed] = _Answer(tokens, truncated, log_p, at)
-        self._sums[-2] += time.perf_counter() - start
+            self._answers[step][seed] = _Answer(tokens, truncated, log_p, at, seconds)
 
     def _put_in(
         self, plans: list[_Plan], answers: list[_Answer], step: int, batches: Batches,
@@ -203,8 +203,8 @@ class OnPolicy:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
         self._sums += (
             len(asked), sum(len(answer.tokens) for answer in answers), sum(answer.truncated for answer in answers),
-            sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers), 0.0,
-            sum(step - answer.step for answer in answers),
+            sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers),
+            sum(answer.seconds for answer in answers), sum(step - answer.step for answer in answers),
         )  # fmt: skip
         return made
 
@@ -332,12 +332,13 @@ class _Epoch(Iterator[Collated]):
 
 
 class _Answer(NamedTuple):
-    """What a prompt was answered; `step`: optimizer steps done when it was."""
+    """What a prompt was answered; `step`: optimizer steps done when it was, `seconds`: its share of the time."""
 
     tokens: list[int]
     truncated: bool
     log_probs: list[float]
     step: int
+    seconds: float
 
 
 def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:

@@ -12,7 +12,7 @@ over some steps after the first ones, energy NVML's counter over the same steps,
     TRL, 64 x 1     one micro-batch
     TRL, ...        with Liger's layers; with a static cache
     ours            packed rows: about 64 prompts a step, in 3 micro-batches
-    ours, ahead     the answers of two steps are drawn together
+    ours, ahead ... the answers of two steps, or of four, are drawn together
     ours, fp8 ...   with the teacher's linear layers in fp8, which none of TRL's ways has; with gradient checkpointing
     ours, offl...   with the teacher's layers in host memory, all prompts in one micro-batch, gradient checkpointing
     ours, ...       with the step launched, or from CUDA graphs
@@ -72,7 +72,9 @@ TRL: dict[str, dict[str, Any]] = {
 OURS = {
     "ours": ["train.cuda_graph=false"],
     "ours, ahead": ["train.cuda_graph=false", "data.on_policy.ahead=1"],
+    "ours, ahead 3": ["train.cuda_graph=false", "data.on_policy.ahead=3"],
     "ours, fp8 teacher": ["train.cuda_graph=false", "teacher.dtype=fp8"],
+    "ours, fp8 teacher, ahead": ["train.cuda_graph=false", "teacher.dtype=fp8", "data.on_policy.ahead=1"],
     "ours, fp8 teacher, checkpointed": [
         "train.cuda_graph=false",
         "teacher.dtype=fp8",

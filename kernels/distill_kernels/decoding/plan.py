@@ -14,6 +14,8 @@ from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts,
 # other kernels: on an H200 1.6 x for 32 rows of SmolLM2-135M, 1.2 x for 64 of Llama-3.2-1B
 FASTER_ON = frozenset({INTERPRETER, "sm_90"})
 MOST_CHUNKS = 32
+# for q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, searched like those of `choose_tile`
+CROWD = (Tile(32, 128, 1, 4, 4), Tile(32, 128, 2, 4, 4), Tile(64, 64, 1, 8, 6), Tile(64, 64, 4, 8, 6))
 
 
 class Plan(NamedTuple):
@@ -43,20 +45,18 @@ def that_fits(tile: Tile, rows: int, weight_bytes: int, gated: bool, facts: Devi
 
 
 def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
-    """What `scripts.bench decode_step` found on an H200 for 1 to 128 rows of models of 0.1 to 1.2 B parameters.
+    """What `scripts.bench decode_step` found on an H200 for 1 to 64 rows of models of 0.1 to 1.2 B parameters.
 
     Narrow tiles with many loads on their way: what a step waits for is latency. Few programs that each go through a
     long inner dimension are worse than parts of it; a gated product of many rows is best in one program a
     multiprocessor.
     """
     outputs, inputs, gated = product.outputs, product.weights[0].shape[1], product.up is not None
-    wide, many, warps = outputs > 12 * facts.multiprocessors, rows > 32, 8 if gated and rows > 64 else 4
+    wide, many, warps = outputs > 12 * facts.multiprocessors, rows > 32, 4 if rows <= 64 else 8
     if gated and many:
         tile = Tile(64, 64, 1, warps, 6) if wide else Tile(32, 128, 1, warps, 4)
     elif gated:
         tile = Tile(32, 128, 1, warps, 4) if wide else Tile(32, 64, 1, warps, 6)
-    elif inputs > outputs and rows > 64 and inputs > 32 * facts.multiprocessors:
-        tile = Tile(64, 64, 4, 8, 6)
     elif inputs > outputs:
         splits = 4 if 4 * cdiv(outputs, 32) <= facts.multiprocessors * 3 // 4 else 2
         tile = Tile(32, 128, splits, warps, 4 if splits == 4 else 6)
@@ -66,7 +66,7 @@ def choose_tile(rows: int, product: Product, facts: DeviceFacts) -> Tile:
         tile = Tile(32, 128, 1, warps, 6)
     else:
         tile = Tile(32, 64, 1, warps, 8) if wide else Tile(16, 64, 1, warps, 6)
-    return that_fits(tile, rows, product.weights[0].element_size(), gated, facts)
+    return tile
 
 
 def choose_plan(
@@ -74,14 +74,18 @@ def choose_plan(
 ) -> Plan:
     """For `rows` sequences of up to `slots` tokens, and the products q k v, o, gate and up, down of a layer."""
     facts = device_facts(device)
-    qkv, out, gate_up, down = (choose_tile(rows, product, facts) for product in products)
+    size = products[0].weights[0].element_size()
+    crowd = rows > 64 and products[2].outputs > 12 * facts.multiprocessors
+    tiles = list(CROWD) if crowd else [choose_tile(rows, product, facts) for product in products]
+    tiles = [that_fits(tile, rows, size, p.up is not None, facts) for tile, p in zip(tiles, products, strict=True)]
+    qkv, out, gate_up, down = tiles
     seen = slots if heads.window is None else min(slots, heads.window)
     pairs, small = rows * heads.kv_heads, heads.size <= 64
     chunks = max(1, min(3 * facts.multiprocessors // pairs, seen // 512, MOST_CHUNKS))
     crowded = small and pairs > 3 * facts.multiprocessors  # fewer threads each, more of them on a multiprocessor
     ahead = 128 if chunks == 1 and not crowded else 0
-    pace = Pace(64 if small and rows <= 64 else 32, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
-    size = products[0].weights[0].element_size()
+    keys = 32 if not small or (crowded and rows > 64) else 64
+    pace = Pace(keys, chunks, 2 if crowded else 4, 4 if crowded else 3, ahead)
     if chunks > 1 and out.splits > 1:  # beside many programs of attention, small ones start sooner
         out = that_fits(Tile(32, 64, 1, out.warps, 8), rows, size, False, facts)
     elif rows <= 32 and pairs > 64 and qkv.inputs == 128:  # beside about one a multiprocessor, smaller parts

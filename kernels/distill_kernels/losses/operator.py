@@ -86,11 +86,8 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    ctx.settings = inputs[11:20]
+    ctx.settings, ctx.wanted, ctx.text, ctx.teachers = inputs[11:20], inputs[20], inputs[23:25], len(inputs[5])
     ctx.per_row, ctx.again = inputs[19], inputs[19] and not inputs[20][0]
-    ctx.wanted = inputs[20]
-    ctx.text = inputs[23:25]
-    ctx.teachers = len(inputs[5])
     ctx.without_gradient = [_no_gradient(given) for given in inputs[5:]]
     again = (*inputs[:5], *inputs[8:11], *inputs[21:23], *inputs[5], *inputs[6], *inputs[7])
     ctx.save_for_backward(*(again if ctx.again else output[2:]))
