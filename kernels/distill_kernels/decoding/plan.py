@@ -15,7 +15,7 @@ from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts,
 FASTER_ON = frozenset({INTERPRETER, "sm_90"})
 MOST_CHUNKS = 32
 # for q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, searched like those of `choose_tile`
-CROWD = (Tile(32, 128, 1, 4, 4), Tile(32, 128, 2, 4, 4), Tile(64, 64, 1, 8, 6), Tile(64, 64, 4, 8, 6))
+CROWD = (Tile(32, 128, 1, 4, 4), Tile(16, 128, 1, 4, 5), Tile(64, 64, 1, 4, 5), Tile(64, 128, 4, 8, 4))
 
 
 class Plan(NamedTuple):
