@@ -72,8 +72,7 @@ class Seats:
 
 
 def fetched(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies on the host. An event is waited for, since another thread, which looks for what waits before it captures
-    a graph, may have forbidden all else that does."""
+    """Copies on the host, by one wait for all of them."""
     if tensors[0].device.type != "cuda":
         return [tensor.to("cpu", copy=True) for tensor in tensors]
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]

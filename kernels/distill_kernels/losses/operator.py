@@ -100,7 +100,6 @@ def _no_gradient(given: Any) -> Any:
 
 @differentiable_once
 def _op_backward(ctx: Any, upstream: list[torch.Tensor]) -> tuple[Any, ...]:
-    factor: torch.Tensor | None
     if ctx.again:
         count = ctx.teachers
         students, (labels, row_scale, valid_rows), top = (ctx.saved_tensors[i:j] for i, j in ((0, 5), (5, 8), (8, 10)))
