@@ -46,7 +46,7 @@ from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
 from distill.generation.answers import generate
-from distill.generation.on_policy import on_policy_of, require_prompts
+from distill.generation.from_recipe import on_policy_of, require_prompts
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.cards import runs_our_kernels
 from distill.models.compiling import uncompiled

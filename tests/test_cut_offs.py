@@ -17,7 +17,7 @@ from transformers import (
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, EngineSettings, Request
 from distill.generation.engines import TransformersEngine
-from distill.generation.on_policy import on_policy_of
+from distill.generation.from_recipe import on_policy_of
 from distill.generation.sampling import Sampling
 from distill.recipe import RecipeError, parse
 

@@ -14,14 +14,14 @@ from scripts import house
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "kernels" / "distill_kernels"
 MOST_BRANCHES = 20
-MOST_LINES = {"distill": 40_053, "kernels": 13_933}
+MOST_LINES = {"distill": 40_109, "kernels": 13_933}
 MOST_ANY = {"distill/recipe": 0, "distill/core": 0, "distill": 592}
 # over six today; the list only gets shorter
 LONG_SIGNATURES = {
     "distill/cli.py:run",
     "distill/evaluation/judge.py:judge",
     "distill/evaluation/targets.py:held_out_rows",
-    "distill/generation/on_policy.py:on_policy_of",
+    "distill/generation/from_recipe.py:on_policy_of",
     "distill/models/attention.py:fastest_attention",
     "distill/models/attention.py:fused_attention",
     "distill/models/attention.py:newest_over_cache",

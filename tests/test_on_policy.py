@@ -17,7 +17,8 @@ from distill.data.collator import Collator, PlainRows
 from distill.data.report import DataReport
 from distill.generation.decode_loop import DecodeLoop, Engine, EngineSettings, Generated
 from distill.generation.documents import as_row, documents_of
-from distill.generation.on_policy import OnPolicy, on_policy_of
+from distill.generation.from_recipe import on_policy_of
+from distill.generation.on_policy import OnPolicy
 from distill.generation.sampling import GREEDY, Sampling
 from distill.models.patching import patch
 from distill.recipe import RecipeError, parse

@@ -39,7 +39,7 @@ train: {steps: 5, batch_size: 1, tokens_per_step: 128, learning_rate: 3e-3, warm
 generate: {prompts: [], max_new_tokens: 4}
 """
 OWN = ["data.source=chat.jsonl", "data.max_length=96", "loss.terms=[{type: reverse_kl}]", "train.steps=3",
-       "train.tokens_per_step=192", "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]  # fmt: skip
+       "train.tokens_per_step=192", "data.on_policy={fraction: 0.5, max_new_tokens: 6, ahead: 1}"]  # fmt: skip
 CASES = {
     "plain": ["train.eval_every=2"],
     "own words": OWN,

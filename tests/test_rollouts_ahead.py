@@ -128,6 +128,38 @@ def test_a_checkpoint_of_two_processes_is_one_of_all_answers(tmp_path):
     assert list(kept) == ["1"] and len(kept["1"]) == 6
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_teacher_elsewhere_is_asked_of_all_steps_of_a_group_at_once(tmp_path, monkeypatch, cut):
+    """Of the very micro-batches that will train, which are those of a run that asks no one; what is logged of a step
+    is of that step."""
+
+    def followed(folder, asks):
+        made = ahead(folder, 2, logging_steps=1, **({"save_strategy": "steps", "save_steps": 1} if not cut else {}))
+        teacher, asked, order = made.objective.teacher, [], []
+        if asks:
+            monkeypatch.setattr(teacher, "ahead", 1)
+            monkeypatch.setattr(teacher, "submit", asked.append)
+            monkeypatch.setattr(teacher, "fault_of", lambda batches: order.append((list(batches), len(asked))))
+        made.train(resume_from_checkpoint=str(tmp_path / "plain/checkpoint-1") if cut and asks else None)
+        keys = ("step", "loss", "rollouts", "rollout_lag", "rollout_length", "rollout_truncated")
+        return made, asked, order, [[r[key] for key in keys] for r in made.state.log_history if "rollouts" in r]
+
+    if cut:
+        ahead(tmp_path / "plain", 2, save_strategy="steps", save_steps=1).train()
+    plain, _, _, expected = followed(tmp_path / "plain", False)
+    asking, asked, order, figures = followed(tmp_path / "asking", True)
+    assert figures[-6:] == expected[-6:]
+    for name, value in weights(plain.model).items():
+        assert torch.equal(weights(asking.model)[name], value), name
+    first = 3 if cut else 9  # a step after a resume is not asked of before it begins, and its group is cut
+    assert asked[0] is order[0][0][0] and order[0][1] == 3
+    assert all(
+        one is other for one, other in zip(asked[3:first], [b for own, _ in order[1:3] for b in own], strict=False)
+    )
+    later = [before for _, before in order]
+    assert later == ([3, 6, 9, 12, 18, 21] if cut else [3, 12, 15, 18, 21, 27, 30])
+
+
 def test_a_training_that_ends_early_draws_no_more(tmp_path):
     class Stops(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

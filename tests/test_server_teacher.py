@@ -99,15 +99,18 @@ def test_fp8_on_the_wire_costs_little(place, url, in_process):
     assert all(one == pytest.approx(other, rel=0.02) for one, other in losses) and losses[0][0] != losses[0][1]
 
 
-def test_the_students_own_words_are_asked_of_as_soon_as_they_exist(place, url):
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_the_students_own_words_are_asked_of_as_soon_as_they_exist(place, url, ahead):
     chats = [
         {"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"It is {n * n}."}]}
         for n in range(40)
     ]
     (place / "chat.jsonl").write_text("\n".join(map(json.dumps, chats)))
     own = [f"data.source={place}/chat.jsonl", "data.max_length=96", "loss.terms=[{type: reverse_kl}]", "train.steps=3",
-           "data.on_policy={fraction: 0.5, max_new_tokens: 6}"]  # fmt: skip
-    assert_same(trained(place, "own-served", *own, *from_server(url)), trained(place, "own", *own))
+           f"data.on_policy={{fraction: 0.5, max_new_tokens: 6, ahead: {ahead}}}"]  # fmt: skip
+    assert_same(
+        trained(place, f"own-served-{ahead}", *own, *from_server(url)), trained(place, f"own-{ahead}", *own)
+    )  # fmt: skip
 
 
 def test_top_k_is_what_a_cache_would_hold(place, engine, url):

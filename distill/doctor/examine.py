@@ -31,7 +31,7 @@ from distill.doctor.invariants_runs import RUN_CHECKS
 from distill.doctor.rollouts import StudentRollouts, prompts_of
 from distill.doctor.rows import first_learned, last_tokens, packing_fault, some_rows
 from distill.doctor.subject import Subject
-from distill.generation.on_policy import require_prompts
+from distill.generation.from_recipe import require_prompts
 from distill.models.adapters import add_lora
 from distill.models.attention_choice import AttentionChoices
 from distill.models.precision import Precision, resolve_device

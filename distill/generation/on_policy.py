@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import operator
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,16 +33,11 @@ from torch import nn
 
 from distill.core.files import write_text
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import load_template
 from distill.data.packing import best_fit
-from distill.data.report import DataReport
 from distill.generation.decode_loop import Engine
 from distill.generation.documents import Document, Row, as_row, documents_of, drawn_log_probs
-from distill.generation.engines import engine_for, settings_for
-from distill.generation.sampling import Sampling, sampling_of
-from distill.models.attention import attends_within_documents
+from distill.generation.sampling import Sampling
 from distill.models.snapshot import Snapshot
-from distill.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +88,8 @@ class OnPolicy:
     _sums: np.ndarray = field(init=False, default_factory=lambda: np.zeros(7))
     # answers of the steps that they were drawn for, by `_seed_of` their documents
     _answers: dict[int, dict[int, _Answer]] = field(init=False, default_factory=dict)
+    # of the same steps, as far as this process drew them: their micro-batches, and what is put into them
+    _waiting: dict[int, _Step] = field(init=False, default_factory=dict)
     _epoch: _Epoch | None = field(init=False, default=None)
 
     def replace(
@@ -109,12 +107,25 @@ class OnPolicy:
             following: Steps after this one that may be drawn for with it, of as many micro-batches, as far as the epoch
                 (`epoch`) has them.
         """
-        plans = self._plans(batches, step)
-        answers = self._answers.pop(step, None)
-        if answers is None or any(seed not in answers for seed, _ in self._asked(plans, step)):
-            self._draw({step: plans} | self._plans_to_come(len(batches), step, following))
-            answers = self._answers.pop(step)
-        return self._put_in(plans, [answers[seed] for seed, _ in self._asked(plans, step)], step, batches, collate)
+        now = self._waiting.pop(step, None)
+        if now is None or not (len(now.batches) == len(batches) and all(map(operator.is_, now.batches, batches))):
+            now = _Step(batches, self._plans(batches, step))
+        known = self._answers.get(step)
+        if known is None or any(seed not in known for seed, _ in self._asked(now.plans, step)):
+            self._waiting = self._steps_to_come(len(batches), step, following)
+            self._draw({step: now} | self._waiting)
+        made, figures = now.made or self._put_in(now, step, collate)
+        del self._answers[step]
+        self._sums += figures
+        return made
+
+    def to_come(self, collate: Callable[[list[Row]], Collated]) -> Iterator[Collated]:
+        """The micro-batches of steps whose answers wait, as `replace` will give them, each once: for who can begin."""
+        for step, waiting in self._waiting.items():
+            if waiting.made is None:
+                made = self._put_in(waiting, step, collate)
+                self._waiting[step] = waiting._replace(made=made)
+                yield from made.batches
 
     def epoch(self, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The micro-batches of an epoch in their order; `replace` looks at those to come.
@@ -135,6 +146,7 @@ class OnPolicy:
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, of however many processes."""
         self._answers.clear()
+        self._waiting.clear()
         for file in sorted(checkpoint.glob(FILE.replace("{:05d}", "*"))):
             for step, answers in json.loads(file.read_text()).items():
                 own = self._answers.setdefault(int(step), {})
@@ -143,8 +155,8 @@ class OnPolicy:
     def _plans(self, batches: Iterable[Collated], step: int) -> list[_Plan]:
         return [self._plan(documents_of(batch), len(batch["labels"]), step) for batch in batches]
 
-    def _plans_to_come(self, count: int, step: int, most: int) -> dict[int, list[_Plan]]:
-        """Of the steps after `step`, of `count` micro-batches each, whose answers are drawn with its own.
+    def _steps_to_come(self, count: int, step: int, most: int) -> dict[int, _Step]:
+        """The steps after `step`, of `count` micro-batches each, whose answers are drawn with its own.
 
         Which ones follows from their number, so that a run that is resumed forms the same groups.
         """
@@ -152,21 +164,21 @@ class OnPolicy:
             return {}
         more = min(self.ahead - step % (self.ahead + 1), most)
         batches = iter(self._epoch.look(count * more))
-        groups = (list(itertools.islice(batches, count)) for _ in range(more))
-        return {step + number: self._plans(group, step + number) for number, group in enumerate(groups, 1) if group}
+        groups = enumerate((list(itertools.islice(batches, count)) for _ in range(more)), step + 1)
+        return {number: _Step(group, self._plans(group, number)) for number, group in groups if group}
 
     def _asked(self, plans: Iterable[_Plan], step: int) -> Iterator[tuple[int, Document]]:
         """The documents that are answered anew in a step, with the seed that their answers are drawn by."""
         return ((self._seed_of(document, step), document) for plan in plans for document in plan.asked)
 
-    def _draw(self, steps: dict[int, list[_Plan]]) -> None:
+    def _draw(self, steps: dict[int, _Step]) -> None:
         """Answer the prompts of some steps, the present one first, by the weights as they are."""
         start = time.perf_counter()
         at = next(iter(steps))
         if self.snapshot is not None:
             assert self.student is not None
             self.snapshot.take(self.student)
-        asked = [(step, *each) for step, plans in steps.items() for each in self._asked(plans, step)]
+        asked = [(step, *each) for step, own in steps.items() for each in self._asked(own.plans, step)]
         answers = self.engine.generate(
             [document.prompt for _, _, document in asked],
             max_new_tokens=[self._limit(document) for _, _, document in asked],
@@ -181,17 +193,16 @@ class OnPolicy:
         for (step, seed, _), tokens, truncated, log_p in drawn:
             self._answers[step][seed] = _Answer(tokens, truncated, log_p, at, seconds)
 
-    def _put_in(
-        self, plans: list[_Plan], answers: list[_Answer], step: int, batches: Batches,
-        collate: Callable[[list[Row]], Collated],
-    ) -> list[Collated]:  # fmt: skip
+    def _put_in(self, own: _Step, step: int, collate: Callable[[list[Row]], Collated]) -> _Made:
         """The micro-batches with answers in their place."""
+        batches, plans, _ = own
         if not any(plan.changes for plan in plans):
-            return list(batches)
-        asked = [document for plan in plans for document in plan.asked]
+            return _Made(list(batches), np.zeros_like(self._sums))
+        asked = list(self._asked(plans, step))
+        answers = [self._answers[step][seed] for seed, _ in asked]
         new = iter(
             document.answered(document.prompt, answer.tokens, answer.log_probs if self.log_probs else None)
-            for document, answer in zip(asked, answers, strict=True)
+            for (_, document), answer in zip(asked, answers, strict=True)
         )
         made: list[Collated] = []
         for plan, batch in zip(plans, batches, strict=True):
@@ -201,12 +212,12 @@ class OnPolicy:
             made.append(collate(list(map(as_row, rows))) if plan.changes else dict(batch))
             if self.log_probs:
                 made[-1]["drawn_log_p"] = drawn_log_probs(rows if plan.changes else [], made[-1]["input_ids"].shape)
-        self._sums += (
+        figures = (
             len(asked), sum(len(answer.tokens) for answer in answers), sum(answer.truncated for answer in answers),
             sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers),
             sum(answer.seconds for answer in answers), sum(step - answer.step for answer in answers),
         )  # fmt: skip
-        return made
+        return _Made(made, np.array(figures))
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
         """The figures of the interval since the last call, over all ranks.
@@ -331,6 +342,21 @@ class _Epoch(Iterator[Collated]):
         return list(self._waiting)[:count]
 
 
+class _Made(NamedTuple):
+    """A step's micro-batches with answers in their place, and what they add to `OnPolicy._sums`."""
+
+    batches: list[Collated]
+    figures: np.ndarray
+
+
+class _Step(NamedTuple):
+    """The micro-batches of a step, what is put into each, and the result once it is made."""
+
+    batches: Batches
+    plans: list[_Plan]
+    made: _Made | None = None
+
+
 class _Answer(NamedTuple):
     """What a prompt was answered; `step`: optimizer steps done when it was, `seconds`: its share of the time."""
 
@@ -339,66 +365,3 @@ class _Answer(NamedTuple):
     log_probs: list[float]
     step: int
     seconds: float
-
-
-def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
-    """Hold, before any model is read, that the data have prompts where `data.on_policy` is to answer them.
-
-    Raises:
-        ValueError: they are random tokens or running text.
-    """
-    if recipe.data.own_answers is not None and (tokenizer is None or format.startswith("text")):
-        raise ValueError(
-            f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
-            "prompts with completions (whose completions are not used where fraction is 1)"
-        )
-
-
-def on_policy_of(
-    recipe: Recipe,
-    student: Any,
-    tokenizer: Any,
-    *,
-    report: DataReport,
-    vocab_size: int,
-    autocast: torch.dtype | None = None,
-    sharded: bool = False,
-    models: Sequence[nn.Module] = (),
-) -> OnPolicy | None:
-    """What the recipe's `data.on_policy` asks for; None where it is not there, or its fraction is 0.
-
-    Args:
-        recipe: The run's.
-        student: On its device, before any wrapping.
-        tokenizer: The data's.
-        report: Of the data.
-        vocab_size: Columns that the loss compares: the teacher knows no other tokens.
-        autocast: What the student computes in where that is not its weights' dtype.
-        sharded: The student will be sharded over the processes.
-        models: All that read the rows of answers: of packed data these become one row where attention allows it.
-
-    Raises:
-        ValueError: data without prompts, vLLM absent.
-    """
-    if (section := recipe.data.own_answers) is None:
-        return None
-    require_prompts(recipe, tokenizer, report.format)
-    snapshot = Snapshot(student) if sharded else None
-    settings = settings_for(
-        student, tokenizer, load_template(recipe.data.chat_template, tokenizer), section.stop, autocast=autocast,
-        vocab_size=vocab_size, max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),
-        log_probs=True,
-    )  # fmt: skip
-    answering = student if snapshot is None else snapshot.model
-    engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
-    one_row = recipe.data.packing and bool(models) and all(map(attends_within_documents, models))
-    graphed = bool(recipe.train.cuda_graph) and next(student.parameters()).is_cuda
-    # one row has one of 16 lengths then, since a few shapes are captured
-    room = recipe.train.batch_size * recipe.data.max_length if one_row and graphed else 0
-    multiple = max(64, room // 1024 * 64) if one_row or graphed else 1
-    return OnPolicy(
-        engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
-        seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
-        samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
-        multiple=multiple, one_row=one_row,
-    )  # fmt: skip

@@ -6,7 +6,7 @@ drawn, and the checkpoint that ends the run is one that it can be resumed from t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +48,27 @@ class Asking:
         assert self._epoch[1] is not None
         return self._epoch[1]
 
+    @property
+    def early(self) -> bool:
+        """Whether the teacher starts on what it is asked before it is needed, in the step to come."""
+        teacher = self.objective.teacher
+        return teacher.ahead > 0 and teacher.format.needs_targets(self.objective.loss)
+
+    def submit(self, batches: Iterable[Any]) -> None:
+        """Ask of micro-batches, where that has not been done, and go on."""
+        for batch in batches:
+            self.objective.teacher.submit(batch)
+
     def require(self, batches: Sequence[Any]) -> None:
         """Wait for the answers of a step's micro-batches, those of the student's own words asked only now.
 
         Raises:
             TeacherGone: on all ranks, where one has no answers.
         """
-        teacher = self.objective.teacher
-        if not teacher.ahead or not teacher.format.needs_targets(self.objective.loss):
+        if not self.early:
             return
-        for batch in batches:
-            teacher.submit(batch)
+        self.submit(batches)
+        teacher = self.objective.teacher
         fault = teacher.fault_of(batches)
         anywhere = fault is not None
         if world_size() > 1:  # alone, the host goes on without waiting for the GPU

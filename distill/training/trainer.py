@@ -207,6 +207,8 @@ class DistillationTrainer(Trainer):
                 batches = own.replace(batches, step, self.data_collator, self.state.max_steps - step - 1)
             count = self._get_num_items_in_batch(batches, device)
         self.asking.require(batches)
+        if own is not None and self.asking.early:
+            self.asking.submit(own.to_come(self.data_collator))
         return batches, count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | None:

@@ -24,7 +24,7 @@ from transformers import PrinterCallback, TrainerCallback
 from distill.data.load import Splits, load_data
 from distill.evaluation.evaluate import evaluate
 from distill.evaluation.judge import Judgement, judge
-from distill.generation.on_policy import on_policy_of
+from distill.generation.from_recipe import on_policy_of
 from distill.models import fp8_student
 from distill.models.attention_choice import AttentionChoices
 from distill.models.fp8_teacher import quantise

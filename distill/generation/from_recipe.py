@@ -1,0 +1,81 @@
+"""What a recipe's `data.on_policy` asks for, made of its student and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distill.data.chat import load_template
+from distill.data.report import DataReport
+from distill.generation.engines import engine_for, settings_for
+from distill.generation.on_policy import OnPolicy
+from distill.generation.sampling import sampling_of
+from distill.models.attention import attends_within_documents
+from distill.models.snapshot import Snapshot
+from distill.recipe import Recipe
+
+
+def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
+    """Hold, before any model is read, that the data have prompts where `data.on_policy` is to answer them.
+
+    Raises:
+        ValueError: they are random tokens or running text.
+    """
+    if recipe.data.own_answers is not None and (tokenizer is None or format.startswith("text")):
+        raise ValueError(
+            f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
+            "prompts with completions (whose completions are not used where fraction is 1)"
+        )
+
+
+def on_policy_of(
+    recipe: Recipe,
+    student: Any,
+    tokenizer: Any,
+    *,
+    report: DataReport,
+    vocab_size: int,
+    autocast: torch.dtype | None = None,
+    sharded: bool = False,
+    models: Sequence[nn.Module] = (),
+) -> OnPolicy | None:
+    """What the recipe's `data.on_policy` asks for; None where it is not there, or its fraction is 0.
+
+    Args:
+        recipe: The run's.
+        student: On its device, before any wrapping.
+        tokenizer: The data's.
+        report: Of the data.
+        vocab_size: Columns that the loss compares: the teacher knows no other tokens.
+        autocast: What the student computes in where that is not its weights' dtype.
+        sharded: The student will be sharded over the processes.
+        models: All that read the rows of answers: of packed data these become one row where attention allows it.
+
+    Raises:
+        ValueError: data without prompts, vLLM absent.
+    """
+    if (section := recipe.data.own_answers) is None:
+        return None
+    require_prompts(recipe, tokenizer, report.format)
+    snapshot = Snapshot(student) if sharded else None
+    settings = settings_for(
+        student, tokenizer, load_template(recipe.data.chat_template, tokenizer), section.stop, autocast=autocast,
+        vocab_size=vocab_size, max_length=min(recipe.data.max_length, report.longest + section.max_new_tokens),
+        log_probs=True,
+    )  # fmt: skip
+    answering = student if snapshot is None else snapshot.model
+    engine = engine_for(section.engine, answering, settings, tokenizer=tokenizer, trains=True)
+    one_row = recipe.data.packing and bool(models) and all(map(attends_within_documents, models))
+    graphed = bool(recipe.train.cuda_graph) and next(student.parameters()).is_cuda
+    # one row has one of 16 lengths then, since a few shapes are captured
+    room = recipe.train.batch_size * recipe.data.max_length if one_row and graphed else 0
+    multiple = max(64, room // 1024 * 64) if one_row or graphed else 1
+    return OnPolicy(
+        engine, fraction=section.fraction, max_new_tokens=section.max_new_tokens, sampling=sampling_of(section),
+        seed=recipe.train.seed, max_length=recipe.data.max_length, batch_size=section.batch_size,
+        samples=section.samples, ahead=section.ahead, student=student, snapshot=snapshot, log_probs=True,
+        multiple=multiple, one_row=one_row,
+    )  # fmt: skip
