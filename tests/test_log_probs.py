@@ -118,6 +118,21 @@ def test_under_a_frozen_head_nothing_is_computed_twice(kernel_device, monkeypatc
     assert (made[labels == -100] == 0).all() and rows[labels != -100].ne(0).all()
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_small_weights_lose_nothing_in_float16(kernel_device, head):
+    """Whose smallest number is 6e-8: a gradient of a few times 1e-7 is raised before it is rounded."""
+    x, w, _, labels, upstream = inputs(kernel_device, 40, 300, torch.float16)
+    hidden, weight = (x.detach() * 1e-3).requires_grad_(), w.detach().requires_grad_(head)
+    weights = torch.full((40,), 2e-5, device=x.device)
+    loss = FusedDistillationLoss(HARD, reduction="none")
+    rows = loss(hidden, weight, labels=labels, token_weights=weights)
+    (made,) = torch.autograd.grad(rows, hidden, upstream * 2**14)
+    leaf = hidden.detach().double().requires_grad_()
+    own = loss(leaf, w.double(), labels=labels, token_weights=weights.double())
+    (exact,) = torch.autograd.grad(own, leaf, upstream.double() * 2**14)
+    assert relative_error(made, exact) < 1e-3
+
+
 def test_several_chunks_and_columns_that_are_padding(kernel_device, monkeypatch):
     monkeypatch.setattr(planning, "ROW_MULTIPLE", 16)
     given = inputs(kernel_device, 90, 300, torch.bfloat16)

@@ -238,19 +238,19 @@ def fused_loss(
         hidden, labels, weights, inputs.num_items, valid_rows, ignore_index=ignore_index, reduction=reduction
     )
     per_row = reduction == "none"
-    scale, down = (scale, None) if per_row else power_of_two(scale, dtype)
     some_ignored = labels is not None or weights is not None
     skip = skip_ignored_rows and valid_rows is None and some_ignored
     all_count = skip or not some_ignored
     students = (hidden, inputs.student_weight, inputs.student_bias, *lora[:2])
-    grad = torch.is_grad_enabled()
-    flags = [grad and tensor is not None and tensor.requires_grad for tensor in students]
+    flags = [torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in students]
     wanted = Wanted(*flags)._replace(stats=return_stats)
+    again = per_row and any(flags[1:])
+    scale, down = (scale, None) if again else power_of_two(scale, dtype)
     if torch.compiler.is_compiling():
         parts = [[head[part] for head in teacher_heads] for part in range(3)]
         loss, stats, *_ = linear_divergence_op(
             *students, *parts, labels, scale, valid_rows, mixture, encoded, lora[2], vocab, dtype, workspace, skip,
-            all_count, per_row, list(Wanted(stats=return_stats) if per_row and any(wanted[1:5]) else wanted),
+            all_count, per_row, list(Wanted(stats=return_stats) if again else wanted),
             *(top or (None, None, "")), "" if shard is None else shard.encode(),
         )  # fmt: skip
     else:
