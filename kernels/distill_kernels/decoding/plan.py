@@ -14,7 +14,7 @@ from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts,
 # other kernels: on an H200 1.6 x for 32 rows of SmolLM2-135M, 1.2 x for 64 of Llama-3.2-1B
 FASTER_ON = frozenset({INTERPRETER, "sm_90"})
 MOST_CHUNKS = 32
-# for q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, searched like those of `choose_tile`
+# q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, as searched on the families above
 CROWD = (Tile(32, 128, 1, 4, 4), Tile(16, 128, 1, 4, 5), Tile(64, 64, 1, 4, 5), Tile(64, 128, 4, 8, 4))
 
 
@@ -75,7 +75,7 @@ def choose_plan(
     """For `rows` sequences of up to `slots` tokens, and the products q k v, o, gate and up, down of a layer."""
     facts = device_facts(device)
     size = products[0].weights[0].element_size()
-    crowd = rows > 64 and products[2].outputs > 12 * facts.multiprocessors
+    crowd = facts.family in FASTER_ON and rows > 64 and products[2].outputs > 12 * facts.multiprocessors
     tiles = list(CROWD) if crowd else [choose_tile(rows, product, facts) for product in products]
     tiles = [that_fits(tile, rows, size, p.up is not None, facts) for tile, p in zip(tiles, products, strict=True)]
     qkv, out, gate_up, down = tiles
