@@ -89,7 +89,7 @@ class OnPolicy:
     # answers of the steps that they were drawn for, by `_seed_of` their documents
     _answers: dict[int, dict[int, _Answer]] = field(init=False, default_factory=dict)
     # of the same steps, as far as this process drew them: their micro-batches, and what is put into them
-    _waiting: dict[int, _Step] = field(init=False, default_factory=dict)
+    _coming: dict[int, _Step] = field(init=False, default_factory=dict)
     _epoch: _Epoch | None = field(init=False, default=None)
 
     def replace(
@@ -107,25 +107,25 @@ class OnPolicy:
             following: Steps after this one that may be drawn for with it, of as many micro-batches, as far as the epoch
                 (`epoch`) has them.
         """
-        now = self._waiting.pop(step, None)
+        now = self._coming.pop(step, None)
         if now is None or not (len(now.batches) == len(batches) and all(map(operator.is_, now.batches, batches))):
             now = _Step(batches, self._plans(batches, step))
         known = self._answers.get(step)
         if known is None or any(seed not in known for seed, _ in self._asked(now.plans, step)):
-            self._waiting = self._steps_to_come(len(batches), step, following)
-            self._draw({step: now} | self._waiting)
-        made, figures = now.made or self._put_in(now, step, collate)
+            self._coming = self._steps_to_come(len(batches), step, following)
+            self._draw({step: now} | self._coming)
+        made, figures = now.result or self._put_in(now, step, collate)
         del self._answers[step]
         self._sums += figures
         return made
 
     def to_come(self, collate: Callable[[list[Row]], Collated]) -> Iterator[Collated]:
         """The micro-batches of steps whose answers wait, as `replace` will give them, each once: for who can begin."""
-        for step, waiting in self._waiting.items():
-            if waiting.made is None:
-                made = self._put_in(waiting, step, collate)
-                self._waiting[step] = waiting._replace(made=made)
-                yield from made.batches
+        for step, coming in self._coming.items():
+            if coming.result is None:
+                result = self._put_in(coming, step, collate)
+                self._coming[step] = coming._replace(result=result)
+                yield from result.batches
 
     def epoch(self, batches: Iterator[Collated]) -> Iterator[Collated]:
         """The micro-batches of an epoch in their order; `replace` looks at those to come.
@@ -146,7 +146,7 @@ class OnPolicy:
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, of however many processes."""
         self._answers.clear()
-        self._waiting.clear()
+        self._coming.clear()
         for file in sorted(checkpoint.glob(FILE.replace("{:05d}", "*"))):
             for step, answers in json.loads(file.read_text()).items():
                 own = self._answers.setdefault(int(step), {})
@@ -193,11 +193,11 @@ class OnPolicy:
         for (step, seed, _), tokens, truncated, log_p in drawn:
             self._answers[step][seed] = _Answer(tokens, truncated, log_p, at, seconds)
 
-    def _put_in(self, own: _Step, step: int, collate: Callable[[list[Row]], Collated]) -> _Made:
+    def _put_in(self, own: _Step, step: int, collate: Callable[[list[Row]], Collated]) -> _StepBatches:
         """The micro-batches with answers in their place."""
         batches, plans, _ = own
         if not any(plan.changes for plan in plans):
-            return _Made(list(batches), np.zeros_like(self._sums))
+            return _StepBatches(list(batches), np.zeros_like(self._sums))
         asked = list(self._asked(plans, step))
         answers = [self._answers[step][seed] for seed, _ in asked]
         new = iter(
@@ -217,7 +217,7 @@ class OnPolicy:
             sum(plan.left_out for plan in plans), sum(repeats_itself(answer.tokens) for answer in answers),
             sum(answer.seconds for answer in answers), sum(step - answer.step for answer in answers),
         )  # fmt: skip
-        return _Made(made, np.array(figures))
+        return _StepBatches(made, np.array(figures))
 
     def read(self, reduce: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> dict[str, float]:
         """The figures of the interval since the last call, over all ranks.
@@ -331,18 +331,18 @@ class _Epoch(Iterator[Collated]):
     """An epoch's micro-batches, of which the next may be looked at."""
 
     def __init__(self, batches: Iterator[Collated]) -> None:
-        self.batches, self._waiting = batches, deque[Collated]()
+        self.batches, self._coming = batches, deque[Collated]()
 
     def __next__(self) -> Collated:
-        return self._waiting.popleft() if self._waiting else next(self.batches)
+        return self._coming.popleft() if self._coming else next(self.batches)
 
     def look(self, count: int) -> list[Collated]:
         """The next `count`, or as many as there are."""
-        self._waiting.extend(itertools.islice(self.batches, max(0, count - len(self._waiting))))
-        return list(self._waiting)[:count]
+        self._coming.extend(itertools.islice(self.batches, max(0, count - len(self._coming))))
+        return list(self._coming)[:count]
 
 
-class _Made(NamedTuple):
+class _StepBatches(NamedTuple):
     """A step's micro-batches with answers in their place, and what they add to `OnPolicy._sums`."""
 
     batches: list[Collated]
@@ -350,11 +350,11 @@ class _Made(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The micro-batches of a step, what is put into each, and the result once it is made."""
+    """The micro-batches of a step, the plan of each, and both put together, once that is done."""
 
     batches: Batches
     plans: list[_Plan]
-    made: _Made | None = None
+    result: _StepBatches | None = None
 
 
 class _Answer(NamedTuple):

@@ -15,7 +15,7 @@ from distill.models.shared_input import GROUP
 
 
 class Snapshot:
-    """The copy.
+    """A frozen copy of `model`, whole on this device, as `Snapshot.model`.
 
     Args:
         model: before DDP or FSDP wrap it. The copy has its classes' own forwards, without losses and attention of ours,

@@ -15,7 +15,7 @@ from distill_kernels.launch import INTERPRETER, DeviceFacts, cdiv, device_facts,
 FASTER_ON = frozenset({INTERPRETER, "sm_90"})
 MOST_CHUNKS = 32
 # q k v, o, gate and up, down of 65 to 128 rows of a model of 1.2 B parameters, as searched on the families above
-CROWD = (Tile(32, 128, 1, 4, 4), Tile(16, 128, 1, 4, 5), Tile(64, 64, 1, 4, 5), Tile(64, 128, 4, 8, 4))
+OVER_64_ROWS = (Tile(32, 128, 1, 4, 4), Tile(16, 128, 1, 4, 5), Tile(64, 64, 1, 4, 5), Tile(64, 128, 4, 8, 4))
 
 
 class Plan(NamedTuple):
@@ -75,8 +75,8 @@ def choose_plan(
     """For `rows` sequences of up to `slots` tokens, and the products q k v, o, gate and up, down of a layer."""
     facts = device_facts(device)
     size = products[0].weights[0].element_size()
-    crowd = facts.family in FASTER_ON and rows > 64 and products[2].outputs > 12 * facts.multiprocessors
-    tiles = list(CROWD) if crowd else [choose_tile(rows, product, facts) for product in products]
+    over_64 = facts.family in FASTER_ON and rows > 64 and products[2].outputs > 12 * facts.multiprocessors
+    tiles = list(OVER_64_ROWS) if over_64 else [choose_tile(rows, product, facts) for product in products]
     tiles = [that_fits(tile, rows, size, p.up is not None, facts) for tile, p in zip(tiles, products, strict=True)]
     qkv, out, gate_up, down = tiles
     seen = slots if heads.window is None else min(slots, heads.window)
