@@ -199,7 +199,9 @@ def test_losses_stay_in_the_scrollback_of_a_narrow_terminal():
         ({"conversations": []}, {"format": "text"}, "they are chat: data.format=chat"),
         ({"instruction": "a", "output": "b"}, {"format": "chat"}, "data.format=prompt_completion"),
         ({"talk": [], "id": 1}, {"format": "chat"}, "map them, as in data.fields.messages=talk"),
-        ({"a": "1", "b": "2"}, {}, "map them, as in data.fields.text=a"),
+        ({"a": "1", "b": "2"}, {}, "map them, as in data.fields.prompt=a data.fields.completion=b"),
+        ({"a": "1", "b": "2"}, {"format": "text"}, "map them, as in data.fields.text=a"),
+        ({"id": "7", "body": "2"}, {}, "map them, as in data.fields.text=body"),
     ],
 )
 def test_columns_that_are_not_of_the_format_get_the_setting_that_reads_them(row, given, cure):
@@ -207,6 +209,34 @@ def test_columns_that_are_not_of_the_format_get_the_setting_that_reads_them(row,
     with pytest.raises(ValueError, match=r"data\.fields: expected") as error:
         detect(row, data.fields, data.format, has_template=True)
     assert str(error.value).endswith(cure)
+
+
+ASKED, SAID = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is so."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "What is it?", "chosen": "It is so.", "rejected": "No."},
+        {"ask": "What is it?", "say": "It is so."},
+        {"id": "7", "lang": "en", "say": "It is so.", "ask": "What is it?"},
+        {"prompt": "What is it?", "chosen": [ASKED, SAID], "rejected": [ASKED, ASKED]},
+        {"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID]},
+        {"rejected": [ASKED, ASKED], "chosen": [ASKED, SAID]},
+        {"source": "What is it?", "target": "It is so."},
+        {"first": "What is it?", "second": "It is so."},
+    ],
+)
+def test_the_setting_that_is_advised_for_unknown_columns_learns_the_answer_alone(row, tmp_path):
+    path, tokenizer = tmp_path / "rows.jsonl", tiny_tokenizer()
+    path.write_text("".join(json.dumps({**row, "n": number}) + "\n" for number in range(3)))
+    with pytest.raises(ValueError, match="map them, as in ") as error:
+        load(str(path), tokenizer)
+    cure = str(error.value).partition("map them, as in ")[2].partition(" (")[0]
+    given = parse(MINIMAL, cure.split()).data.fields.model_dump(exclude_none=True)
+    splits = load(str(path), tokenizer, fields=given, max_length=256, packing=False)
+    learned = [token for token in splits.train[0]["labels"] if token != -100]
+    assert tokenizer.decode(learned, skip_special_tokens=True).strip() == "It is so."
 
 
 def test_the_command_that_cache_prints_keeps_the_overrides(folder, capsys):

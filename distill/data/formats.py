@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from distill.data.chat import Message, Tools
 from distill.data.sources import Row, RowFault
+from distill.data.suggestions import field_settings
 
 # pairs and names in common use, looked for in this order when the recipe maps nothing
 CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat")
@@ -111,7 +113,13 @@ class Format:
 
 
 def detect(
-    columns: Iterable[str], fields: FieldMap, format: str = "auto", *, source: str = "", has_template: bool = False
+    columns: Iterable[str],
+    fields: FieldMap,
+    format: str = "auto",
+    *,
+    source: str = "",
+    has_template: bool = False,
+    rows: Callable[[], Iterable[Row | RowFault]] = tuple,
 ) -> Format:
     """Decide what the rows hold.
 
@@ -121,6 +129,7 @@ def detect(
         format: the recipe's `data.format`; `auto` decides by what is mapped, then by the columns' names.
         source: the data's name, for messages.
         has_template: pairs can be rendered as chats.
+        rows: reads the rows, the first of which tells what to advise where no shape is found.
 
     Raises:
         ValueError: a named column is missing, or no known shape is found; it lists the columns there are.
@@ -139,7 +148,7 @@ def detect(
             "chat": "a column messages",
         }
         expected = needs.get(format, "a column text, columns prompt and completion, or a column messages")
-        raise ValueError(f"data.fields: expected {expected}; {there}; {_cure(columns, fields, format)}")
+        raise ValueError(f"data.fields: expected {expected}; {there}; {_cure(columns, format, rows())}")
     if kind == "chat" and not has_template:
         raise ValueError(
             "data.chat_template: the data are chats and the tokenizer has no chat template; "
@@ -169,15 +178,13 @@ def _shape(columns: list[str], mapped: dict[str, str], format: str) -> tuple[str
     return next(((kind, found) for kind, found in shapes.items() if found), ("text", None))
 
 
-def _cure(columns: Sequence[str], fields: FieldMap, format: str) -> str:
+def _cure(columns: Sequence[str], format: str, rows: Iterable[Row | RowFault]) -> str:
     """The setting that lets these columns be read: another `data.format` where they have a known shape."""
     known = None if format == "auto" else _shape(list(columns), {}, "auto")
     if known is not None and known[1] is not None:
         return f"they are {known[0]}: data.format={known[0]}"
-    first, second = [*columns, "NAME", "NAME"][:2]
-    pair = f"data.fields.prompt={first} data.fields.completion={second}"
-    maps = {"chat": f"data.fields.messages={first}", "prompt_completion": pair}
-    return f"map them, as in {maps.get(format, f'data.fields.text={first}')}"
+    first: Row = next((row for row in islice(rows, 20) if isinstance(row, dict)), {})
+    return f"map them, as in {field_settings(columns, format, first)}"
 
 
 def _text(row: Row, column: str) -> str:

@@ -110,7 +110,7 @@ def load_rows(
         data = part.data
         source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
         columns, templated = columns_of(source), None not in templates
-        format = detect(columns, data.fields, data.format, source=source.name, has_template=templated)
+        format = detect(columns, data.fields, data.format, source=source.name, has_template=templated, rows=source.rows)
         documents, tally, key, cached = tokenised(
             source, encoder_for(format, part), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
