@@ -136,6 +136,11 @@ def test_marks_that_editors_leave_are_no_fault(workplace, capsys):
     assert "text (text), 6 rows read" in out and not dropped(out)
 
 
+def test_a_table_of_one_column_may_hold_any_mark(workplace, capsys):
+    assert distil(workplace, "a.csv", b"text\n" + b'"one; two, three | four"\n' * 3 + b"five; six\n" * 3) == 0
+    assert "text (text), 6 rows read" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "name, content, reason",
     [
@@ -179,7 +184,11 @@ NOTHING = lines([{"text": ""}, {"text": None}])
         ("a.jsonl", b"\n \n", "it is empty"),
         ("a.jsonl", NOTHING, "no trainable tokens in a.jsonl: 2 rows read, 2 dropped: 1 empty"),
         ("a.jsonl", lines(GOOD[:1]), "data.validation: nothing can be held out of one document"),
-        ("a.jsonl", "é".join(row["text"] for row in GOOD).encode("utf-16"), "invalid UTF-8"),
+        (
+            "a.jsonl",
+            "é".join(row["text"] for row in GOOD).encode("utf-16"),
+            "a.jsonl is UTF-16, expected UTF-8; convert it: iconv -f UTF-16 -t UTF-8 a.jsonl > utf8-a.jsonl",
+        ),
         ("a.jsonl", lines([{"messages": TURNS[:1]}] * 3), "3 no assistant turn"),
         ("a.jsonl", lines([{"x": 1, "y": 2}]), "data.fields: expected a column text"),
         ("a.json", b'[{"text": "a"}, {"text"', "data.source: a.json is not valid JSON"),
@@ -190,6 +199,33 @@ NOTHING = lines([{"text": ""}, {"text": None}])
         ("a.csv", b"text,text\na,b\n", "two columns called 'text'"),
         ("a.txt", bytes(range(256)) * 40, "convert the file to UTF-8"),
         ("a.txt", b"", "no trainable tokens"),
+        ("a.csv", "prompt,completion\na,b\n".encode("utf-16"), "a.csv is UTF-16, expected UTF-8; convert it: iconv"),
+        (
+            "a.txt",
+            "no mark ".encode("utf-16-be") * 99,
+            "a.txt is UTF-16BE, expected UTF-8; convert it: iconv -f UTF-16BE",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress("{}".encode("utf-32")),
+            "UTF-32, expected UTF-8; convert it: zcat a.jsonl.gz | iconv",
+        ),
+        (
+            "a.csv",
+            b"prompt;completion\nWhy, then?;So, and so.\n" * 9,
+            "a.csv separates its columns by semicolons, expected commas; save it with commas",
+        ),
+        (
+            "a.csv",
+            b"prompt\tanswer\nWhy?\tSo.\n" * 9,
+            "separates its columns by tabs, expected commas; name the file .tsv",
+        ),
+        (
+            "a.tsv",
+            b"prompt,answer\nWhy?,So.\n" * 9,
+            "separates its columns by commas, expected tabs; name the file .csv",
+        ),
+        ("a.txt", bytes(9999), "convert the file to UTF-8"),
         ("a.parquet", b"PAR1 cut", "a.parquet cannot be read as parquet"),
         ("a.jsonl.gz", b"no gzip", "file breaks off"),
         ("a.exe", b"MZ", "expected a file of .json"),

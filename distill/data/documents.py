@@ -17,6 +17,7 @@ import numpy as np
 
 from distill.core.faults import RunError
 from distill.data.packing import Documents, Ragged
+from distill.data.rows import size_of
 from distill.data.sources import Row, RowFault, Source
 from distill.data.token_cache import keep, key_of
 from distill.data.tokenise import Batch, Document, RowEncoder, Tally
@@ -66,7 +67,7 @@ def _batches(rows: Iterable[tuple[int, Row | RowFault]]) -> Iterator[Batch]:
     for number, row in rows:
         batch.append((number, row))
         if isinstance(row, dict):
-            characters += sum(len(value) for value in row.values() if isinstance(value, str))
+            characters += size_of(row)
         if len(batch) >= BATCH_ROWS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

@@ -8,52 +8,34 @@ as a whole is a `ValueError` of one line.
 from __future__ import annotations
 
 import contextlib
-import csv
-import gzip
 import hashlib
-import json
 import logging
 import os
-import re
-import sys
 import sysconfig
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from distill.core.faults import first_line
 from distill.core.files import near_path
+from distill.data.readers import READERS, kind_of_file, read_file
+from distill.data.rows import Row, RowFault, Rows, bounded
 from distill.recipe.shipped import shipped_folder
+
+__all__ = ["STDLIB", "Row", "RowFault", "Rows", "Source", "local_path", "missing_source", "open_source"]
 
 logger = logging.getLogger(__name__)
 
 STDLIB = "python-stdlib"
 STDLIB_BYTES = 4_000_000
-TABLE_ROWS = 1024  # of a parquet file, read at once
 STDLIB_LARGEST_FILE = 100_000  # larger ones are tables
 STDLIB_SKIPPED = {
     "site-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings",
     "pydoc_data", "lib-dynload", "distutils",
 }  # fmt: skip
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt", ".parquet", ".arrow")
-BAD_BYTE = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
+SUFFIXES = tuple(READERS)
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
-
-
-class RowFault(ValueError):
-    """One row that cannot be used; `reason` is what is counted, `detail` what is shown of the first such row."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
-        self.reason, self.detail = reason, detail
-
-    def __reduce__(self) -> tuple[type[RowFault], tuple[str, str]]:
-        return RowFault, (self.reason, self.detail)
-
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,7 +52,7 @@ class Source:
 
     name: str
     digest: str
-    rows: Callable[[], Iterator[Row | RowFault]]
+    rows: Callable[[], Rows]
     columns: tuple[str, ...] | None = None
     kind: str | None = None
 
@@ -156,7 +138,7 @@ def _files_of_folder(folder: Path, split: str, field: str) -> list[Path]:
         path
         for path in folder.rglob("*")
         if path.is_file()
-        and _kind(path) in SUFFIXES
+        and kind_of_file(path) in SUFFIXES
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     if not files:
@@ -184,165 +166,24 @@ def _split_of(path: Path) -> str | None:
     return None
 
 
-def _kind(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] == ".gz":
-        suffixes.pop()
-    return suffixes[-1] if suffixes else ""
-
-
 def _of_files(name: str, files: list[Path], field: str) -> Source:
     digest = hashlib.sha256()
     for path in files:
-        if _kind(path) not in SUFFIXES:
+        if kind_of_file(path) not in SUFFIXES:
             raise ValueError(f"{field}: expected a file of {', '.join(SUFFIXES)}; got {str(path)!r}")
-        digest.update(f"{_kind(path)}\0".encode())
+        digest.update(f"{kind_of_file(path)}\0".encode())
         try:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
             raise ValueError(f"{field}: {path} cannot be read: {error.strerror or error}") from error
 
-    def rows() -> Iterator[Row | RowFault]:
+    def rows() -> Rows:
         for path in files:
-            yield from _guarded(path)
+            yield from read_file(path, field)
 
-    only_text = all(_kind(path) == ".txt" for path in files)
+    only_text = all(kind_of_file(path) == ".txt" for path in files)
     return Source(name, digest.hexdigest(), rows, ("text",) if only_text else None, "text" if only_text else None)
-
-
-def _open(path: Path) -> TextIO:
-    """Open as UTF-8; bytes that are not become U+DC80 to U+DCFF, which `BAD_BYTE` finds."""
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _guarded(path: Path) -> Iterator[Row | RowFault]:
-    """The rows of a file; one that is cut short or breaks off while being read counts as one fault."""
-    try:
-        yield from READERS[_kind(path)](path)
-    except (OSError, EOFError, csv.Error, zlib.error) as error:
-        yield RowFault("file breaks off", f"{path.name}: {error}")
-
-
-def _read_lines(path: Path) -> Iterator[Row | RowFault]:
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _parsed(line, f"{path.name}, line {number}")
-
-
-def _parsed(line: str, where: str) -> Row | RowFault:
-    if BAD_BYTE.search(line):
-        return RowFault("invalid UTF-8", where)
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
-        return RowFault("invalid JSON", f"{where}: {error}")
-    return row if isinstance(row, dict) else RowFault("not a JSON object", f"{where}: {type(row).__name__}")
-
-
-def _read_json(path: Path) -> Iterator[Row | RowFault]:
-    """A list of objects, an object that holds one such list, or one object a line."""
-    with _open(path) as file:
-        text = file.read()
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        first = text.lstrip().split("\n", 1)[0].strip()
-        if first.startswith("{") and first.endswith("}"):
-            yield from _read_lines(path)
-            return
-        raise ValueError(f"data.source: {path} is not valid JSON: {error}") from error
-    if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)]
-        content = lists[0] if len(lists) == 1 else [content]
-    if not isinstance(content, list):
-        raise ValueError(f"data.source: {path}: expected a list of objects; got {type(content).__name__}")
-    for place, row in enumerate(content, 1):
-        yield row if isinstance(row, dict) else RowFault("not a JSON object", f"{path.name}, item {place}: {row!r:.60}")
-
-
-def _read_csv(path: Path) -> Iterator[Row | RowFault]:
-    csv.field_size_limit(sys.maxsize)
-    with _open(path) as file:
-        reader = csv.DictReader(file, delimiter="\t" if _kind(path) == ".tsv" else ",", restkey="", strict=True)
-        names = list(reader.fieldnames or ())
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"data.source: {path} has two columns called {twice!r}; rename one")
-        for row in reader:
-            where = f"{path.name}, line {reader.line_num}"
-            if any(isinstance(value, str) and BAD_BYTE.search(value) for value in row.values()):
-                yield RowFault("invalid UTF-8", where)
-            elif isinstance(row.get(""), list):
-                yield RowFault("more values than columns", where)
-            else:
-                yield dict(row)
-
-
-def _read_text(path: Path) -> Iterator[Row | RowFault]:
-    """A text file is one running text, however its lines are broken."""
-    with _open(path) as file:
-        text = file.read()
-    bad = 0 if text.isascii() else len(BAD_BYTE.findall(text))
-    if bad * 100 > len(text):
-        yield RowFault("invalid UTF-8", f"{path.name}: {bad:,} bytes; convert the file to UTF-8")
-        return
-    yield {"text": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if bad else text}
-
-
-def _read_parquet(path: Path) -> Iterator[Row | RowFault]:
-    from pyarrow import parquet
-
-    with _opening(path, "parquet"):
-        file = parquet.ParquetFile(path)
-    with file:
-        yield from _rows_of(file.iter_batches(TABLE_ROWS))
-
-
-def _read_arrow(path: Path) -> Iterator[Row | RowFault]:
-    """Arrow's stream, which the datasets library writes, or its file."""
-    from pyarrow import ArrowInvalid, ipc
-
-    with path.open("rb") as file:
-        with _opening(path, "arrow"):
-            try:
-                reader = ipc.open_stream(file)
-            except ArrowInvalid:
-                reader = ipc.open_file(file)
-        is_stream = hasattr(reader, "read_next_batch")
-        yield from _rows_of(reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)))
-
-
-def _rows_of(batches: Iterable[Any]) -> Iterator[Row]:
-    """The rows of a table's record batches, each checked: offsets that point elsewhere would be followed."""
-    try:
-        for batch in batches:
-            batch.validate(full=True)
-            yield from batch.to_pylist()
-    except ValueError as error:  # which Arrow's errors are
-        raise EOFError(_reason(error)) from error
-
-
-@contextlib.contextmanager
-def _opening(path: Path, kind: str) -> Iterator[None]:
-    """A file that is no table at all is refused, unlike one that breaks off."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(f"data.source: {path} cannot be read as {kind}: {_reason(error)}") from error
-
-
-READERS = {
-    ".jsonl": _read_lines,
-    ".ndjson": _read_lines,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".txt": _read_text,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-}
 
 
 # through the datasets library
@@ -356,8 +197,8 @@ def _hub_layout(name: str, split: str, load: Callable[[], Any]) -> Source:
         dataset = dataset[split]
     columns = tuple(dataset.column_names)
 
-    def rows() -> Iterator[Row | RowFault]:
-        yield from dataset
+    def rows() -> Rows:
+        yield from bounded(dataset, name)
 
     return Source(name, str(dataset._fingerprint), rows, columns)
 

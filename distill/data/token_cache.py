@@ -23,7 +23,7 @@ from distill.core.faults import DISK, RunError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 6  # raise it when the same data would be tokenised differently
+VERSION = 7  # raise it when the same data would be tokenised differently
 TOKENIZERS = 2  # of `tokenizer_hash`, which teacher caches hold: another number would have all of them refused
 
 

@@ -1,0 +1,317 @@
+"""Rows out of files: one reader for each kind of file, none of which holds more than a row or a few at a time.
+
+A row that cannot be read comes as a `RowFault` in its place: one bad line never ends the reading of a file, and is
+counted. What is wrong with the file as a whole is a `ValueError` of one line. A small file may unpack to a very large
+one: no line, row or item is taken that is longer than `MOST_BYTES`.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import itertools
+import json
+import re
+import shlex
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from distill.data.rows import MOST_BYTES, TOO_LONG, Row, RowFault, Rows
+from distill.data.tables import read_arrow, read_parquet
+
+MOST_SKIPPED = 1 << 30  # characters of a line that is too long, after which the rest of its file is not read
+CHUNK = 1 << 20
+TEXT_PART = MOST_BYTES // 4  # characters, which take at most four bytes each
+BAD_BYTE = re.compile("[\udc80-\udcff]")  # what errors="surrogateescape" makes of bytes that are not UTF-8
+DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
+_SPACE = re.compile(r"[ \t\n\r\ufeff]*")
+
+
+def kind_of_file(path: Path) -> str:
+    """The suffix that tells how a file is read, as in `.jsonl` of a.jsonl.gz."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] == ".gz":
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def read_file(path: Path, field: str) -> Rows:
+    """The rows of a file; one that is cut short or breaks off while being read counts as one fault.
+
+    Args:
+        field: the recipe's field that names the file, for messages.
+
+    Raises:
+        ValueError: it is no file of its kind, in one line.
+    """
+    try:
+        yield from READERS[kind_of_file(path)](path)
+    except (OSError, EOFError, csv.Error, zlib.error) as error:
+        yield RowFault("file breaks off", f"{path.name}: {error}")
+    except ValueError as error:
+        raise ValueError(f"{field}: {path} {error}") from error
+
+
+# text
+
+
+def _open(path: Path) -> TextIO:
+    """Open as UTF-8; bytes that are not become U+DC80 to U+DCFF, which `BAD_BYTE` finds.
+
+    Raises:
+        ValueError: it is UTF-16 or UTF-32.
+    """
+    opener: Callable[..., Any] = gzip.open if path.suffix.lower() == ".gz" else open
+    with opener(path, "rb") as file:
+        if encoding := _wide_encoding(file):
+            raise ValueError(f"is {encoding}, expected UTF-8; convert it: {_conversion(path, encoding)}")
+    return opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _conversion(path: Path, encoding: str) -> str:
+    """The command that makes UTF-8 of a file."""
+    name, plain = shlex.quote(str(path)), path.name.removesuffix(".gz")
+    convert = f"iconv -f {encoding} -t UTF-8"
+    convert = f"zcat {name} | {convert}" if path.suffix.lower() == ".gz" else f"{convert} {name}"
+    return f"{convert} > {shlex.quote(f'utf8-{plain}')}"
+
+
+def _wide_encoding(file: BinaryIO) -> str | None:
+    """UTF-16 or UTF-32 by its mark, or by zeros in every second byte; None for anything else."""
+    try:
+        head = file.read(4096)
+    except (OSError, EOFError, zlib.error):  # the reading itself will tell
+        return None
+    marks = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+    if marked := next((name for mark, name in marks.items() if head.startswith(mark)), None):
+        return marked
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    if max(even, odd) * 4 > len(head) and min(even, odd) * 40 < len(head):
+        return "UTF-16LE" if odd > even else "UTF-16BE"
+    return None
+
+
+def _is_long(text: str, most: int = MOST_BYTES) -> bool:
+    return len(text) > most // 4 and len(text.encode("utf-8", "surrogateescape")) > most
+
+
+def _lines(file: TextIO, name: str) -> Iterator[tuple[str, str | None]]:
+    """Each line with its place, and None for one that is too long.
+
+    Raises:
+        EOFError: one does not end.
+    """
+    for number in itertools.count(1):
+        if not (line := file.readline(MOST_BYTES + 1)):
+            return
+        where, skipped = f"{name}, line {number}", len(line)
+        if long := _is_long(line):
+            while line and line[-1] not in "\r\n":
+                line = file.readline(CHUNK)
+                skipped += len(line)
+                if skipped > MOST_SKIPPED:
+                    raise EOFError(f"line {number}: {TOO_LONG} in a line; the rest of the file is not read")
+        yield where, None if long else line
+
+
+def _read_lines(path: Path) -> Rows:
+    with _open(path) as file:
+        for where, line in _lines(file, path.name):
+            if line is None:
+                yield RowFault("line too long", f"{where}: {TOO_LONG}")
+            elif line.strip():
+                yield _parsed(line, where)
+
+
+def _parsed(line: str, where: str) -> Row | RowFault:
+    if BAD_BYTE.search(line):
+        return RowFault("invalid UTF-8", where)
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a plain ValueError
+        return RowFault("invalid JSON", f"{where}: {error}")
+    return row if isinstance(row, dict) else RowFault("not a JSON object", f"{where}: {type(row).__name__}")
+
+
+def _read_json(path: Path) -> Rows:
+    """A list of objects, an object that holds one such list, or one object a line."""
+    with _open(path) as file:
+        text = file.read(CHUNK)
+        while text and not (text := text[_SPACE.match(text).end() :]):  # type: ignore[union-attr]
+            text = file.read(CHUNK)
+        if text.startswith("["):
+            items = _items(file, text[1:])
+        else:
+            text += file.read(MOST_BYTES + 1 - len(text))
+            first = text.split("\n", 1)[0].strip()
+            try:
+                content = None if _is_long(text) else json.loads(text)
+            except (ValueError, RecursionError) as error:
+                if first.startswith("{") and first.endswith("}"):
+                    yield from _read_lines(path)
+                    return
+                raise ValueError(f"is not valid JSON: {error}") from error
+            if content is None and text:
+                if first.startswith("{") and first.endswith("}"):
+                    yield from _read_lines(path)
+                    return
+                raise ValueError(f"holds no list: {TOO_LONG} of JSON that is no list; write one object a line (.jsonl)")
+            if not isinstance(content, dict):
+                raise ValueError(f"is no list: expected a list of objects; got {type(content).__name__}")
+            lists = [value for value in content.values() if isinstance(value, list)]
+            items = iter(lists[0] if len(lists) == 1 else [content])
+        for place, row in enumerate(items, 1):
+            fault = RowFault("not a JSON object", f"{path.name}, item {place}: {row!r:.60}")
+            yield row if isinstance(row, dict) else fault
+
+
+def _items(file: TextIO, text: str) -> Iterator[Any]:
+    """The items of a JSON list, of which `text` was read after its bracket: no more than one is held.
+
+    Raises:
+        ValueError: it is not valid JSON, or an item is too long.
+    """
+    decoder, at, count = json.JSONDecoder(), 0, 0
+
+    def more() -> bool:
+        nonlocal text, at
+        new = file.read(max(CHUNK, len(text) - at))  # twice as much each time: an item is parsed a few times at most
+        text, at = text[at:] + new, 0
+        return bool(new)
+
+    def next_character() -> str:
+        nonlocal at
+        while (at := _SPACE.match(text, at).end()) == len(text):  # type: ignore[union-attr]
+            if not more():
+                raise ValueError(f"is not valid JSON: it ends within the list, after item {count}")
+        return text[at]
+
+    while next_character() != "]":
+        try:
+            item, end = decoder.raw_decode(text, at)
+            complete = end < len(text) or not more()
+        except (ValueError, RecursionError) as error:
+            if _is_long(text[at:]):
+                raise ValueError(f"is not usable: item {count + 1}: {TOO_LONG} an item") from error
+            if not more():
+                raise ValueError(f"is not valid JSON: item {count + 1}: {error}") from error
+            continue
+        if not complete:  # a number may go on
+            continue
+        at, count = end, count + 1
+        yield item
+        if next_character() not in ",]":
+            raise ValueError(f"is not valid JSON: expected , or ] after item {count}, got {text[at]!r}")
+        if text[at] == ",":
+            at += 1
+            if next_character() == "]":
+                raise ValueError(f"is not valid JSON: expected an item after the comma behind item {count}")
+    rest = text[at + 1 :]
+    while rest or (rest := file.read(CHUNK)):
+        if rest := rest[_SPACE.match(rest).end() :]:  # type: ignore[union-attr]
+            raise ValueError(f"is not valid JSON: {rest[0]!r} after the end of the list")
+
+
+class _CountedLines:
+    """The lines of a table for `csv.reader`, which puts those of a quoted value together, as long as one row allows."""
+
+    def __init__(self, file: TextIO, name: str) -> None:
+        self.file, self.name, self.number = file, name, 0
+        self.new_row()
+
+    def new_row(self) -> None:
+        self.left, self.first = MOST_BYTES, self.number + 1
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if not (line := self.file.readline(self.left + 1)):
+            raise StopIteration
+        self.number += 1
+        self.left -= len(line) if line.isascii() else len(line.encode("utf-8", "surrogateescape"))
+        if self.left < 0:
+            quote = "" if self.number == self.first else " (a quote that is never closed?)"
+            raise RowFault(
+                "row too long",
+                f"{self.name}, line {self.first}: {TOO_LONG} a row{quote}; the rest of the file is not read",
+            )
+        return line
+
+
+def _read_csv(path: Path) -> Rows:
+    csv.field_size_limit(MOST_BYTES)
+    delimiter = "\t" if kind_of_file(path) == ".tsv" else ","
+    with _open(path) as file:
+        lines = _CountedLines(file, path.name)
+        reader = csv.DictReader(lines, delimiter=delimiter, restkey="", strict=True)
+        try:
+            names = list(reader.fieldnames or ())
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise ValueError(f"has two columns called {twice!r}; rename one")
+            lines.new_row()
+            for number, row in enumerate(reader):
+                lines.new_row()
+                if number == 0 and (other := _other_delimiter(names, row, delimiter)):
+                    cure = {"tabs": "name the file .tsv", "commas": "name the file .csv"}.get(
+                        other, "save it with commas"
+                    )
+                    raise ValueError(f"separates its columns by {other}, expected {DELIMITERS[delimiter]}; {cure}")
+                yield _table_row(row, f"{path.name}, line {reader.line_num}")
+        except RowFault as fault:
+            yield fault
+
+
+def _table_row(row: dict[Any, Any], where: str) -> Row | RowFault:
+    if any(isinstance(value, str) and BAD_BYTE.search(value) for value in row.values()):
+        return RowFault("invalid UTF-8", where)
+    return RowFault("more values than columns", where) if isinstance(row.get(""), list) else dict(row)
+
+
+def _other_delimiter(names: list[str], row: dict[Any, Any], delimiter: str) -> str | None:
+    """What separates the columns of a table whose header is one name, where the header and a row agree in it."""
+    if len(names) != 1:
+        return None
+    values = ",".join(str(value) for value in (row.get(names[0]), *(row.get("") or ())))
+    for mark, name in DELIMITERS.items():
+        columns = [column.strip("\"' ") for column in names[0].split(mark)]
+        plain = len(columns) > 1 and all(re.fullmatch(r"[\w .-]{1,64}", column) for column in columns)
+        if mark != delimiter and plain and values.count(mark) >= len(columns) - 1:
+            return name
+    return None
+
+
+def _read_text(path: Path) -> Rows:
+    """A text file is one running text, however its lines are broken; a very long one comes as several."""
+    with _open(path) as file:
+        rest = ""
+        for number in itertools.count():
+            text = rest + file.read(TEXT_PART - len(rest))
+            is_last = len(text) < TEXT_PART
+            cut = len(text) if is_last else text.rfind("\n") + 1 or len(text)
+            text, rest = text[:cut], text[cut:]
+            if text or number == 0:
+                yield _part_of_text(text, path.name)
+            if is_last:
+                return
+
+
+def _part_of_text(text: str, name: str) -> Row | RowFault:
+    bad = 0 if text.isascii() else len(BAD_BYTE.findall(text))
+    if (bad + text.count("\0")) * 100 > len(text):
+        return RowFault("invalid UTF-8", f"{name}: {bad + text.count(chr(0)):,} bytes; convert the file to UTF-8")
+    return {"text": text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if bad else text}
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".txt": _read_text,
+    ".parquet": read_parquet,
+    ".arrow": read_arrow,
+}

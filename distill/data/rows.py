@@ -1,0 +1,45 @@
+"""A row of data, the fault in place of one that cannot be used, and how large a row may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+MOST_BYTES = 64 << 20  # of a line, of a row of a table, of an item of a JSON list, of a JSON file without a list
+TOO_LONG = f"expected at most {MOST_BYTES >> 20} MiB"
+
+
+class RowFault(ValueError):
+    """One row that cannot be used; `reason` is what is counted, `detail` what is shown of the first such row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+    def __reduce__(self) -> tuple[type[RowFault], tuple[str, str]]:
+        return RowFault, (self.reason, self.detail)
+
+
+Row = dict[str, Any]
+Rows = Iterator[Row | RowFault]
+
+
+def size_of(row: Row, most: int = MOST_BYTES) -> int:
+    """Characters of a row's texts, and 16 for each value in it: about its bytes as JSON; counted up to `most`."""
+    total, waiting = 0, [row]
+    while waiting and total <= most:
+        value: Any = waiting.pop()
+        if isinstance(value, str | bytes):
+            total += len(value)
+        elif isinstance(value, dict | list):
+            total += 16 * len(value)
+            if total <= most:
+                waiting.extend(value.values() if isinstance(value, dict) else value)
+    return total
+
+
+def bounded(rows: Iterable[Row | RowFault], name: str) -> Rows:
+    """Rows that a library has read, with a fault in place of each that is too large."""
+    for number, row in enumerate(rows):
+        large = isinstance(row, dict) and size_of(row) > MOST_BYTES
+        yield RowFault("row too long", f"{name}, row {number}: {TOO_LONG}") if large else row

@@ -1,0 +1,177 @@
+"""Small files that unpack to large ones: the fault names file, line and limit, and the memory stays within bounds."""
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from tiny import tiny_tokenizer
+
+from distill.data import readers
+from distill.data.documents import _batches
+from distill.data.load import load_data
+from distill.data.rows import MOST_BYTES, RowFault, bounded, size_of
+from distill.data.sources import open_source
+from distill.recipe import Data
+
+MIB = 1 << 20
+GOOD = [{"text": f"Row {number} is as it should be, and it is learned."} for number in range(20)]
+LINES = [json.dumps(row).encode() + b"\n" for row in GOOD]
+READ = """
+import json, resource, sys
+from distill.data.sources import RowFault, open_source
+rows, faults, told = 0, [], ""
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    for row in open_source(sys.argv[1]).rows():
+        rows += not isinstance(row, RowFault)
+        faults += [str(row)] if isinstance(row, RowFault) else []
+except ValueError as error:
+    told = str(error)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(json.dumps([rows, faults, told, peak // 1024]))
+"""
+
+
+def packed(path, parts):
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for part in parts:
+            file.write(part)
+    assert path.stat().st_size < 8 * MIB
+
+
+def read_apart(path):
+    """Usable rows, faults and refusal of a file, and the MiB that reading it took in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", READ, str(path)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    "name, before, unit, after, rows, told",
+    [
+        ("a.jsonl", [*LINES, b'{"text": "'], b"x", [b'"}\n', *LINES], 40, "line too long: a.jsonl.gz, line 21: "),
+        ("a.jsonl", LINES, b"\xff", [b"\n", *LINES], 40, "line too long: a.jsonl.gz, line 21: "),
+        ("a.json", [b'[{"text": "'], b"x", [b'"}]'], 0, "a.json.gz is not usable: item 1: "),
+        ("a.json", [b'{"data": ['], b"7, ", [b"7]}"], 0, "a.json.gz holds no list: "),
+        ("a.csv", [b"text\na row\n"], b"x", [b"\n"], 1, "row too long: a.csv.gz, line 3: "),
+        ("a.csv", [b'text\na row\n"'], b"x\n", [], 1, "row too long: a.csv.gz, line 3: "),
+        ("a.csv", [b"text\na row\n"], b",", [b"\n"], 1, "row too long: a.csv.gz, line 3: "),
+    ],
+    ids=["line", "bytes", "item", "object", "field", "quote", "columns"],
+)
+def test_a_line_of_a_gibibyte_is_named_and_takes_little_memory(tmp_path, name, before, unit, after, rows, told):
+    path = tmp_path / f"{name}.gz"
+    packed(path, [*before, *[unit * (MIB // len(unit))] * 1000, *after])
+    found, faults, refusal, peak = read_apart(path)
+    (fault,) = [*faults, *filter(None, [refusal])]
+    assert told in fault and "expected at most 64 MiB" in fault and "\n" not in fault and found == rows
+    assert peak < 400, "MiB; a line of 1,000 MiB was held as a whole"
+
+
+@pytest.mark.parametrize("name, unit", [("a.txt", b"word "), ("a.json", b" ")])
+def test_a_text_of_a_gibibyte_comes_in_parts(tmp_path, name, unit):
+    packed(tmp_path / f"{name}.gz", [unit * (MIB // len(unit))] * 1000)
+    found, _, _, peak = read_apart(tmp_path / f"{name}.gz")
+    assert found == (63 if name == "a.txt" else 0) and peak < 400
+
+
+def table(path, column, compression="zstd"):
+    import pyarrow
+    import pyarrow.parquet
+
+    made = pyarrow.table({"text": column})
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(made, path, compression=compression)
+        return
+    options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, made.schema, options=options) as writer:
+        writer.write_table(made)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", ["dictionary", "list", "runs", "struct"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_value_that_a_table_holds_once_and_repeats(tmp_path, name, kind):
+    import pyarrow
+
+    value = pyarrow.array(["x" * (60 * MIB)])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 500, pyarrow.int32()), value)
+    if kind == "list":
+        column = pyarrow.ListArray.from_arrays(pyarrow.array([0, 250, 500], pyarrow.int32()), column)
+    elif kind == "struct":
+        column = pyarrow.StructArray.from_arrays([column], ["a"])
+    elif kind == "runs":
+        column = pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([500], pyarrow.int32()), value)
+    try:
+        table(tmp_path / name, column)
+    except pyarrow.ArrowNotImplementedError:
+        pytest.skip("pyarrow writes no such column into such a file")
+    found, faults, refusal, peak = read_apart(tmp_path / name)
+    assert found == 0 and re.search("more than 4 GiB to unpack at row 0|breaks off", " ".join([*faults, refusal]))
+    assert peak < 1000, "MiB; as text these are 30,000"
+
+
+def test_a_cell_that_is_too_large_is_one_row_of_its_table(tmp_path):
+    table(tmp_path / "a.parquet", [*(row["text"] for row in GOOD), "x" * (70 * MIB), *(row["text"] for row in GOOD)])
+    rows = list(open_source(str(tmp_path / "a.parquet")).rows())
+    (fault,) = [row for row in rows if isinstance(row, RowFault)]
+    assert len(rows) == 41 and str(fault) == "row too long: a.parquet, row 20: expected at most 64 MiB"
+    words = [f"word number {number % 7}" for number in range(3000)]
+    import pyarrow
+
+    table(tmp_path / "b.arrow", pyarrow.array(words).dictionary_encode())
+    assert [row["text"] for row in open_source(str(tmp_path / "b.arrow")).rows()] == words
+
+
+def test_a_list_of_json_is_read_item_by_item(tmp_path, monkeypatch):
+    """Whatever the chunks that are read: as json.loads has it."""
+    items = [{"text": "a ] , [ \\" * n, "n": n, "more": [{}, [n, -n / 7, True, None]]} for n in range(12)]
+    whole = json.dumps(items, indent=1)
+    path = tmp_path / "a.json"
+    for chunk in (1, 2, 7, 64, 1 << 20):
+        monkeypatch.setattr(readers, "CHUNK", chunk)
+        path.write_text(f" \n{whole}\n ")
+        assert list(open_source(str(path)).rows()) == items
+        for cut in range(1, len(whole), 97):
+            path.write_text(whole[:cut])
+            with pytest.raises(ValueError, match=r"data\.source: .*a\.json is not valid JSON: [^\n]*$"):
+                list(open_source(str(path)).rows())
+        for wrong in ("[1 2]", "[{},]", "[{}] x", "[,]", "[1}", "[{} {}]", "[[]", '["a]'):
+            path.write_text(wrong)
+            with pytest.raises(ValueError, match="is not valid JSON"):
+                list(open_source(str(path)).rows())
+        path.write_text("[12345, 678]")
+        assert [row.detail for row in open_source(str(path)).rows()] == ["a.json, item 1: 12345", "a.json, item 2: 678"]
+
+
+def test_a_text_in_parts_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "TEXT_PART", 100)
+    text = "".join(f"Line {number} of a text.\r\n" for number in range(60)) + "x" * 250 + " and an end"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    parts = [row["text"] for row in open_source(str(tmp_path / "a.txt")).rows()]
+    assert "".join(parts) == text and max(map(len, parts)) <= 100 and sum(part.endswith("\n") for part in parts) > 10
+
+
+def test_rows_of_a_library_and_batches_are_bounded_by_all_they_hold():
+    large = {"messages": [{"role": "user", "content": "x" * (MOST_BYTES // 2)}] * 3}
+    many = {"text": "a", "other": [[]] * (MOST_BYTES // 8)}
+    assert size_of({"text": "abc", "n": [1, 2]}) == 3 + 2 * 16 + 2 * 16
+    found = list(bounded([GOOD[0], large, many, GOOD[1]], "org/set"))
+    assert found[::3] == GOOD[:2]
+    assert [str(fault) for fault in found[1:3]] == [
+        f"row too long: org/set, row {number}: expected at most 64 MiB" for number in (1, 2)
+    ]
+    chat = {"messages": [{"role": "user", "content": "x" * MIB}]}
+    assert [len(batch) for batch in _batches(enumerate([chat] * 10))] == [4, 4, 2]
+
+
+def test_a_line_that_is_too_long_is_counted_and_the_rest_is_learned(tmp_path, monkeypatch):
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    packed(tmp_path / "a.jsonl.gz", [*LINES, b'{"text": "', *[b"x" * MIB] * 65, b'"}\n', *LINES])
+    splits = load_data(Data(source=str(tmp_path / "a.jsonl.gz"), max_length=64), tiny_tokenizer(), seed=0)
+    assert splits.report.rows_read == 41 and splits.report.dropped == {"line too long": 1}
+    assert "a.jsonl.gz, line 21: expected at most 64 MiB" in splits.report.examples["line too long"]
