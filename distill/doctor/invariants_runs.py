@@ -33,6 +33,7 @@ from distill.doctor.invariants import Finding, difference, without_training_mode
 from distill.doctor.references import BY_NAME
 from distill.doctor.rollouts import StudentRollouts
 from distill.doctor.subject import Subject
+from distill.models.read_weights import read_weights
 from distill.recipe.loss import Loss
 from distill.training.checkpoints import checkpoints
 from distill.training.trainer import DistillationTrainer
@@ -164,7 +165,7 @@ def _read_subject(folder: Path) -> Subject:
     """What `_write` wrote, in float32."""
     read = json.loads((folder / DESCRIPTION).read_text())
     student, *models = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        read_weights(AutoModelForCausalLM, folder / name, name, dtype=torch.float32)
         for name in ("student", *(f"teacher.{number}" for number in range(read["teachers"])))
     )
     return Subject(

@@ -116,11 +116,7 @@ def check_gguf(path: Path, field: str) -> tuple[object, object]:
     Raises:
         ValueError: naming the fault.
     """
-    try:
-        with path.open("rb") as file:
-            values = _header(file, path.stat().st_size)
-    except (OSError, ValueError, struct.error, OverflowError) as error:
-        raise ValueError(f"{field}: {path} is no GGUF file that can be read: {error}") from error
+    values, _ = _read_header(path, field)
     architecture = values.get("general.architecture")
     if not isinstance(architecture, str):
         raise ValueError(f"{field}: expected the name of an architecture in {path}, got {architecture!r}")
@@ -135,8 +131,22 @@ def check_gguf(path: Path, field: str) -> tuple[object, object]:
     return layers, values.get(f"{architecture}.embedding_length")
 
 
-def _header(file: BinaryIO, size: int) -> dict[str, Any]:
-    """The keys and their numbers and texts; lists are passed over."""
+def gguf_tensors(path: Path, field: str) -> tuple[str, list[str]]:
+    """A GGUF file's architecture, and the names of its tensors."""
+    values, names = _read_header(path, field)
+    return str(values.get("general.architecture")), names
+
+
+def _read_header(path: Path, field: str) -> tuple[dict[str, Any], list[str]]:
+    try:
+        with path.open("rb") as file:
+            return _header(file, path.stat().st_size)
+    except (OSError, ValueError, struct.error, OverflowError) as error:
+        raise ValueError(f"{field}: {path} is no GGUF file that can be read: {error}") from error
+
+
+def _header(file: BinaryIO, size: int) -> tuple[dict[str, Any], list[str]]:
+    """The keys and their numbers and texts, without lists; and the tensors' names."""
 
     def number(kind: str) -> Any:
         return struct.unpack("<" + kind, _bytes(struct.calcsize("<" + kind)))[0]
@@ -182,12 +192,14 @@ def _header(file: BinaryIO, size: int) -> dict[str, Any]:
         if key in values:
             raise ValueError(f"it holds {key!r} twice")
         values[key] = value(number("I"))
+    names: list[str] = []
     for _ in range(tensors):
         name, dimensions = text(), number("I")
+        names.append(name)
         if dimensions > 4:
             raise ValueError(f"{name!r} has {dimensions} dimensions")
         shape = [number("Q") for _ in range(dimensions)]
         number("I")
         if 0 in shape or number("Q") >= size:
             raise ValueError(f"{name!r} has no values in the file")
-    return values
+    return values, names

@@ -43,6 +43,7 @@ from distill.models.quantised import (
     int8_arguments,
     quantised_by_transformers,
 )
+from distill.models.read_weights import read_weights
 from distill.models.source import ModelSource, loading, remote_arguments, resolve_model_source, resolve_tokenizer_source
 from distill.recipe import Lora, ModelSection, Student, Teacher
 from distill.recipe.models import EIGHT_BITS
@@ -221,9 +222,10 @@ def _load(
             _raise_exceptions_for_missing_entries=False,
         )):  # fmt: skip
             check_index(Path(index), f"{field}.model")
-        model = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=dtype or "auto", use_safetensors=None if source.gguf_file else True, **arguments
-        )
+        model = read_weights(
+            AutoModelForCausalLM, source.location, f"{field}.model", file_config=config, dtype=dtype or "auto",
+            use_safetensors=None if source.gguf_file else True, **arguments,
+        )  # fmt: skip
     check_quantised(model, section, field)
     keep_soft_cap(model, section.attention, f"{field}.attention")
     return _place(model, device)

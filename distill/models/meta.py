@@ -14,6 +14,8 @@ from distill.models.adapters import add_lora
 from distill.models.guard import check_gguf, read_json
 from distill.models.load import load_config
 from distill.models.pruning import cut_config, layer_indices, layers_of
+from distill.models.quantised import quantisation_of
+from distill.models.read_weights import weights_fault
 from distill.models.shape import Shape, shape_of
 from distill.models.source import ModelSource, loading, resolve_model_source
 from distill.models.work import Work, work_of
@@ -65,6 +67,21 @@ def meta_model(config: Any, field: str, lora: Lora | None = None, *, trains: boo
             _built.clear()
         _built[key] = MetaModel(config, field, lora, trains=trains)
     return _built[key]
+
+
+def weights_problem(section: ModelSection, field: str) -> str | None:
+    """Why the safetensors of a model on this machine are not its weights, as loading them would say.
+
+    None where they are, and where that is seen when it is loaded: of a GGUF file, a quantised model, one of the hub.
+    """
+    if section.model is None or section.init == "random":
+        return None
+    source = resolve_model_source(section.model, f"{field}.model")
+    if not source.local or source.gguf_file or quantisation_of(config := load_config(section, field)):
+        return None
+    model = meta_model(config, f"{field}.model").model
+    fault = weights_fault(Path(source.location), model, f"{field}.model", file_config=config)
+    return fault and f"{field}.model: cannot load {section.model}: {fault}"
 
 
 def meta_config(section: ModelSection, field: str) -> Any:

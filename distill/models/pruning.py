@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distill.models.head import bare, decoder_of
+from distill.models.read_weights import read_weights
 from distill.recipe import FromTeacher
 
 
@@ -96,21 +97,16 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
     }
     # tensors are copied by loading, never shared: training the student leaves the teacher alone.
     model_class: Any = type(teacher)
-    student, report = model_class.from_pretrained(
-        None,
-        config=config,
-        state_dict={name: tensor.detach().clone() for name, tensor in state.items()},
-        dtype=dtype or teacher.dtype,
-        attn_implementation=teacher.config._attn_implementation,
-        output_loading_info=True,
-    )
-    tied = {name for name in report["missing_keys"] if name in dict(student.named_parameters(remove_duplicate=False))}
-    tied -= {name for name, _ in student.named_parameters()}
-    wrong = (set(report["missing_keys"]) - tied) | set(report["unexpected_keys"]) | set(report["mismatched_keys"])
-    if wrong:
+    try:
+        student = read_weights(
+            model_class, None, "student.from_teacher", config=config, dtype=dtype or teacher.dtype,
+            state_dict={name: tensor.detach().clone() for name, tensor in state.items()},
+            attn_implementation=teacher.config._attn_implementation,
+        )  # fmt: skip
+    except ValueError as error:
         raise ValueError(
-            f"student.from_teacher: {type(teacher).__name__} cannot be cut to {indices}: {sorted(wrong)[:4]}"
-        )
+            f"student.from_teacher: {type(teacher).__name__} cannot be cut to {indices}: {error}"
+        ) from error
     student = student.to(teacher.device)
     _, cut = find_layers(student)
     for position, number in enumerate(indices):

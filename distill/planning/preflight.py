@@ -24,7 +24,7 @@ from distill.core.worlds import require_teacher_ranks
 from distill.data.report import DataReport
 from distill.data.sources import STDLIB, local_path, missing_source
 from distill.models.fp8_student import fp8_problem
-from distill.models.meta import meta_config, sizes_of
+from distill.models.meta import meta_config, sizes_of, weights_problem
 from distill.models.precision import Precision, resolve_precision
 from distill.models.shape import USABLE, Shape
 from distill.models.sharding import ALONE, Sharing
@@ -150,6 +150,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
     _check_lengths(situation, report)
     models = {"teacher": source.config_section, "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
+    loaded = {**source.sections, "student": recipe.student}
+    report.problems += [fault for name, section in loaded.items() if (fault := weights_problem(section, name))]
     vocabulary = _check_vocabulary(source, report)
     facts = _check_data(source, vocabulary, report) if look_at_data else None
     situation = situation._replace(longest=0 if facts is None else facts.longest)

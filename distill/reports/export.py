@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.core.faults import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
 from distill.evaluation.targets import CONFIGS, in_folder, load_merged
+from distill.models.read_weights import read_weights
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import card_of_merged
 
@@ -92,7 +93,7 @@ def export(
 
 def _check(model: Any, folder: Path) -> None:
     """Hold that what was written is what was meant."""
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", use_safetensors=True)
+    again = read_weights(AutoModelForCausalLM, folder, "--output", dtype="auto", use_safetensors=True)
     written = dict(again.named_parameters())
     for name, tensor in model.named_parameters():
         assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name

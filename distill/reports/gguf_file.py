@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from distill.core.faults import RecipeError
 from distill.core.files import replacing
 from distill.models.head import attention_sizes
+from distill.models.read_weights import read_weights
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 INTERLEAVED = ("llama",)
@@ -76,7 +77,7 @@ def write_gguf(folder: Path, destination: Path, type: str = "q8_0") -> Written:
     check_type(type)
     if not (folder / "tokenizer.json").is_file():
         raise RecipeError([f"--gguf: {folder} has no tokenizer.json, and a GGUF file needs the tokenizer"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = read_weights(AutoModelForCausalLM, folder, "--gguf", dtype="auto").eval()
     scaled = _refuse_what_is_lost(model.config)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with replacing(destination) as unfinished:
@@ -235,10 +236,11 @@ def _check(model: Any, tokenizer: Any, path: Path, type: str, scaled: bool) -> f
     if scaled:
         place["config"] = model.config
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **place
-        ).eval()
-    except RuntimeError as error:  # shapes that do not follow from what the format can tell
+        loaded: Any = read_weights(
+            AutoModelForCausalLM, path.parent, "--gguf", dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True), **place,
+        ).eval()  # fmt: skip
+    except (RuntimeError, ValueError) as error:  # shapes that do not follow from what the format can tell
         raise RecipeError([f"--gguf: transformers cannot read it back: {str(error).splitlines()[0]}"]) from error
     rows = [torch.tensor([tokenizer(text).input_ids]) for text in TEXTS]
     before = [model.float()(input_ids=row).logits[0].log_softmax(-1) for row in rows]
