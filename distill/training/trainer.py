@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from distill.core.faults import RunError, TeacherGone
+from distill.core.faults import TeacherGone
 from distill.core.files import sync
 from distill.core.labels import count_learned
 from distill.core.manifest import write_manifest
@@ -40,6 +40,7 @@ from distill.teachers.blame import teacher_fault
 from distill.teachers.losses import LossSpec
 from distill.teachers.objective import DistillationObjective
 from distill.training.asking import Asking, ended_by
+from distill.training.checkpoint_weights import load_weights
 from distill.training.checkpoints import CHECKPOINT, UNFINISHED, drop_old
 from distill.training.even_batches import OrPadding, each_row_once
 from distill.training.health import Health, OutlivesSignals, Watch, clip_in_step
@@ -277,17 +278,19 @@ class DistillationTrainer(Trainer):
             return None
         return super()._run_epoch(*args, **kwargs)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Refuse a checkpoint that lacks weights; of a tied head, safetensors holds one copy only.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """As `Trainer`'s, which takes names in files for those of the model, and goes on without what it misses."""
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
 
-        Raises:
-            RunError: `Trainer` would only warn, and go on with weights that were never trained.
-        """
-        tied = getattr(self.objective.student, "all_tied_weights_keys", None) or {}
-        if missing := sorted(set(load_result.missing_keys) - set(tied)):
-            raise RunError(f"--resume: the checkpoint lacks the weights of {missing[0]}; move it away to use another")
-        if load_result.unexpected_keys:
-            super()._issue_warnings_after_load(load_result)
+    def _load_best_model(self) -> None:
+        """As `Trainer`'s, by the model's own names."""
+        if self.is_fsdp_enabled:
+            super()._load_best_model()
+        else:
+            load_weights(self.model, Path(str(self.state.best_model_checkpoint)))
 
     @torch.no_grad()
     def evaluate(
