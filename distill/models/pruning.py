@@ -107,7 +107,7 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
         raise ValueError(
             f"student.from_teacher: {type(teacher).__name__} cannot be cut to {indices}: {error}"
         ) from error
-    student = student.to(teacher.device)
+    student = student.to(teacher.device)  # type: ignore[arg-type]
     _, cut = find_layers(student)
     for position, number in enumerate(indices):
         _same_behaviour(layers[number], cut[position], number)
