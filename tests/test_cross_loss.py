@@ -158,6 +158,15 @@ def test_statistics_are_at_temperature_1():
     ]
 
 
+@pytest.mark.parametrize("collapsed", ["student", "teacher", "both"])
+def test_a_tie_of_all_tokens_is_no_agreement(collapsed):
+    x, w, y, v, *others = case()
+    others[-1] = tuple(torch.arange(VS) for _ in range(2))  # the first tokens, which argmax says in a tie, are partners
+    w, v = w * (collapsed == "teacher"), v * (collapsed == "student")
+    (_, stats), *_ = cross(x, w.detach().requires_grad_(), y, v, *others, return_stats=True)
+    assert not stats.agreement.any()
+
+
 def test_a_second_backward_raises():
     x, w, y, v, spans, ids_s, ids_t, pairs = case()
     targets = SpanTargets(y[None], spans, ids_s[None], ids_t[None])

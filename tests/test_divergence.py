@@ -122,6 +122,26 @@ def test_kernel_statistics_equal_the_specification(kernel_device, temperature):
     assert expected.agreement[1] == 1 and expected.divergence[1] == 0 and expected.divergence[2] == 0
 
 
+@pytest.mark.parametrize("path", ["specification", "kernel"])
+def test_a_tie_at_the_top_is_no_agreement(kernel_device, path):
+    z, z_teacher = (torch.randn(7, 300, device=kernel_device).clamp_max(3) for _ in range(2))
+    z[0, 7] = z_teacher[0, 7] = 5.0  # one and the same top token
+    z[1], z_teacher[1, 0] = 0.0, 5.0  # a collapsed student
+    z[2] = z_teacher[2] = 0.0
+    z[3, [7, 299]], z_teacher[3, 7] = 5.0, 5.0
+    z[4, 7], z_teacher[4, [7, 8]] = 5.0, 5.0
+    z[5, [7, 8]], z_teacher[5, [7, 8]] = 5.0, 5.0
+    z[6, 7], z_teacher[6, 8] = 5.0, 5.0
+    objective = make_objective([LossTerm("forward_kl", 1.0)])
+    if path == "kernel":
+        agreement = run_kernel(z, z_teacher, objective, stats=True)[2][TokenStats._fields.index("agreement")]
+    else:
+        ones = torch.ones(7, device=kernel_device)
+        stats = reference_rows(z, z_teacher, objective, labels=None, row_scale=ones, with_stats=True).stats
+        agreement = stats.agreement
+    assert agreement.tolist() == [1, 0, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("path", ["specification", "kernel"])
 @pytest.mark.parametrize("term", ALL_TERMS[:-1], ids=names)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from distill.data.collator import Collator
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
+from distill.evaluation.judge import judge
 from distill.models.adapters import add_lora
 from distill.recipe import Lora
 from distill.teachers.objective import DistillationObjective
@@ -83,6 +84,15 @@ def test_a_copy_of_the_teacher_has_no_gap(rows):
     figures = evaluate(tiny_model(), tiny_model(), rows)
     assert abs(figures.forward_kl) < 1e-6 and abs(figures.reverse_kl) < 1e-6 and figures.agreement == 1
     assert math.isnan(gap_closed(figures._replace(forward_kl=0.0), figures))
+
+
+def test_a_collapsed_student_agrees_nowhere(rows):
+    """All of its tokens tie: `argmax` would say the first, which the collapsed teacher's is too."""
+    student = tiny_model()
+    student.get_output_embeddings().weight.data.zero_()
+    for teacher in (tiny_model(layers=3, seed=1), student):
+        assert evaluate(student, teacher, rows).agreement == 0
+        assert judge(student, teacher, rows).figures["agreement"].value == 0
 
 
 def test_a_student_in_training_is_measured_through_its_objective(rows):

@@ -69,17 +69,20 @@ def test_parts_of_a_lora_head(kernel_device, path):
     assert outcomes[2][0].weight is None
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("path", ["kernel", "reference"])
-def test_parts_of_equal_models_without_gradient(kernel_device, path):
+def test_parts_of_equal_models_without_gradient(kernel_device, path, tied):
     def same(student, teacher):
         weight = torch.cat([student.weight[:150]] * 2 + [student.weight[:6] * 0])  # every top token on both ranks
+        if not tied:
+            weight[:150] *= 0.5
         return student._replace(weight=weight), Head(student.hidden, weight)
 
     spans, wanted = ((0, 150), (150, 300)), Wanted(stats=True)
     _, _, parts = whole_and_cut(kernel_device, torch.float32, MIXED[:2], spans, path=path, change=same, wanted=wanted)
     for part in parts:
         assert (part.loss == 0).all() and part.hidden is None
-        assert part.stats.agreement.tolist() == [float(row != 2) for row in range(11)]
+        assert part.stats.agreement.tolist() == [float(row != 2 and not tied) for row in range(11)]
 
 
 @pytest.mark.parametrize("path", ["kernel", "reference"])

@@ -156,6 +156,19 @@ def test_statistics(where):
         assert relative_error(figure, right) < 1e-5, name
 
 
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "sampled"])
+def test_a_tie_at_the_top_is_no_agreement(where, tail):
+    z = torch.randn(6, V, device=where).clamp_max(3)
+    ids = torch.tensor([[7, 8, 140]], device=where).expand(6, 3).contiguous()
+    top = torch.tensor([[0.5, 0.3, 0.1]], device=where).log().repeat(6, 1)
+    z[0, 7] = z[2, 7] = z[3, 8] = z[4, 7] = z[4, 9] = z[5, 7] = z[5, 8] = 5.0
+    z[1] = 0.0  # a collapsed student
+    top[2] = torch.tensor([0.4, 0.4, 0.1]).log()
+    loss = FusedTopKKLLoss(tail=tail)
+    _, stats = loss(z, torch.eye(V, device=where), ids, top, ids[:, 0], return_stats=True)
+    assert stats.agreement.tolist() == [1, 0, 0, 0, 0, 0]
+
+
 def test_valid_rows_items_and_leading_dimensions(where):
     (x, w, _), top, ids, labels = setup(torch.float32, where)
     loss = FusedTopKKLLoss(ce_weight=0.5)

@@ -34,7 +34,8 @@ class HeldOut(NamedTuple):
         tokens: trained tokens the means are over.
         forward_kl: KL(teacher || student), nats a token.
         reverse_kl: KL(student || teacher), nats a token.
-        agreement: share of tokens where both find the same token likeliest.
+        agreement: share of tokens where both models' most probable token is the same; a tie at the top, of either,
+            is no agreement.
         student_cross_entropy: -log p_student[label], nats a token.
         teacher_cross_entropy: -log p_teacher[label], nats a token.
         student_entropy, teacher_entropy: of the next-token distributions, nats.

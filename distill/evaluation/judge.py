@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from distill_kernels.losses.divergence import top_token
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -155,10 +156,11 @@ def _figures(student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor)
     def entropy(p: torch.Tensor) -> torch.Tensor:
         return -torch.where(p > -torch.inf, p.exp() * p, 0.0).sum(-1)
 
-    at = labels[:, None]
+    at, top = labels[:, None], top_token(student)
+    agreement = (top >= 0) & (top == top_token(teacher))
     return torch.stack(
         [
-            kl(teacher, student), kl(student, teacher), (student.argmax(-1) == teacher.argmax(-1)).float(),
+            kl(teacher, student), kl(student, teacher), agreement.float(),
             -student.gather(1, at)[:, 0], -teacher.gather(1, at)[:, 0], entropy(student), entropy(teacher),
         ]
     ).double()  # fmt: skip

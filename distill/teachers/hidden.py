@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from distill_kernels import FusedDistillationLoss, LossTerm
+from distill_kernels.losses.divergence import top_token
 from torch import nn
 
 from distill.models.head import HeadWeights, LogitTransform, find_head, whole
@@ -82,7 +83,7 @@ class FusedFormat(TargetFormat):
     def likeliest(
         self, targets: Targets, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-        return {"": (rows[:most], self.scores(targets, rows[:most]).argmax(-1))}
+        return {"": (rows[:most], top_token(self.scores(targets, rows[:most])))}
 
     @torch.no_grad()
     def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -131,6 +131,12 @@ def _log_softmax(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
     return z - _total(z.exp().sum(-1, keepdim=True), shard).log()
 
 
+def top_token(z: torch.Tensor) -> torch.Tensor:
+    """Each row's token of the highest value, int64 [...] of [..., V]; -1 where several tokens share it."""
+    highest, token = z.max(-1, keepdim=True)
+    return torch.where((z == highest).sum(-1) == 1, token.squeeze(-1), -1)
+
+
 def _at_labels(log_p: torch.Tensor, targets: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
     """Each row's log-probability of its label, [n]."""
     if shard is None:
@@ -237,8 +243,9 @@ def reference_stats(
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]
             divergence = divergence + weight * _total(f.sum(-1), shard).clamp_min(0)
         teacher_entropy = -_total(torch.where(p_t > 0, p_t * log_t, 0.0).sum(-1), shard)
-        common_tops = (z == _maximum(z, shard)) & (z_teacher == _maximum(z_teacher, shard))
-        agreement = _total(common_tops.any(-1).to(z.dtype), shard).clamp_max(1)
+        tops, others = (z == _maximum(z, shard)), (z_teacher == _maximum(z_teacher, shard))
+        # a top token of both counts once, one of either twice: 1 where both have one and the same alone
+        agreement = _total(((tops | others).sum(-1) + (tops ^ others).sum(-1)).to(z.dtype), shard) == 1
         teacher_label = zeros if targets is None else _at_labels(log_t, targets, shard)
     figures = (divergence, -student_label, student_entropy, teacher_entropy, agreement, student_label, teacher_label)
     return TokenStats(*(torch.where(kept, figure, 0.0).float() for figure in figures))

@@ -206,7 +206,7 @@ def fused_linear_divergence(
         parts.finish()
         parts.ranks.add_(figures)
         if stats is not None:
-            stats[TokenStats._fields.index("agreement")].clamp_(max=1.0)  # several ranks may hold a common top token
+            stats[TokenStats._fields.index("agreement")].eq_(1.0)  # from counts: see row_parts.agreement_part
         if d_a is not None:
             parts.ranks.add_(d_a)
 

@@ -139,6 +139,16 @@ def eights(x):
 
 
 @triton.jit
+def agreement_part(tops, V, whole_vocab):
+    """`TokenStats.agreement` of a row, from its V columns' count `tops` of highest logits, where one of both models
+    counts 1 and one of either alone 2: 1 means that both have one and the same token. Of several ranks' columns the
+    counts themselves, which the ranks add up."""
+    if V == whole_vocab:
+        tops = tl.where(tops == 1.0, 1.0, 0.0)
+    return tops
+
+
+@triton.jit
 def hard_gradient(p, columns, label, lse, vocab, hard, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
     """Gradient of the hard-label term from probabilities at T = 1. `hard`: weight, smoothing, z-loss."""
     weight, smoothing, z_loss = hard

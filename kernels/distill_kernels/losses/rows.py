@@ -17,6 +17,7 @@ from distill_kernels.layers.fast_math import exp
 from distill_kernels.losses import terms
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_parts import (
+    agreement_part,
     all_divergences,
     centred,
     clear_row,
@@ -147,7 +148,7 @@ def _row_kernel(
     stat_f = f_sum
     entropy_s = f_sum
     entropy_t = f_sum
-    common_top = f_sum
+    tops = f_sum
     sums = 0.0, 0.0, 0.0  # of g; of g and p_s without a token of p_s > 1/2
     if HAS_MEAN and GRADIENT:
         sums = tl.load(mean_ptr + here), 0.0, 0.0
@@ -193,8 +194,9 @@ def _row_kernel(
                 if TEMPERED or len(KINDS) == 0:
                     p_t = exp(log_t)
                 entropy_t += eights(tl.where(p_t > 0.0, p_t * log_t, 0.0))
-                both = (z_s == student_max) & (z_t == teacher_max)
-                common_top += eights(tl.where(both, 1.0, 0.0))
+                top_s = z_s == student_max
+                top_t = z_t == teacher_max
+                tops += eights(tl.where(top_s & top_t, 1.0, tl.where(top_s | top_t, 2.0, 0.0)))
         if GRADIENT:
             if HAS_MEAN:
                 g = centred(g, p_s, sums, APART)
@@ -219,7 +221,7 @@ def _row_kernel(
             loss += hard_loss(student_label, tl.sum(z_sum), lse1_s, once, whole_vocab, hard, SMOOTHED, Z_LOSS)
         tl.store(loss_ptr + row, loss * scale)
         if STATS:
-            agreement = tl.max(tl.minimum(common_top, 1.0))
+            agreement = agreement_part(tl.sum(tops), V, whole_vocab)
             entropies = -tl.sum(entropy_s), -tl.sum(entropy_t)
             store_figures(
                 stats_ptr, stats_stride, row,

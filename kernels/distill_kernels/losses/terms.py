@@ -58,7 +58,8 @@ class TokenStats(NamedTuple):
         cross_entropy: -log p_student[label], without smoothing; 0 without labels.
         student_entropy: entropy of the student's distribution.
         teacher_entropy: entropy of the teacher's distribution; 0 without a teacher.
-        agreement: 1 where a token has the highest probability under both, else 0.
+        agreement: 1 where one token has the highest probability under both models and no other token has it under
+            either, else 0: a tie is no agreement.
         student_label_logprob: log p_student[label]; 0 without labels.
         teacher_label_logprob: log p_teacher[label]; 0 without labels or teacher.
     """

@@ -16,6 +16,7 @@ from distill_kernels.launch import cdiv, next_power_of_2, tl, triton
 from distill_kernels.layers.fast_math import LOG2_E, exp, exp2
 from distill_kernels.losses.projection import TILE, Logits
 from distill_kernels.losses.row_parts import (
+    agreement_part,
     all_divergences,
     clear_row,
     hard_gradient,
@@ -96,6 +97,7 @@ def _top_k_kernel(
     tl.debug_barrier()  # gradients take the place of what every warp has read
     z_sum = tl.zeros((BLOCK, TILE), tl.float32)
     entropy = tl.zeros((BLOCK, TILE), tl.float32)
+    highest = tl.zeros((BLOCK, TILE), tl.float32)  # tokens of the student's highest logit
     if SMOOTHED or STATS:
         for block in range(blocks):
             tile = block * BLOCK + tl.arange(0, BLOCK)
@@ -106,6 +108,7 @@ def _top_k_kernel(
             if STATS:
                 p = exp(z - lse1)
                 entropy += tl.where(p > 0.0, p * (z - lse1), 0.0)
+                highest += tl.where(z == student_max, 1.0, 0.0)
     z_total = tl.sum(z_sum)
     entropy_total = tl.sum(entropy)
     if SOFT and BUCKET:  # what the sweep did not see
@@ -179,8 +182,12 @@ def _top_k_kernel(
         loss += hard_loss(at_label, z_total, lse1, once, whole_vocab, hard, SMOOTHED, Z_LOSS)
     tl.store(loss_ptr + row, loss * scale)
     if STATS:
-        both = there & (z_top == student_max) & (given == tl.max(given, 0))
-        agreement = tl.max(tl.where(both, 1.0, 0.0), 0)
+        own = there & (z_top == student_max)
+        theirs = there & (given == tl.max(given, 0))
+        tops = tl.where(own & theirs, 1.0, tl.where(own | theirs, 2.0, 0.0))
+        if not (SOFT and BUCKET):  # the sweep saw them too
+            tops -= tl.where(own, 2.0, 0.0)
+        agreement = agreement_part(2.0 * tl.sum(highest) + tl.sum(tops, 0), V, whole_vocab)
         store_figures(
             stats_ptr, stats_stride, row, (divergence, -at_label, -entropy_total, 0.0, agreement, at_label, 0.0)
         )

@@ -30,6 +30,7 @@ from distill_kernels.losses.divergence import (
     RowResult,
     _log_softmax,
     _maximum,
+    _total,
     reference_rows,
     reference_terms,
     transform_logits,
@@ -167,8 +168,8 @@ def reference_top_k_rows(
     With `shard`, ids are those of the whole vocabulary.
 
     Statistics: `divergence` is that of the loss (without the factor T^2), at the loss's temperature; `agreement` is 1
-    where the most probable of the K tokens is the student's most probable; what K tokens cannot tell (teacher_entropy,
-    teacher_label_logprob) is 0.
+    where the most probable of the K tokens is the student's most probable and neither shares its place with another
+    token; what K tokens cannot tell (teacher_entropy, teacher_label_logprob) is 0.
     """
     assert teacher_raw is None
     o, kept = objective, row_scale != 0
@@ -198,7 +199,9 @@ def reference_top_k_rows(
     stats = result.stats
     if stats is not None:
         divergence = torch.where(kept, soft * (o.divergence_weights[0] / o.weights[0]), 0.0)
-        both = (places.gather(z) == _maximum(z, shard)) & (given == given.amax(-1, keepdim=True))
-        agreement = (both.any(-1) & kept).float()
+        highest, likeliest = _maximum(z, shard), given == given.amax(-1, keepdim=True)
+        both = (places.gather(z) == highest) & likeliest
+        alone = (_total((z == highest).sum(-1).to(z.dtype), shard) == 1) & (likeliest.sum(-1) == 1)
+        agreement = (both.any(-1) & alone & kept).float()
         stats = stats._replace(divergence=divergence.float(), agreement=agreement)
     return RowResult(loss, gradient, stats)
