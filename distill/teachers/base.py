@@ -160,8 +160,8 @@ class TargetFormat(Protocol):
     def likeliest(
         self, targets: Targets, rows: torch.Tensor, most: int
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
-        """Of flat `rows`, at most the first `most` of each route, and the teacher's likeliest token after each (-1:
-        several are), both int64; by route, "" where there are none. Empty where these targets do not tell it at once."""
+        """Of flat `rows`, at most the first `most` of each route, and the teacher's most probable token after each (-1
+        in a tie), both int64; by route, "" where there are none. Empty where these targets do not tell it at once."""
         return {}
 
     def overlap(self, pairing: Pairing, call: HeadCall, rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -143,7 +143,7 @@ def agreement_part(tops, V, whole_vocab):
     """`TokenStats.agreement` of a row, from its V columns' count `tops` of highest logits, where one of both models
     counts 1 and one of either alone 2: 1 means that both have one and the same token. Of several ranks' columns the
     counts themselves, which the ranks add up."""
-    if V == whole_vocab:
+    if whole_vocab == V:
         tops = tl.where(tops == 1.0, 1.0, 0.0)
     return tops
 
