@@ -41,6 +41,7 @@ from distill.core.quiet import quieten
 from distill.core.run_lock import RunLock
 from distill.recipe import dump
 from distill.recipe.shipped import copy_recipe, shipped_architectures, shipped_recipes
+from distill.recipe.usual import unusual
 
 UsageError: Any = typer.BadParameter.__base__  # click's own class; typer carries a copy of click in newer releases
 
@@ -187,7 +188,7 @@ def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJso
         say_json(resolved.model_dump(mode="json"))
     else:
         print(dump(resolved).rstrip())  # as YAML, whose lines a terminal may break
-    for note in path_notes(resolved):
+    for note in [*path_notes(resolved), *unusual(resolved)]:
         console.complain(note)
 
 

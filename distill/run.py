@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -58,6 +59,7 @@ from distill.planning.ranks import choose_ranks_here
 from distill.planning.sharing import plan_sharing
 from distill.planning.steps import accumulation_steps
 from distill.recipe import Recipe, dump
+from distill.recipe.usual import unusual
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.curves import draw_curves
 from distill.reports.first_look import first_look
@@ -71,6 +73,7 @@ from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoints import half_written
+from distill.training.divergence import DivergenceWatch
 from distill.training.failures import explained
 from distill.training.graphs import GraphedSteps
 from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_lock, require_same
@@ -159,6 +162,8 @@ def _run(
     (transformers.enable_full_determinism if recipe.train.deterministic else transformers.set_seed)(recipe.train.seed)
     sharing = plan_sharing(recipe, device, world_size())
     if is_first():
+        for line in unusual(recipe):
+            log.warning(line)
         for field, section in (("teacher", recipe.teacher), ("student", recipe.student)):
             follows_model(section, field)  # warns of a `config` that is another model's
     if not sharing.student_sharded:  # what a launcher or an earlier run of this process left; the recipe decides
@@ -208,11 +213,13 @@ def _run(
         optimizer_cls_and_kwargs=fused_optimizer(recipe, arguments),
     )  # fmt: skip
     progress.measure = trainer.objective.measure
+    trainer.add_callback(DivergenceWatch(recipe, trainer.objective.columns))
     trainer.remove_callback(transformers.PrinterCallback)
     has_kernels = runs_our_kernels(device)
     if device.type == "cuda":
         patch_models(pair, attention)
-    first = _first_held_out(trainer, splits, arguments.per_device_eval_batch_size)
+    few = list(itertools.islice(splits.validation, arguments.per_device_eval_batch_size))
+    first = trainer._prepare_inputs(trainer.data_collator(few))
     proof = pair.teacher.prove(first, trainer.objective.student, trainer.objective.pairing)
     proof += first_look(trainer, first, splits.train, recipe)
     prepare_models(pair, joins=has_kernels and not sharing.student_sharded, compiles=recipe.train.compile)
@@ -298,12 +305,6 @@ def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str
 def _is_finished(folder: Path, last: Path | None) -> bool:
     """A run that wrote its result, last of all, and kept no checkpoint: to go on would be to do it all again."""
     return last is None and (folder / RESULT_FILE).is_file()
-
-
-def _first_held_out(trainer: DistillationTrainer, splits: Splits, batch_size: int) -> Any:
-    """A batch of the first held-out rows, on the device."""
-    rows = [splits.validation[index] for index in range(min(batch_size, len(splits.validation)))]
-    return trainer._prepare_inputs(trainer.data_collator(rows))
 
 
 def _held_out(

@@ -14,9 +14,9 @@ from tiny import tiny_model
 from transformers import TrainingArguments
 
 from distill.models.precision import resolve_precision
+from distill.planning import steps
 from distill.recipe import RecipeError, parse
 from distill.run import run
-from distill.training import arguments as run_arguments
 from distill.training.arguments import fused_optimizer, training_arguments
 from distill.training.health import norm_of
 from distill.training.trainer import DistillationTrainer
@@ -74,8 +74,8 @@ def test_an_optimizer_that_cannot_be_had_is_told_before_the_run(workplace):  # n
 
 
 def test_reports_that_cannot_be_sent_are_told_before_the_run(workplace, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(run_arguments, "get_available_reporting_integrations", lambda: ["tensorboard"])
-    run_arguments.require_reports(["tensorboard", "all"])
+    monkeypatch.setattr(steps, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    assert steps.reports_problem(["tensorboard", "all"]) is None
     for name, expected in (("wandb", "wandb is not installed here"), ("wandbb", "expected some of .*; got wandbb")):
         with pytest.raises(ValueError, match=rf"^train\.report_to: {expected}"):
             run(small(f"train.report_to={name}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,6 +120,8 @@ def evaluate(
         record = {"measure": measure.name, "rows": after.rows, "figures": figures, "calibration_error": errors}
         say_json(measure.written({"tokens": after.tokens}) | record)
         return
+    if closed is not None and not closed.value >= 0:
+        del figures["gap_closed"]
     names = {f"{way}_{measure.key}": f"{way} {measure.name}" for way in ("forward", "reverse")}
     shown = [[names.get(name, name.replace("_", " ")), *map(figure_shown, figure)] for name, figure in figures.items()]
     if not by_spans:
@@ -128,6 +131,10 @@ def evaluate(
     drawn = "rows" if by_spans else "documents"
     over = f"{counted(after.tokens, measure.unit)} in {counted(after.rows, 'row')}"
     console.say(f"over {over}; intervals by resampling {drawn}")
+    if closed is not None and closed.value < 0:
+        console.say(f"worse than before training: the {measure.name} to the teacher has grown")
+    elif closed is not None and math.isnan(closed.value):
+        console.say(f"no gap closed: before training the {measure.name} to the teacher was about 0")
 
 
 def _run_tasks(
@@ -211,7 +218,8 @@ def compare(
     rows = [
         [
             group.name, str(len(group.runs)), *([] if name else [group.measure.name]),
-            *map(mean_and_spread, (group.divergence, group.agreement, group.gap)), p_of(group),
+            *map(mean_and_spread, (group.divergence, group.agreement)),
+            "worse than before" if min(group.gap) < 0 else mean_and_spread(group.gap), p_of(group),
         ]
         for group in groups
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from distill import __version__
 from distill.core.faults import Section, did_you_mean
 from distill.recipe import Recipe
 from distill.recipe.aliases import ALIASES, OTHER_TOOLS
+from distill.recipe.fields import Usual
 from distill.recipe.shipped import SCHEMA_FILE, shipped_folder
 
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true | false", "null": "null"}
@@ -94,7 +95,8 @@ def json_schema() -> Node:
         section, texts = sections[name], meanings(sections[name])
         part["description"] = " ".join(inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].split())
         for key, node in part["properties"].items():
-            node["description"] = texts.get(key, "")
+            usual = Usual.of(section.model_fields[key])
+            node["description"] = texts.get(key, "") + (f" In use: {usual}." if usual else "")
             node["x-since"] = since.get(f"{name}.{key}", __version__)
             node.pop("title", None)
             if (factory := section.model_fields[key].default_factory) is not None:

@@ -26,6 +26,8 @@ from distill.data.collator import Collator
 from distill.teachers.base import Collate, Teacher
 from distill.teachers.objective import DistillationObjective
 
+NO_GAP = 1e-4  # nats: equal models in 16 bits differ by as much
+
 
 class HeldOut(NamedTuple):
     """Figures of one student against one teacher on one set.
@@ -69,11 +71,21 @@ def perplexity(cross_entropy: float) -> float:
 def gap_closed(before: HeldOut, after: HeldOut) -> float:
     """The share of the divergence that training took away, `(KL before - KL after) / KL before`, forward KL.
 
-    1 is a perfect copy of the teacher, 0 no progress, negative a step back; NaN where there was no gap.
+    1 is a perfect copy of the teacher, 0 no progress, negative a step back; NaN where there was no gap: a divergence
+    below `NO_GAP`, of which rounding is a part.
     """
-    if before.forward_kl <= 0:
+    if before.forward_kl < NO_GAP:
         return math.nan
     return (before.forward_kl - after.forward_kl) / before.forward_kl
+
+
+def gap_in_words(before: HeldOut, after: HeldOut) -> str:
+    """The share of the divergence that training took away, as a percentage, or why there is none to tell."""
+    from_to = f"{before.forward_kl:.4f} before and {after.forward_kl:.4f} after"
+    if after.forward_kl > max(before.forward_kl, NO_GAP):
+        return f"none, worse than before training ({from_to})"
+    share = gap_closed(before, after)
+    return f"none, there was no gap before training ({from_to})" if math.isnan(share) else f"{share:.1%}"
 
 
 def evaluate(

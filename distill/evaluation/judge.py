@@ -11,6 +11,7 @@ bins' |accuracy - mean probability| are averaged by their tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import nn
 from distill.core.eval_mode import eval_mode
 from distill.data.collator import Collator
 from distill.evaluation.bootstrap import Interval, intervals, share_interval
-from distill.evaluation.evaluate import HeldOut, as_trained, perplexity
+from distill.evaluation.evaluate import NO_GAP, HeldOut, as_trained, perplexity
 from distill.models.head import HeadWeights, LogitTransform, call_head, decoder_of, find_head, probe_logits
 
 BINS = 15
@@ -54,9 +55,11 @@ class Judgement(NamedTuple):
         return Interval(*map(perplexity, self.figures[f"{who}_cross_entropy"]))
 
     def gap_closed(self, before: Judgement) -> Interval:
-        """The share of `before`'s forward KL that this student no longer has, over the same rows."""
+        """The share of `before`'s forward KL that this student no longer has, over the same rows; NaN without any."""
         if not np.array_equal(self.counts, before.counts):
             raise ValueError("before: expected a judgement over the same rows")
+        if before.figures["forward_kl"].value < NO_GAP:
+            return Interval(math.nan, math.nan, math.nan)
         return share_interval(before.sums[:, 0], self.sums[:, 0])
 
 

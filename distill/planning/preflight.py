@@ -37,8 +37,9 @@ from distill.planning.ranks import choose_ranks, ranks_fault, training_ranks
 from distill.planning.sharing import as_requested, sharing_of, teacher_side
 from distill.planning.situation import Situation
 from distill.planning.step_time import StepTokens, step_time
-from distill.planning.steps import FUSED, require_arguments, small_data_notes, total_steps
+from distill.planning.steps import FUSED, reports_problem, require_arguments, small_data_notes, total_steps
 from distill.recipe import Lora, ModelSection, Recipe
+from distill.recipe.usual import unusual
 from distill.teachers.base import TeacherSource
 from distill.teachers.losses import is_soft
 from distill.teachers.registry import source_of
@@ -148,6 +149,8 @@ def check(recipe: Recipe, device: Device, *, gpus: int = 1, look_at_data: bool =
             "what it does to the loss and to the gradients"
         )
     _check_lengths(situation, report)
+    report.notes += unusual(recipe)
+    report.problems += [problem] if (problem := reports_problem(recipe.train.report_to)) else []
     models = {"teacher": source.config_section, "student": recipe.student}
     report.notes += [note for name, section in models.items() if (note := sizes_of(section, name))]
     loaded = {**source.sections, "student": recipe.student}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from distill.core.units import counted
 from distill.data.report import DataReport
@@ -81,6 +82,17 @@ def small_data_notes(recipe: Recipe, data: DataReport, accumulation: int, world:
             "a larger data.validation.fraction, a data.validation.source, or more data"
         )
     return notes
+
+
+def reports_problem(names: Sequence[str]) -> str | None:
+    """Return what of `train.report_to` transformers does not know or is not installed, in words; None for nothing."""
+    installed = get_available_reporting_integrations()
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK and name != "all":
+            return f"train.report_to: expected some of {', '.join(INTEGRATION_TO_CALLBACK)}; got {name}"
+        if name not in (*installed, "all", "flyte"):  # flyte is not looked for there
+            return f"train.report_to: {name} is not installed here; install its package, or leave it out"
+    return None
 
 
 def require_arguments(given: Mapping[str, Any]) -> None:

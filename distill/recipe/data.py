@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from distill.core.faults import Section
-from distill.recipe.fields import Count, NotNegative, Text
+from distill.recipe.fields import Count, NotNegative, Text, Usual
 
 FormatName = Literal["auto", "text", "prompt_completion", "chat"]
 
@@ -73,7 +73,7 @@ class OnPolicy(Section):
 
     fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
-    temperature: NotNegative = 1.0
+    temperature: Annotated[NotNegative, Usual(0.2, 2)] = 1.0
     top_k: Annotated[int, Field(ge=0, lt=2**31)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic.fields import FieldInfo
 
 from distill.core.faults import refuse
 
@@ -12,6 +14,28 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 Text = Annotated[str, Field(min_length=1)]
 NotNegative = Annotated[float, Field(ge=0)]
+Every = Annotated[Annotated[int, Field(ge=0, le=2**53)] | None, AfterValidator(lambda steps: steps or None)]
+
+
+class Usual(NamedTuple):
+    """Mark of a field: the range of its values in published recipes; beyond a decade outside of it `unusual` warns.
+
+    Attributes:
+        low, high: the range; 0 and null, which switch a setting off, are always within.
+        applies: to a section that holds the field.
+    """
+
+    low: float
+    high: float
+    applies: Callable[[Any], bool] = lambda section: True
+
+    @staticmethod
+    def of(field: FieldInfo) -> Usual | None:
+        """Return the mark of a field; None without."""
+        return next((mark for mark in field.metadata if isinstance(mark, Usual)), None)
+
+    def __str__(self) -> str:
+        return f"{self.low:g} to {self.high:g}"
 
 
 def text_or_list(value: object) -> object:

@@ -21,7 +21,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from distill.core.faults import Section
-from distill.recipe.fields import NotNegative, Text
+from distill.recipe.fields import NotNegative, Text, Usual
 
 
 class PlainTerm(Section):
@@ -197,10 +197,10 @@ class Loss(Section):
         plugin: the file that terms of other types come from; `--plugin` sets it, and without that nothing of it runs.
     """
 
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0), Usual(0.3, 10)] = 1.0
     scale_by_temperature_squared: bool = True
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    z_loss: NotNegative = 0.0
+    z_loss: Annotated[NotNegative, Usual(1e-6, 1e-2)] = 0.0
     terms: Annotated[list[Term], Field(min_length=1)] = Field(default_factory=_forward_kl_alone)
     schedule: list[Schedule] = Field(default_factory=list)
     plugin: PluginFile | None = None

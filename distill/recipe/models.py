@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
 from distill.core.faults import Section, refuse
-from distill.recipe.fields import Count, NotNegative, Text, no_code, text_or_list
+from distill.recipe.fields import Count, NotNegative, Text, Usual, no_code, text_or_list
 
 Weights = Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"]
 EIGHT_BITS = ("fp8", "int8")
@@ -311,8 +311,8 @@ class Lora(Section):
             `adapter`: `student/` is the adapter alone, which names its base model.
     """
 
-    r: Count = 16
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    r: Annotated[Count, Usual(2, 256)] = 16
+    alpha: Annotated[float, Field(gt=0), Usual(1, 512)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     targets: Annotated[str | list[str], BeforeValidator(text_or_list)] = "all-linear"
     head: bool = False

@@ -20,6 +20,7 @@ FREE = (
     "train.save_every",
     "train.eval_every",
     "train.log_every",
+    "train.on_divergence",
     "train.report_to",
     "teacher.offload",
     "teacher.url",

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from distill.core.faults import Section
-from distill.recipe.fields import Count, DType, NotNegative, Text, no_reports, steps_or_ratio
+from distill.recipe.fields import Count, DType, Every, NotNegative, Text, Usual, no_reports, steps_or_ratio
 
 # TrainingArguments that a field of the recipe owns
 OWNED_ARGUMENTS = {
@@ -49,6 +49,11 @@ OWNED_ARGUMENTS = {
 }
 
 
+def of_adam(train: Train) -> bool:
+    """Return whether the optimizer is of Adam's family; SGD takes learning rates that are far larger."""
+    return "adam" in train.optimizer
+
+
 class Train(Section):
     """How it is learned: exactly one of `steps` and `epochs`.
 
@@ -74,9 +79,11 @@ class Train(Section):
             times a few steps of the run both ways and keeps the faster.
         seed: what is drawn at random follows from it: new adapters, data order and dropout; the random weights of
             `init: random` are always the same.
-        save_every: steps between checkpoints; null for none but the final model.
-        eval_every: steps between held-out evaluations; null for before and after only.
+        save_every: steps between checkpoints; null or 0 for none but the final model.
+        eval_every: steps between held-out evaluations; null or 0 for before and after only.
         log_every: steps between log lines.
+        on_divergence: what to do where the loss stays above 3 x its start + 1 nat, or perplexity at the vocabulary's
+            size, for 3 logged steps, in training or held out: `warn` and go on, or `stop` the run.
         report_to: transformers integrations such as `wandb` or `tensorboard`.
         deterministic: the same bits every time, at some cost in speed.
         device: `auto` takes CUDA where there is one.
@@ -87,11 +94,11 @@ class Train(Section):
     epochs: Annotated[float, Field(gt=0)] | None = None
     tokens_per_step: Count | None = None
     batch_size: Count = 1
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    learning_rate: Annotated[float, Field(gt=0), Usual(1e-6, 1e-3, of_adam)] = 2e-5
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
     warmup: Annotated[int | float, BeforeValidator(steps_or_ratio)] = 0.03
-    weight_decay: NotNegative = 0.0
-    max_grad_norm: NotNegative = 1.0
+    weight_decay: Annotated[NotNegative, Usual(1e-3, 0.3)] = 0.0
+    max_grad_norm: Annotated[NotNegative, Usual(0.1, 10)] = 1.0
     optimizer: Text = "fused_adamw"
     optimizer_states: Literal["auto", "float32", "bfloat16"] = "auto"
     master_weights: bool = False
@@ -100,9 +107,10 @@ class Train(Section):
     compile: bool = False
     cuda_graph: Literal["auto", True, False] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    save_every: Count | None = None
-    eval_every: Count | None = None
+    save_every: Every = None
+    eval_every: Every = None
     log_every: Count = 10
+    on_divergence: Literal["warn", "stop"] = "warn"
     report_to: Annotated[list[Text], BeforeValidator(no_reports)] = Field(default_factory=list)
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"

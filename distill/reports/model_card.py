@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from distill.core.files import write_text
-from distill.evaluation.evaluate import HeldOut, gap_closed
+from distill.evaluation.evaluate import HeldOut, gap_in_words
 from distill.teachers.measure import KL, SPANS, Measure, shown
 
 # what the card says of a whole model, and of an adapter alone
@@ -139,14 +139,14 @@ def _explanation(before: HeldOut, after: HeldOut, measure: Measure) -> str:
             f"Means over {after.tokens:,} held-out spans of text, in nats; teacher and student have different "
             "tokenizers and are compared where both have read the same bytes: shared tokens, spans of text, and the "
             "rest by sorted probabilities, so that the two divergences are not KL. Share of the gap closed: "
-            f"**{100 * gap_closed(before, after):.1f} %**."
+            f"**{gap_in_words(before, after)}**."
         )
     cached = f"The teacher was read from a cache, so that these are not the KL but the {measure.name}. "
     stored = "" if measure == KL else cached
     return (
         f"Means over {after.tokens:,} held-out tokens, in nats; the student against the teacher's next-token "
         f"distributions. {stored}Share of the gap closed, (before - after) / before: "
-        f"**{100 * gap_closed(before, after):.1f} %**."
+        f"**{gap_in_words(before, after)}**."
     )
 
 

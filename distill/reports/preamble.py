@@ -8,7 +8,7 @@ from typing import NamedTuple
 from distill.core import console
 from distill.core.units import GIB, counted
 from distill.data.report import DataReport
-from distill.evaluation.evaluate import HeldOut, gap_closed
+from distill.evaluation.evaluate import HeldOut, gap_in_words
 from distill.evaluation.samples import TITLES
 from distill.models.offload import offloading_of
 from distill.models.quantised import quantised_by
@@ -95,7 +95,7 @@ def result_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> tupl
     for title, row in (("student before", before), ("student after", after)):
         rows.append([title, f"{row.forward_kl:.4f}", f"{row.agreement:.1%}", f"{row.student_perplexity:,.2f}"])
     tokens = counted(after.tokens, f"held-out {measure.unit}")
-    return heading, rows, f"gap closed  {gap_closed(before, after):.1%} of the {measure.name}, over {tokens}"
+    return heading, rows, f"gap closed  {gap_in_words(before, after)} of the {measure.name}, over {tokens}"
 
 
 def show_samples(prompts: Sequence[str], answers: Mapping[str, Sequence[str]]) -> None:

@@ -191,7 +191,9 @@ def _summary(run: Run) -> str:
         perfect = f"{run.measure.each}, 0 is a perfect match{was}"
         cards.append((f"{name} to teacher", f"{after['forward_kl']:.4f}", perfect))
     if (closed := run.result.get("gap_closed")) is not None:
-        cards.append(("gap closed", f"{closed:.1%}", f"of the {name} to the teacher is gone after training"))
+        gone = f"of the {name} to the teacher is gone after training"
+        worse = f"worse than before training: the {name} to the teacher has grown"
+        cards.append(("gap closed", f"{closed:.1%}", gone) if closed >= 0 else ("gap closed", "none", worse))
     if after:
         was = f"; it was {before['agreement']:.1%}" if before else ""
         cards.append(("agreement", f"{after['agreement']:.1%}", f"of held-out {run.measure.unit}s {AGREES}{was}"))

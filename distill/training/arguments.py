@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from distill_kernels.optim.adamw import FusedAdamW
 from transformers import Trainer, TrainingArguments, get_scheduler
-from transformers.integrations import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from distill.core.ranks import world_size
 from distill.models.precision import COMPUTE, Precision
-from distill.planning.steps import FUSED, accumulation_steps, loaded_rows, require_arguments, total_steps
+from distill.planning.steps import (
+    FUSED,
+    accumulation_steps,
+    loaded_rows,
+    reports_problem,
+    require_arguments,
+    total_steps,
+)
 from distill.recipe import Recipe
 
 # fail at their first step over FSDP2's shards (transformers 5.23, torch 2.13), with a traceback
@@ -41,16 +46,6 @@ def fused_optimizer(recipe: Recipe, arguments: TrainingArguments) -> tuple[type[
         "master_weights": train.master_weights,
         "seed": train.seed,
     }
-
-
-def require_reports(names: Sequence[str]) -> None:
-    """Hold that what `train.report_to` names is known to transformers and installed."""
-    installed = get_available_reporting_integrations()
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK and name != "all":
-            raise ValueError(f"train.report_to: expected some of {', '.join(INTEGRATION_TO_CALLBACK)}; got {name}")
-        if name not in (*installed, "all", "flyte"):  # flyte is not looked for there
-            raise ValueError(f"train.report_to: {name} is not installed here; install its package, or leave it out")
 
 
 def require_optimizer(arguments: TrainingArguments, student: torch.nn.Module) -> None:
@@ -81,7 +76,8 @@ def training_arguments(
         ValueError: naming the field that does not fit, `train.arguments` included.
     """
     train, world = recipe.train, world_size()
-    require_reports(train.report_to)
+    if problem := reports_problem(train.report_to):
+        raise ValueError(problem)
     accumulation = accumulation_steps(train, recipe.data, world)
     steps = total_steps(train, recipe.data, rows, accumulation, world)
     values: dict[str, Any] = {

@@ -1,0 +1,33 @@
+"""Values that a recipe may have and that hardly any trains with: a learning rate of 0.5, a temperature of 200.
+
+The ranges stand beside the fields (`Usual`, in fields.py). Within a decade of its range
+a value is not remarked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from distill.core.faults import Section
+from distill.recipe.fields import Usual
+from distill.recipe.schema import Recipe
+
+DECADE = 10.0
+
+
+def unusual(recipe: Recipe) -> list[str]:
+    """Return a line for each setting whose value is more than a decade outside of the range in use."""
+    return list(_unusual(recipe, ""))
+
+
+def _unusual(section: Section, prefix: str) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        value, path = getattr(section, name), f"{prefix}{name}"
+        parts = enumerate(value) if isinstance(value, list) else [("", value)]
+        for number, part in parts:
+            if isinstance(part, Section):
+                yield from _unusual(part, f"{path}.{number}." if number != "" else f"{path}.")
+        if (usual := Usual.of(field)) is None or not value or not usual.applies(section):
+            continue
+        if not usual.low / DECADE <= value <= usual.high * DECADE:
+            yield f"{path}: {value:g} is far outside of what is in use, {usual}"

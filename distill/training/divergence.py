@@ -1,0 +1,101 @@
+"""Divergence of training with finite numbers: noticed in what is logged, named in a warning, or the end of the run.
+
+Steps that are NaN or infinite are skipped (health.py); a learning rate that is too high more often leaves numbers that
+are finite and worthless. Two rules, each of which has to hold for `STEPS` logged steps in a row, in training or held
+out:
+
+    loss         above `TIMES` x its start + `MARGIN` nats; the start is the first loss that was logged
+    perplexity   at the vocabulary's size or above, where uniform probabilities are, after it was lower
+
+A loss whose weights or temperature follow a schedule changes of itself: there the first rule takes cross-entropy.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+
+from distill.core.faults import RunError
+from distill.core.ranks import is_first
+from distill.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+STEPS, TIMES, MARGIN = 3, 3.0, 1.0
+NEAR = 0.05  # nats below the logarithm of the vocabulary's size
+LOWER = 0.5  # the same, of a student that has learned something; one with random weights begins nearer
+ADVICE = "lower train.learning_rate or lengthen train.warmup"
+
+
+class DivergenceWatch(TrainerCallback):
+    """Watches logged figures; the same on every rank, whose figures are the same.
+
+    Args:
+        recipe: says whether to warn or to stop, and whether the loss follows a schedule.
+        vocabulary: columns that the loss is over.
+
+    Attributes:
+        since: the step at which divergence was first noticed; None where it was not.
+    """
+
+    def __init__(self, recipe: Recipe, vocabulary: int) -> None:
+        self.stops, self.vocabulary, self.limit = recipe.train.on_divergence == "stop", vocabulary, math.log(vocabulary)
+        self.figure = "cross_entropy" if recipe.loss.schedule else "loss"
+        self.since: int | None = None
+        self._start: float | None = None
+        self._was_lower = False
+        self._in_a_row: dict[str, int] = {}
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
+        """Take up what a resumed run has logged."""
+        self.since, self._start, self._was_lower, self._in_a_row = None, None, False, {}
+        for entry in state.log_history:
+            if list(self._look(entry)):
+                self.since = self.since or entry.get("step")
+
+    def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
+        """Look at the figures of a logged step or an evaluation.
+
+        Raises:
+            RunError: training has diverged, and is to stop then.
+        """
+        for what in self._look(logs or {}):
+            if self.stops:
+                raise RunError(
+                    f"stopped at step {state.global_step}: training has diverged: {what}; {ADVICE}, and continue from "
+                    "a checkpoint from before with --resume, or start again (train.on_divergence: warn goes on)"
+                )
+            if self.since is None and is_first():
+                log.warning(
+                    "step %d: training diverges: %s; %s (train.on_divergence: stop ends such a run)",
+                    state.global_step, what, ADVICE,
+                )  # fmt: skip
+            self.since = self.since or state.global_step
+
+    def _look(self, logs: Mapping[str, Any]) -> Iterator[str]:
+        """Count the figures of one entry; which of them have been too high for long enough, in words."""
+        if self._start is None and math.isfinite(first := logs.get(self.figure, math.nan)):
+            self._start = first
+        prefix, where = ("", "") if "loss" in logs else ("eval_", "held-out ")
+        loss, entropy = logs.get(f"{prefix}{self.figure}"), logs.get(f"{prefix}cross_entropy")
+        if loss is not None and self._start is not None:
+            bound = TIMES * max(self._start, 0.0) + MARGIN
+            if self._lasts(f"{prefix}{self.figure}", loss > bound):
+                name = f"{where}{self.figure.replace('_', '-')}"
+                yield f"{name} {loss:.4g}, above {TIMES:g} x its start of {self._start:.4g} + {MARGIN:g}"
+        if entropy is not None:
+            self._was_lower = self._was_lower or entropy < self.limit - LOWER
+            if self._lasts(f"{prefix}perplexity", self._was_lower and entropy >= self.limit - NEAR):
+                yield (
+                    f"{where}perplexity {math.exp(min(entropy, 700)):,.0f}, no better than guessing among "
+                    f"{self.vocabulary:,} tokens"
+                )
+
+    def _lasts(self, figure: str, too_high: bool) -> bool:
+        """Whether a figure has been too high in `STEPS` entries in a row."""
+        self._in_a_row[figure] = self._in_a_row.get(figure, 0) + 1 if too_high else 0
+        return self._in_a_row[figure] >= STEPS
