@@ -131,3 +131,15 @@ def no_syncs() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Coarse:
+    """`torch.nn.functional` of a machine whose float32 log-softmax is off by 3e-3 of a nat, alike in all rows."""
+
+    def __getattr__(self, name):
+        return getattr(torch.nn.functional, name)
+
+    @staticmethod
+    def log_softmax(z, dim):
+        exact = torch.log_softmax(z, dim)
+        return exact if z.dtype == torch.float64 else exact + 3e-3 * torch.linspace(-1, 1, z.shape[-1]).cos()

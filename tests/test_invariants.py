@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from distill_kernels import FusedDistillationLoss
+from helpers import Coarse
 from peft import LoraConfig, get_peft_model
 from subjects import mean_of_means, rows
 from tiny import tiny_model, tiny_tokenizer
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from distill.data import collator
 from distill.data.collator import Collator
-from distill.doctor import invariants, invariants_runs
+from distill.doctor import invariants, invariants_runs, reference_loss
 from distill.doctor.invariants import CHECKS
 from distill.doctor.rows import Rows
 from distill.doctor.subject import Subject
@@ -222,6 +223,9 @@ def teacher_reads_ids_shifted(patch):
 def test_fails_where_its_fault_is_put_in(check, fault, kind, monkeypatch):
     made = SUBJECTS[kind]()
     assert check(made).passed
+    made.rounding = 1.0  # the widest bounds that a machine's own rounding may ask for
+    if check is invariants.fused_equals_reference:  # which measures it
+        monkeypatch.setattr(reference_loss, "F", Coarse())
     fault(monkeypatch)
     finding = check(made)
     assert not finding.passed and str(finding).startswith("FAIL  "), finding
@@ -398,3 +402,16 @@ def test_ranks_fail_where_each_divides_by_its_own_count(tmp_path, forked_ranks):
     assert Path(program).exists()
     finding = invariants_runs.ranks_change_nothing(subject({"terms": [{"type": "jsd"}]}), program=[str(program)])
     assert not finding.passed and "differ by" in finding.detail, finding
+
+
+def test_bounds_follow_what_pytorchs_own_loss_is_off_by(monkeypatch):
+    made = subject()
+    finding = invariants.fused_equals_reference(made)
+    assert finding.passed and 0 < made.rounding < 1e-5 and made.tolerance == 2e-4
+    assert f"PyTorch's own loss on them is off by {made.rounding:.1e}" in finding.detail
+    monkeypatch.setattr(reference_loss, "F", Coarse())
+    finding = invariants.fused_equals_reference(made)
+    assert finding.passed and 1e-4 < made.rounding < 1e-2 and made.tolerance == 2 * made.rounding > 2e-4
+    assert f"(at most {made.tolerance:.0e})" in finding.detail
+    made.rounding = 1.0
+    assert made.tolerance == pytest.approx(1e-2), "a machine that is worse fails"

@@ -6,7 +6,8 @@
 
 `distill doctor RECIPE` runs them on a recipe's own models and data. Each compares two ways that must come to the same:
 the fused loss and plain logits, eight rows at once and one by one, documents packed and alone. Differences are
-relative norms; what rounding may do in each dtype is in `TOLERANCE`, and faults of the kinds these look for (a token
+relative norms; what rounding may do in each dtype is in `TOLERANCE`, or twice what PyTorch's
+own loss on full logits is rounded by on this machine where that is more; faults of the kinds these look for (a token
 counted too much, a mask off by one, a head read without its LoRA) are larger by orders of magnitude.
 What depends on a teacher's targets is in `distill.doctor.references`; the invariants that need whole training runs are
 in `distill.doctor.invariants_runs`.
@@ -25,15 +26,13 @@ from torch import nn
 from transformers import TrainingArguments
 
 from distill.doctor.rollouts import prompts_of
-from distill.doctor.subject import Subject
+from distill.doctor.subject import TOLERANCE, Gradients, Subject, take_gradients
 from distill.models.head import bare, decoder_of, find_head
 from distill.teachers.blame import teacher_fault
 from distill.training.trainer import DistillationTrainer
 
 SMALL_WORKSPACE = 2**18  # bytes
 ROW_BYTES = 64  # a column, at least: chunks of a row or two would measure how a CPU's BLAS adds up a long vector
-
-Gradients = dict[str, torch.Tensor]
 
 
 class Finding(NamedTuple):
@@ -70,12 +69,13 @@ def fused_equals_reference(subject: Subject) -> Finding:
         if each is None:
             continue
         ours = (loss, gradients) if each is subject else _fused(each)
-        with each.quiet():
-            expected = each.reference.loss(each.student, each.rows, each.batch(), each.loss, each.vocab_size)
-            expected.backward()
-        differences += _differences(ours, (expected.detach(), _take_gradients(each.student)))
+        exact = each.by_definition()
+        differences += _differences(ours, exact)
+        if each is subject and subject.tolerance > TOLERANCE[torch.float64]:
+            subject.rounding = max(_differences(subject.by_definition(torch.float32), exact))
     both = "" if warm is None else ", at temperatures 1 and 2"
     finding = _judged("fused loss", f"loss and gradients against full logits{both}", subject, differences)
+    finding = finding._replace(detail=f"{finding.detail}; PyTorch's own loss on them is off by {subject.rounding:.1e}")
     if not loss.isfinite():
         objective = subject.objective()
         objective.detach()
@@ -313,12 +313,6 @@ def _judged(name: str, what: str, subject: Subject, differences: Sequence[float]
     return Finding(name, worst <= subject.tolerance, f"{what} differ by {worst:.1e} (at most {subject.tolerance:.0e})")
 
 
-def _take_gradients(model: nn.Module) -> Gradients:
-    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return taken
-
-
 def _fused(subject: Subject, *, workspace: int | None = None) -> tuple[torch.Tensor, Gradients]:
     """Loss and gradients as training makes them."""
     objective, batch = subject.objective(), subject.batch()
@@ -327,7 +321,7 @@ def _fused(subject: Subject, *, workspace: int | None = None) -> tuple[torch.Ten
         loss = subject.student(**objective.compare(batch, statistics=False))["loss"]
         loss.backward()
     objective.detach()
-    return loss.detach(), _take_gradients(subject.student)
+    return loss.detach(), take_gradients(subject.student)
 
 
 def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
@@ -350,7 +344,7 @@ def _trainer_gradients(subject: Subject, batch_size: int) -> Gradients:
         for batch in batches:
             trainer.training_step(subject.student, batch, items)
         trainer.objective.detach()
-    return _take_gradients(subject.student)
+    return take_gradients(subject.student)
 
 
 @contextlib.contextmanager

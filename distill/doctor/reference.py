@@ -41,9 +41,13 @@ class Reference:
         teacher: the one that is examined.
         weights: of its models in the recipe; what the teacher made of them plays no part.
         tokenizers: of every teacher and, last, of the student; None for random tokens.
+
+    Attributes:
+        dtype: what the loss is computed in: float64 for what is right, float32 for what PyTorch's own arithmetic gives.
     """
 
     rows: ClassVar[type[Rows]] = Rows
+    dtype = torch.float64
 
     def __init__(self, teacher: Teacher, weights: Sequence[float] = (1.0,), tokenizers: Any = None) -> None:
         self.teacher: Any = teacher
@@ -52,7 +56,7 @@ class Reference:
     # ------------------------------------------------------------------ loss
 
     def loss(self, student: Any, rows: Sequence[Row], batch: Batch, loss: Loss, columns: int | None) -> torch.Tensor:
-        """The mean over the trained tokens, fp64 [], with a graph to the student.
+        """The mean over the trained tokens, [], in `dtype` from the logits on, with a graph to the student.
 
         Args:
             batch: the same rows, padded, on the student's device.
@@ -65,7 +69,7 @@ class Reference:
             teachers = self.teacher_logits(rows, batch, keep)
         columns = columns or min(z.shape[-1] for z in (z_s, *(z for _, z in teachers)))
         cut = [(share, z[:, :columns]) for share, z in teachers]
-        return token_loss(z_s[:, :columns], cut, labels[keep], loss, keep.flatten().nonzero()[:, 0])
+        return token_loss(z_s[:, :columns], cut, labels[keep], loss, keep.flatten().nonzero()[:, 0], self.dtype)
 
     def teacher_logits(self, rows: Sequence[Row], batch: Batch, keep: torch.Tensor) -> Mixture:
         """Each model's share and full logits [N, V] at the trained positions, by its own forward; of a cache those of

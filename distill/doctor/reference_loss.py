@@ -21,14 +21,17 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def token_loss(
-    student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss, at: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The recipe's loss from the trained tokens' logits [N, V] and labels [N], straight from the definitions: their
-    mean, fp64. Teachers are pairs of a share and logits; `at` [N] is where the tokens stand, ascending, of which those
-    that are next to each other are of one answer."""
-    z_s = student.double()
+    student: torch.Tensor, teachers: Mixture, labels: torch.Tensor, loss: Loss, at: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
+    """Return the recipe's loss from the trained tokens' logits [N, V] and labels [N], straight from the definitions.
+
+    Their mean, computed in `dtype`. Teachers are pairs of a share and logits; `at` [N] is where the tokens stand,
+    ascending, of which those that are next to each other are of one answer.
+    """
+    z_s = student.to(dtype)
     log_s = F.log_softmax(z_s / loss.temperature, dim=-1)
-    log_t = mixed_log_probabilities(teachers, loss.temperature)
+    log_t = mixed_log_probabilities(teachers, loss.temperature, dtype)
     soft = sum(
         (term.weight * _divergence(term, log_s, log_t) for term in loss.terms if term.type not in NO_DIVERGENCE),
         start=z_s.new_zeros(len(z_s)),
@@ -39,7 +42,7 @@ def token_loss(
             p, q = (_outcomes(x.exp().gather(-1, own), term.tail) for x in (log_s, log_t))
             soft = soft + term.weight * (torch.xlogy(p, p) - torch.xlogy(p, q)).sum(-1)
         if term.type == "policy_gradient":  # of the labels as they were drawn just now, at temperature 1
-            p_s, p_t = (z.double().softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
+            p_s, p_t = (z.to(dtype).softmax(-1).gather(-1, labels[:, None])[:, 0] for z in (z_s, teachers[0][1]))
             scale = loss.temperature**2 if loss.scale_by_temperature_squared else 1.0
             gains = (p_t.log() - p_s.log()).tolist()
             for place in range(len(gains) - 2, -1, -1):
@@ -49,19 +52,20 @@ def token_loss(
     return _mean(soft, z_s, labels, loss)
 
 
-def mixed_log_probabilities(teachers: Mixture, temperature: float) -> torch.Tensor:
-    """log sum_k w_k softmax(z_k / T) in fp64, from the shares w (divided by their sum) and logits z [..., V]."""
+def mixed_log_probabilities(teachers: Mixture, temperature: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """log sum_k w_k softmax(z_k / T) in `dtype`, from the shares w (divided by their sum) and logits z [..., V]."""
     whole = sum(share for share, _ in teachers)
-    parts = [F.log_softmax(z.double() / temperature, dim=-1) for _, z in teachers]
+    parts = [F.log_softmax(z.to(dtype) / temperature, dim=-1) for _, z in teachers]
     if len(parts) == 1:
         return parts[0]
     return sum(share / whole * log_p.exp() for (share, _), log_p in zip(teachers, parts, strict=True)).log()  # type: ignore[union-attr]
 
 
 def top_k_loss(
-    student: torch.Tensor, teacher: tuple[torch.Tensor, torch.Tensor], tail: str, labels: torch.Tensor, loss: Loss
-) -> torch.Tensor:
-    """The recipe's loss against K of a teacher's tokens: the mean over N trained tokens, in fp64.
+    student: torch.Tensor, teacher: tuple[torch.Tensor, torch.Tensor], tail: str, labels: torch.Tensor, loss: Loss,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:  # fmt: skip
+    """The recipe's loss against K of a teacher's tokens: the mean over N trained tokens, computed in `dtype`.
 
     Args:
         student: logits [N, V].
@@ -72,8 +76,8 @@ def top_k_loss(
         labels: int64 [N], the next tokens.
         loss: with forward or reverse KL, and cross-entropy.
     """
-    ids, q = teacher[0], teacher[1].double()
-    z_s = student.double()
+    ids, q = teacher[0], teacher[1].to(dtype)
+    z_s = student.to(dtype)
     p = F.softmax(z_s / loss.temperature, dim=-1).gather(-1, ids)
     q, p = (_outcomes(x, tail) for x in (q, p))
     soft = z_s.new_zeros(len(z_s))

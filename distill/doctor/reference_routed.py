@@ -48,7 +48,7 @@ class RoutedReference(Reference):
                     group = self.groups[document["route"][0]]
                     teachers = [(share, _logits(member, document, at)[:, :columns]) for share, member in group]
                 own = student(input_ids=ids[None], use_cache=False).logits[0, at, :columns]
-                mean = token_loss(own, teachers, labels[at + 1], loss, at)
+                mean = token_loss(own, teachers, labels[at + 1], loss, at, self.dtype)
                 total = total.to(device) + len(at) * mean
                 count += len(at)
         return total / max(count, 1)

@@ -50,7 +50,7 @@ class SpansReference(Reference):
         for row in rows:
             tensors = {name: torch.tensor(row[name], device=device) for name in row}
             z_t, z_s = (
-                model(**{name: ids[None] for name, ids in inputs.items()}, use_cache=False).logits[0].double()
+                model(**{name: ids[None] for name, ids in inputs.items()}, use_cache=False).logits[0].to(self.dtype)
                 for model, inputs in self.reads(student, tensors)
             )
             spans = torch.tensor(row["spans"]).view(-1, 4)

@@ -56,7 +56,7 @@ class TopKReference(Reference):
             share = 1 - stored["tail"].double().clamp_min(LEAST_TAIL).exp()
             probabilities = probabilities * (share / probabilities.sum(-1))[:, None]
         z_s = z_s[:, : columns or self.manifest["vocabulary"]]
-        return top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss)
+        return top_k_loss(z_s, (ids, probabilities), tail, labels[keep], loss, self.dtype)
 
     def from_itself(self, batch: Batch, terms: Sequence[LossTerm]) -> tuple[str, float]:
         """Against a student that says just these tokens: its logits are the stored log-probabilities, and one column

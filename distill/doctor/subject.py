@@ -26,7 +26,10 @@ from distill.teachers.base import Teacher
 from distill.teachers.losses import is_soft
 from distill.teachers.objective import DistillationObjective, as_teacher
 
+Gradients = dict[str, torch.Tensor]
+
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+SLACK, MOST = 2.0, 50.0  # bounds are at most so often PyTorch's own rounding, and so often the usual bound
 DIVERGENCES = (
     LossTerm("forward_kl", 1.0),
     LossTerm("reverse_kl", 1.0),
@@ -57,6 +60,8 @@ class Subject:
         packs: whether the recipe puts several documents into a row (`data.packing`).
         packing_fault: what is wrong with the data's packed rows, in words.
         data_fault: why the teacher cannot teach these data, in words: made with another template, documents missing.
+        rounding: relative difference of PyTorch's own loss and gradients in the student's dtype, on full logits, from
+            those in fp64, on this machine; the first check measures it, and the bounds of all follow it.
     """
 
     student: nn.Module
@@ -73,6 +78,7 @@ class Subject:
     packs: bool = True
     packing_fault: str | None = None
     data_fault: str | None = None
+    rounding: float = 0.0
 
     def __post_init__(self) -> None:
         self.teacher = as_teacher(self.teacher)
@@ -86,8 +92,9 @@ class Subject:
 
     @property
     def tolerance(self) -> float:
-        """What rounding may do in the student's dtype, relative."""
-        return TOLERANCE[next(self.student.parameters()).dtype]
+        """What rounding may do in the student's dtype, relative: more where PyTorch's own loss is rounded by more."""
+        usual = TOLERANCE[next(self.student.parameters()).dtype]
+        return max(usual, min(SLACK * self.rounding, MOST * usual))
 
     @property
     def models(self) -> list[Any]:
@@ -122,6 +129,15 @@ class Subject:
     def reference(self) -> Reference:
         """Of the teacher's format."""
         return reference_of(self.teacher, self.weights, self.tokenizers)
+
+    def by_definition(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, Gradients]:
+        """Return loss and gradients from the models' own full logits, in `dtype` from there, by PyTorch's autograd."""
+        reference = self.reference
+        reference.dtype = dtype
+        with self.quiet():
+            loss = reference.loss(self.student, self.rows, self.batch(), self.loss, self.vocab_size)
+            loss.backward()
+        return loss.detach(), take_gradients(self.student)
 
     def objective(self) -> Any:
         """A fresh objective on the models."""
@@ -190,3 +206,10 @@ class Subject:
         """The least divergence of any token, by any of the divergences."""
         results = self.token_losses(terms=self.divergences)
         return torch.stack([figures[:, 0].min() for figures in results]).min().item()
+
+
+def take_gradients(model: nn.Module) -> Gradients:
+    """Return a model's gradients by parameter, and leave it without."""
+    taken = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return taken

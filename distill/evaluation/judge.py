@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from distill_kernels.losses.divergence import top_token
+from distill_kernels.losses.divergence import log_softmax, top_token
 from torch import nn
 
 from distill.core.eval_mode import eval_mode
@@ -138,7 +138,7 @@ def _log_probabilities(model: nn.Module, hidden: torch.Tensor, transform: LogitT
             logits = logits + factor * (x.to(a.dtype) @ a.t() @ b.t()).float()
         return logits
 
-    return transform.applied(call_head(find_head(model), hidden, compute)[:, :columns]).log_softmax(-1)
+    return log_softmax(transform.applied(call_head(find_head(model), hidden, compute)[:, :columns]))
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

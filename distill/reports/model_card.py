@@ -134,19 +134,20 @@ def figures_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str
 
 
 def _explanation(before: HeldOut, after: HeldOut, measure: Measure) -> str:
+    closed = gap_in_words(before, after).replace("%", " %")
     if measure == SPANS:
         return (
             f"Means over {after.tokens:,} held-out spans of text, in nats; teacher and student have different "
             "tokenizers and are compared where both have read the same bytes: shared tokens, spans of text, and the "
             "rest by sorted probabilities, so that the two divergences are not KL. Share of the gap closed: "
-            f"**{gap_in_words(before, after)}**."
+            f"**{closed}**."
         )
     cached = f"The teacher was read from a cache, so that these are not the KL but the {measure.name}. "
     stored = "" if measure == KL else cached
     return (
         f"Means over {after.tokens:,} held-out tokens, in nats; the student against the teacher's next-token "
         f"distributions. {stored}Share of the gap closed, (before - after) / before: "
-        f"**{gap_in_words(before, after)}**."
+        f"**{closed}**."
     )
 
 

@@ -55,7 +55,7 @@ class DivergenceWatch(TrainerCallback):
         self.since, self._start, self._was_lower, self._in_a_row = None, None, False, {}
         for entry in state.log_history:
             if list(self._look(entry)):
-                self.since = self.since or entry.get("step")
+                self.since = self.since or int(entry["step"])
 
     def on_log(self, args: object, state: TrainerState, control: object, logs: Any = None, **kwargs: object) -> None:
         """Look at the figures of a logged step or an evaluation.

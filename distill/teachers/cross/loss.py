@@ -13,7 +13,7 @@ import torch
 from distill_kernels import FusedDistillationLoss, TokenStats
 from distill_kernels.launch import device_facts
 from distill_kernels.losses.chunked import raw_logits
-from distill_kernels.losses.divergence import transform_logits
+from distill_kernels.losses.divergence import log_softmax, transform_logits
 from distill_kernels.losses.linear import HeadGradients
 from distill_kernels.losses.operands import Head, Wanted
 from distill_kernels.losses.scaling import hand_out
@@ -76,7 +76,7 @@ class _Part(NamedTuple):
         here = self._slice(start, stop)
         span = self.span[here] - start
         first = torch.searchsorted(span, torch.arange(stop - start, device=span.device))
-        return Side(torch.log_softmax(z / temperature, -1), self.tokens[here], first, span)
+        return Side(log_softmax(z / temperature, -1), self.tokens[here], first, span)
 
     def _slice(self, start: int, stop: int) -> slice:
         return slice(self.ends[start - 1] if start else 0, self.ends[stop - 1])

@@ -124,9 +124,19 @@ def _log_sum_exp(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
     return _total((z - top).exp().sum(-1), shard).log() + top.squeeze(-1)
 
 
-def _log_softmax(z: torch.Tensor, shard: VocabShard | None) -> torch.Tensor:
+def log_softmax(z: torch.Tensor, shard: VocabShard | None = None) -> torch.Tensor:
+    """Return log-probabilities of logits [n, V] over all ranks' columns.
+
+    On a CPU PyTorch's float32 log_softmax adds up a row's exponentials in few long chains: over 49,152 columns its
+    normaliser is off by up to 2e-5, with the same sign in every row, which a loss's mean and the gradients' sums keep.
+    Here the probabilities are added up once more, in pairs, and what they lack of 1 is taken off.
+    """
     if shard is None:
-        return torch.log_softmax(z, -1)
+        log_p = torch.log_softmax(z, -1)
+        if z.dtype == torch.float32 and not z.is_cuda:
+            lacking = log_p.exp().sum(-1, keepdim=True).log()
+            return log_p - lacking if log_p.requires_grad else log_p.sub_(lacking)
+        return log_p
     z = z - _maximum(z, shard)
     return z - _total(z.exp().sum(-1, keepdim=True), shard).log()
 
@@ -183,8 +193,8 @@ def reference_rows(
     log_p1 = None  # the student at T = 1
     if o.kinds:
         assert z_teacher is not None
-        log_s = _log_softmax(z / o.temperature if o.temperature != 1.0 else z, shard)
-        log_t = _log_softmax(z_teacher / o.temperature if o.temperature != 1.0 else z_teacher, shard)
+        log_s = log_softmax(z / o.temperature if o.temperature != 1.0 else z, shard)
+        log_t = log_softmax(z_teacher / o.temperature if o.temperature != 1.0 else z_teacher, shard)
         log_p1 = log_s if o.temperature == 1.0 else None
         p_s, p_t = log_s.exp(), log_t.exp()
         for kind, weight, parameter in zip(o.kinds, o.weights, o.parameters, strict=True):
@@ -197,7 +207,7 @@ def reference_rows(
                 gradient = g if gradient is None else gradient.add_(g)
     if o.hard_weight:
         assert targets is not None
-        log_p1 = _log_softmax(z, shard) if log_p1 is None else log_p1
+        log_p1 = log_softmax(z, shard) if log_p1 is None else log_p1
         hard = -(1 - o.label_smoothing) * _at_labels(log_p1, targets, shard)
         if o.label_smoothing:
             hard = hard - o.label_smoothing / columns * _total(log_p1.sum(-1), shard)
@@ -231,13 +241,13 @@ def reference_stats(
 ) -> TokenStats:  # fmt: skip
     """`TokenStats` of rows of transformed logits [n, V] at T = 1; zeros where `kept` is False."""
     zeros = z.new_zeros(z.shape[0])
-    log_s = _log_softmax(z, shard)
+    log_s = log_softmax(z, shard)
     p_s = log_s.exp()
     student_label = zeros if targets is None else _at_labels(log_s, targets, shard)
     student_entropy = -_total(torch.where(p_s > 0, p_s * log_s, 0.0).sum(-1), shard)
     divergence = teacher_entropy = agreement = teacher_label = zeros
     if z_teacher is not None:
-        log_t = _log_softmax(z_teacher, shard)
+        log_t = log_softmax(z_teacher, shard)
         p_t = log_t.exp()
         for kind, weight, parameter in zip(o.kinds, o.divergence_weights, o.parameters, strict=True):
             f = reference_terms(kind, parameter, log_s, log_t, p_s, p_t)[0]

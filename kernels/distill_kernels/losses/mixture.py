@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.losses.divergence import RowResult, _log_softmax, reference_rows, transform_logits
+from distill_kernels.losses.divergence import RowResult, log_softmax, reference_rows, transform_logits
 from distill_kernels.losses.operands import Head
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective
@@ -113,7 +113,7 @@ def mixed_logits(
     logits: Sequence[torch.Tensor], shares: Sequence[float], temperature: float, shard: VocabShard | None = None
 ) -> torch.Tensor:
     """`T log sum_k w_k softmax(z_k / T)` of each row, from transformed logits [n, V] (one rank's, with `shard`)."""
-    parts = [_log_softmax(z / temperature, shard) + math.log(share) for z, share in zip(logits, shares, strict=True)]
+    parts = [log_softmax(z / temperature, shard) + math.log(share) for z, share in zip(logits, shares, strict=True)]
     mixed = parts[0]
     for part in parts[1:]:
         mixed = torch.logaddexp(mixed, part)

@@ -28,9 +28,9 @@ import torch
 
 from distill_kernels.losses.divergence import (
     RowResult,
-    _log_softmax,
     _maximum,
     _total,
+    log_softmax,
     reference_rows,
     reference_terms,
     transform_logits,
@@ -149,7 +149,7 @@ def _over_samples(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same for sampled weights: forward KL only."""
     (weight,) = o.weights
-    log_p, w = _log_softmax(scaled, places.shard), given.exp()
+    log_p, w = log_softmax(scaled, places.shard), given.exp()
     total = w.sum(-1, keepdim=True)
     f = torch.where(w > 0, w * (given - places.gather(log_p)), 0.0)
     loss = weight * (f.sum(-1) + (1 - total.squeeze(-1))).clamp_min(0)
