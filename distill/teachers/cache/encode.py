@@ -84,7 +84,7 @@ def log_probabilities(
     narrow = Head(hidden, head.weight, head.bias).cut(columns, head.weight.dtype)
     raw = raw_logits(narrow, narrow.hidden.to(head.weight.dtype))
     logits = transform_logits(raw, transform.scale, transform.softcap or 0.0)
-    return logits, log_softmax(logits / temperature, -1)
+    return logits, log_softmax(logits / temperature)
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def encode(
     for start in range(0, len(hidden), rows):
         here = slice(start, start + rows)
         logits, logp = log_probabilities(hidden[here], head, transform, columns, temperature)
-        hard = logp if temperature == 1.0 else log_softmax(logits, -1)
+        hard = logp if temperature == 1.0 else log_softmax(logits)
         entropy = -torch.where(hard > -torch.inf, hard.exp() * hard, 0.0).sum(-1)
         label = hard.gather(-1, labels[here, None]).squeeze(-1)
         chosen = _sampled(logp, k, generator) if tail == "sampled" else _likeliest(logp, k)

@@ -76,7 +76,7 @@ class _Part(NamedTuple):
         here = self._slice(start, stop)
         span = self.span[here] - start
         first = torch.searchsorted(span, torch.arange(stop - start, device=span.device))
-        return Side(log_softmax(z / temperature, -1), self.tokens[here], first, span)
+        return Side(log_softmax(z / temperature), self.tokens[here], first, span)
 
     def _slice(self, start: int, stop: int) -> slice:
         return slice(self.ends[start - 1] if start else 0, self.ends[stop - 1])
