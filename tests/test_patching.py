@@ -8,6 +8,7 @@ import torch
 from helpers import assert_as_good_as_torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_config, tiny_model, tiny_tokenizer
+from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from distill import AutoFusedModelForCausalLM
@@ -178,6 +179,9 @@ CARRY = {"qwen3_next", "granitemoehybrid", "gpt_oss"}  # no document of a packed
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_models_with_parts_of_another_kind_say_what_they_said(kind):
     model = tiny_model(kind=kind, **UNLIKE[kind])
+    if kind == "doge":  # of keys that a fresh model scores alike it chooses any
+        for layer in model.model.layers:
+            nn.init.normal_(layer.self_attn.A)
     tokens, positions = ids(2, 14), torch.tensor([[*range(6), *range(8)]] * 2)
     inputs = [{"input_ids": tokens}] + [{"input_ids": tokens, "position_ids": positions}] * (kind not in CARRY)
     expected = [model(**one, use_cache=False).logits for one in inputs]

@@ -21,8 +21,8 @@ from distill.models.cards import has_fp8
 from distill.models.head import bare
 from distill.models.patching import UNDO, replace_forward
 from distill.models.pruning import find_layers
-from distill.models.residual_norms import is_close
 from distill.models.shared_input import FP8_GROUP
+from distill.models.trial import is_close
 from distill.recipe import Student
 
 GAINS_FROM = 512  # N K / (N + K)

@@ -80,6 +80,8 @@ def decoder_of(model: nn.Module) -> nn.Module:
     """The body of a causal language model: its `__call__` returns the hidden states that the head takes."""
     model = bare(model)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    if decoder is model:  # transformers looks for it by the name that it has in a larger model (Llama 4)
+        decoder = getattr(model, "model", None)
     if decoder is None or decoder is model:
         raise ValueError(f"model: expected a causal language model with a decoder and a head, got {_name(model)}")
     return decoder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -13,14 +14,7 @@ from torch import nn
 from distill.models.head import decoder_of
 from distill.models.output_rows import pick, projecting, put_back, rows_of
 from distill.models.shared_input import cast_dtype
-
-
-def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal up to a few roundings of the dtype."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return False
-    scale = expected.abs().max().float()
-    return bool((actual.float() - expected.float()).abs().max() <= 16 * torch.finfo(expected.dtype).eps * scale)
+from distill.models.trial import Mismatch, mismatch
 
 
 def fusable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -59,7 +53,8 @@ def _reads_fp8(reader: nn.Module, weight: torch.Tensor, *given: torch.Tensor) ->
     """Whether what a norm of `weight` makes for `reader` may be quantised as it is made: all products are in fp8."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(x.dtype != weight.dtype for x in given):
         return False
-    products = [child for child in reader.children() if getattr(child, "weight", weight).dim() > 1]
+    weights = ((child, getattr(child, "weight", None)) for child in reader.children())
+    products = [child for child, own in weights if own is not None and own.dim() > 1]
     return bool(products) and all(type(child) is Fp8Linear and "forward" not in child.__dict__ for child in products)
 
 
@@ -94,35 +89,42 @@ LAYER_FORWARDS: dict[str, Callable[[bool, bool], Callable[..., torch.Tensor]]] =
 }  # fmt: skip
 
 
-@torch.no_grad()
 def layer_matches(
-    layer: nn.Module, *, model: nn.Module, forward: Callable[[bool, bool], Callable[..., torch.Tensor]]
-) -> Literal["as it is", "casts"] | None:
-    """Run one whole layer both ways, called as the decoder calls it: whether `forward` is its own, and with what."""
-    seen: list[tuple[tuple[object, ...], dict[str, object]]] = []
+    layer: nn.Module, *, model: nn.Module, forward: Callable[[bool, bool], Callable[..., torch.Tensor]], gradients: bool
+) -> Literal["as it is", "casts"] | Mismatch:
+    """Run one whole layer both ways, called as the decoder calls it.
 
-    def remember(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    Args:
+        layer: A layer of `model`, whose norms and MLP run our forwards already.
+        forward: Of `LAYER_FORWARDS`.
+        gradients: Compare gradients as well.
+
+    Returns:
+        Which of its two kinds computes what the layer does, or why none does.
+    """
+    seen: list[tuple[tuple[torch.Tensor, ...], dict[str, object]]] = []
+
+    def remember(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, object]) -> None:
         seen.append((args, kwargs))
 
     hook = layer.register_forward_pre_hook(remember, with_kwargs=True)
     ids = torch.arange(6, device=next(model.parameters()).device)[None]
     try:
-        decoder_of(model)(input_ids=ids, use_cache=False)
+        with torch.no_grad():
+            decoder_of(model)(input_ids=ids, use_cache=False)
     finally:
         hook.remove()
     (args, kwargs), *_ = seen
-    expected = type(layer).forward(layer, *args, **kwargs)
-    if len(args) > 1 or not isinstance(expected, torch.Tensor):
-        return None
-    try:
-        ours = forward(False, takes_residual(layer.mlp))(layer, *args, **kwargs)
-    except TypeError:  # an MLP that returns more than hidden states (gpt-oss: its router's scores)
-        return None
-    if not is_close(ours, expected):
-        return None
-    return "casts" if expected.dtype == torch.float32 and _only_casts(layer, expected, kwargs) else "as it is"
+    if len(args) != 1:
+        return Mismatch("it is called with more than hidden states")
+    own: Callable[..., object] = functools.partial(type(layer).forward, layer, **kwargs)
+    ours = functools.partial(forward(False, takes_residual(layer.mlp)), layer, **kwargs)
+    if reason := mismatch(layer, own, ours, *args, gradients=gradients):
+        return reason
+    return "casts" if args[0].dtype == torch.float32 and _only_casts(layer, args[0], kwargs) else "as it is"
 
 
+@torch.no_grad()
 def _only_casts(layer: Any, x: torch.Tensor, kwargs: dict[str, object]) -> bool:
     """Whether attention and MLP give the same bits, under autocast, for `x` and for `x` cast beforehand."""
     with torch.autocast(x.device.type, torch.bfloat16):

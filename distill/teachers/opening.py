@@ -18,7 +18,7 @@ from distill.models.cards import family_in, path_of, runs_our_kernels
 from distill.models.fp8_student import fp8_problem
 from distill.models.head import bare, decoder_of, find_head
 from distill.models.load import load_student
-from distill.models.packed import keeps_apart
+from distill.models.packed import packing_problem
 from distill.models.patching import PatchReport, Role, patch
 from distill.models.sharding import is_sharded
 from distill.models.teacher_layout import interleave
@@ -135,19 +135,17 @@ def check_packing(recipe: Recipe, model: Any, field: str) -> None:
         return
     attention = attention_of(recipe, field)
     # by transformers' flash attention documents stay apart in a batch of one row alone
-    if keeps_apart(model, row_by_row=recipe.train.batch_size == 1 and "flash" in attention):
+    one_row = recipe.train.batch_size == 1 and "flash" in attention
+    problem = packing_problem(model, longest=recipe.data.max_length, row_by_row=one_row)
+    if problem is None:
         return
     # there our attention will take the place of the model's own
     on_gpu = runs_our_kernels(find_head(model).linear.weight.device)  # type: ignore[arg-type]
-    if not (on_gpu and attention == "auto" and keeps_apart_by_ours(model)):
-        raise ValueError(
-            f"data.packing: expected false, since the {field} ({type(bare(model)).__name__}) does not keep documents "
-            "of one row apart: its layers carry something from one into the next, or its attention is not told where "
-            "they end"
-        )
+    if not (on_gpu and attention == "auto" and keeps_apart_by_ours(model, recipe.data.max_length)):
+        raise ValueError(f"data.packing: expected false, since the {field} ({type(bare(model)).__name__}) {problem}")
 
 
-def keeps_apart_by_ours(model: Any) -> bool:
+def keeps_apart_by_ours(model: Any, longest: int | None = None) -> bool:
     """Whether documents of a row stay apart by our attention, where `patch` can put it in; the model stays as it is.
 
     Some models do not tell their own attention where documents end, but hand it on to ours (AFMoE, OPT).
@@ -157,7 +155,7 @@ def keeps_apart_by_ours(model: Any) -> bool:
     decoder = decoder_of(model)
     use_fused_attention(bare(model), decoder)
     try:
-        return keeps_apart(model)
+        return packing_problem(model, longest=longest) is None
     finally:
         stop_fused_attention(bare(model), decoder)
 

@@ -1,0 +1,147 @@
+"""Trials of a replacement for a module's forward: the same outputs and gradients, on parameters that hide nothing.
+
+Parameters as they stand can hide a difference. A residual weight that is still 1, or a bias that is still 0, leaves
+the output right where the replacement ignores it, and its gradient missing. Both forwards therefore run on perturbed
+vectors and scalars, and a student's are compared by the gradients of the inputs and of every parameter, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Forward = Callable[..., object]
+# what a forward written for another kind of module raises on this one
+MISFITS = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
+NOISE = 0.3  # of a perturbation, relative to the parameter's root mean square
+ROUNDINGS = 16  # an output's error, of its largest entry
+GRADIENT_ROUNDINGS, LEAST = 32, 1e-4  # a gradient's error, of its norm
+NEGLIGIBLE = 1e-3  # of the largest gradient's norm: what is theoretically zero is rounding alone
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Reason for which a replacement is not taken."""
+
+    reason: str
+
+
+def is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether both are equal up to a few roundings of the dtype."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    scale = expected.abs().max().float()
+    error = (actual.float() - expected.float()).abs().max()
+    return bool(error <= ROUNDINGS * torch.finfo(expected.dtype).eps * scale)
+
+
+def mismatch(module: nn.Module, own: Forward, ours: Forward, *inputs: torch.Tensor, gradients: bool) -> Mismatch | None:
+    """Compare two forwards of `module` on perturbed parameters.
+
+    Args:
+        module: In eval mode; its parameters are perturbed meanwhile, and get their values back.
+        own, ours: Called with `inputs`; each returns a tensor or several.
+        gradients: Compare those of the inputs and of every parameter as well.
+
+    Returns:
+        How they differ; None where they do not.
+    """
+    with perturbed(module), _differentiable(module, gradients) as parameters:
+        try:
+            expected, wanted = _run(own, inputs, parameters, gradients)
+        except torch.OutOfMemoryError:
+            raise
+        except MISFITS as error:
+            return Mismatch(f"it takes or returns something else ({first_line(error)})")
+        try:
+            actual, given = _run(ours, inputs, parameters, gradients)
+        except torch.OutOfMemoryError:
+            raise
+        except MISFITS as error:
+            return Mismatch(f"our forward does not serve it ({first_line(error)})")
+    if len(actual) != len(expected) or not all(map(is_close, actual, expected)):
+        return Mismatch("its output is another one")
+    largest = max((tensor.norm().item() for tensor in wanted.values()), default=0.0)
+    for name, gradient in wanted.items():
+        allowed = max(GRADIENT_ROUNDINGS * torch.finfo(gradient.dtype).eps, LEAST)
+        distance = (given[name].double() - gradient.double()).norm().item()
+        if not distance <= allowed * max(gradient.double().norm().item(), NEGLIGIBLE * largest):
+            return Mismatch(f"the gradient of its {name} is another one")
+    return None
+
+
+def _run(
+    forward: Forward, inputs: tuple[torch.Tensor, ...], parameters: Mapping[str, nn.Parameter], gradients: bool
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the outputs, and the gradients by name of inputs and parameters for one upstream gradient."""
+    with torch.set_grad_enabled(gradients):
+        given = [tensor.detach().clone().requires_grad_(gradients) for tensor in inputs]
+        result = forward(*given)
+        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
+            raise TypeError("it returns more than tensors")
+        found = [output for output in outputs if isinstance(output, torch.Tensor)]
+        if not gradients:
+            return [output.detach() for output in found], {}
+        total = torch.stack([(output.double() * _noise(output).double()).sum() for output in found]).sum()
+        leaves = {f"input {number}": tensor for number, tensor in enumerate(given)} | dict(parameters)
+        grown = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return [output.detach() for output in found], dict(zip(leaves, grown, strict=True))
+
+
+@contextlib.contextmanager
+def perturbed(module: nn.Module) -> Iterator[None]:
+    """Inside, vectors, scalars and constants among the parameters of `module` have noise added."""
+    before = {parameter: parameter.data for parameter in module.parameters() if _hides(parameter)}
+    try:
+        for number, (parameter, data) in enumerate(before.items()):
+            size = data.float().square().mean().sqrt().clamp_min(1e-3)
+            scale = torch.where(size > 1e-3, size, 1.0)
+            parameter.data = (data + NOISE * scale * _noise(data, number)).to(data.dtype)
+        yield
+    finally:
+        for parameter, data in before.items():
+            parameter.data = data
+
+
+def _hides(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter may hold values that a replacement could ignore without a trace."""
+    if not _is_plain(parameter) or not parameter.numel():
+        return False
+    flat = parameter.detach().flatten()
+    return flat.numel() == max(parameter.shape, default=1) or bool(flat[0] == flat[-1] and (flat == flat[0]).all())
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.itemsize > 1
+
+
+@contextlib.contextmanager
+def _differentiable(module: nn.Module, gradients: bool) -> Iterator[dict[str, nn.Parameter]]:
+    """Inside, all floating-point parameters of `module`, which it yields, ask for gradients."""
+    if not gradients:
+        yield {}
+        return
+    parameters = {name: parameter for name, parameter in module.named_parameters() if _is_plain(parameter)}
+    before = [parameter.requires_grad for parameter in parameters.values()]
+    for parameter in parameters.values():
+        parameter.requires_grad_(True)
+    try:
+        yield parameters
+    finally:
+        for parameter, required in zip(parameters.values(), before, strict=True):
+            parameter.requires_grad_(required)
+
+
+def _noise(like: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(like.device, like.dtype if like.dtype != torch.float64 else torch.float64)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
