@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from forked import free_port
 from test_newcomers import a_newcomers_folder
 
 from distill.cli import run_command
@@ -91,8 +92,8 @@ def test_a_servers_lines_fit(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished[0])
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     server = types.SimpleNamespace(run=lambda: None, started=True)
-    monkeypatch.setattr("distill.serving.open.server_of", lambda *_, **__: server)
-    assert run_command(["serve", "my.yaml"]) == 0
+    monkeypatch.setattr("distill.serving.connections.Server", lambda *_, **__: server)
+    assert run_command(["serve", "my.yaml", "--port", str(free_port())]) == 0
     printed = capsys.readouterr().out
     assert "serving" in printed and not too_wide(printed)
 

@@ -44,22 +44,23 @@ def serve(
             processes_of,
             read_token,
             recipe_of_model,
+            require_certificate,
             require_safe,
-            server_of,
         )
     except ModuleNotFoundError as error:
         raise ValueError(f"distill serve: {error.name} is missing: pip install 'distill-toolkit[serve]'") from None
     from distill.serving.app import Limits, make_app
+    from distill.serving.connections import Server, listen
     from distill.serving.sharded import ShardedEngine, join_launch
 
     token = read_token(token_file)
     require_safe(host, token)
-    if (ssl_certfile is None) != (ssl_keyfile is None):
-        raise ValueError("--ssl-certfile: expected together with --ssl-keyfile")
-    tls: dict[str, Any] = {} if ssl_certfile is None else {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
+    tls = require_certificate(ssl_certfile, ssl_keyfile)
     resolved = _recipe(recipe, overrides or [], recipe_of_model)
     if (processes := processes_of(resolved)) > 1:
         raise typer.Exit(launch.restart(processes))
+    # before the teacher is loaded, which may take minutes
+    listeners = listen(host, port) if is_first() else []
     with join_launch(resolved):
         engine = open_engine(resolved, max_tokens, batch_tokens)
         if isinstance(engine, ShardedEngine) and not is_first():
@@ -69,7 +70,7 @@ def serve(
         address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
         console.say("\n".join(describe(engine)))
         console.say(f"{'serving':<12}{address}  (teacher.type=server teacher.url={address}; Ctrl-C ends it)")
-        server = server_of(app, host, port, **tls)
+        server = Server(app, listeners, **tls)
         if isinstance(engine, ShardedEngine):
             engine.run(server, app.state.worker)
         else:

@@ -3,6 +3,9 @@
 Answers: 200; 400 a body that cannot be read; 401 without the token; 404, 405; 408 a body that came too slowly; 413 one
 that is too large; 422 one that cannot be meant; 500 the teacher failed; 503 with Retry-After while the queue is full,
 or a process of a sharded teacher is gone; 504 no answer in time. Errors are JSON of one line: `{"error": ...}`.
+
+What clients may hold of the server's memory is bounded: connections and their time by `connections.py`, bodies that
+come and answers that go by a `Room` each.
 """
 
 from __future__ import annotations
@@ -10,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -28,14 +32,19 @@ from starlette.types import Receive, Scope, Send
 
 from distill.core.faults import TeacherGone
 from distill.serving.engine import Answer, Engine, Job, Options
+from distill.serving.room import Room
 from distill.serving.worker import Full, Worker
-from distill.teachers.server.wire import BINARY, JSON, TEACHER, WireError, parts_of, read_body
+from distill.teachers.server.integrity import CHECKSUM, QUESTION, checksum, question_hash
+from distill.teachers.server.wire import BINARY, JSON, TEACHER, TargetRequest, WireError, parts_of, read_body
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1", "testserver")
 JSON_BYTES_A_TOKEN = 32  # three numbers of up to ten digits
+JSON_ANSWER = 4 << 20  # bytes of an answer's tensors that are sent as JSON, in which they take ten times the memory
 SENT_AT_ONCE = 1 << 20  # bytes: each is copied once, while it lies in the processor's cache
+READERS = 4  # bodies that are parsed at a time
+T = TypeVar("T")
 
 
 class Limits(NamedTuple):
@@ -47,6 +56,8 @@ class Limits(NamedTuple):
         waiting: tokens in the queue.
         read_seconds: for a body to come.
         answer_seconds: for an answer to be made.
+        bodies: bytes of all requests that are read or computed.
+        answers: bytes of all answers that are computed or sent, and never less than four of the largest.
     """
 
     tokens: int = 65_536
@@ -54,6 +65,8 @@ class Limits(NamedTuple):
     waiting: int = 1 << 20
     read_seconds: float = 30.0
     answer_seconds: float = 600.0
+    bodies: int = 512 << 20
+    answers: int = 1 << 30
 
     @property
     def body(self) -> int:
@@ -87,9 +100,20 @@ def make_app(engine: Engine, token: str | None, limits: Limits) -> Starlette:
         Route("/v1/logits", service.logits, methods=["POST"]),
     ]
     middleware = [] if token else [Middleware(TrustedHostMiddleware, allowed_hosts=list(LOOPBACK))]
-    app = Starlette(routes=routes, middleware=middleware, lifespan=lifespan)
+    handlers: dict[Any, Any] = {HTTPException: _http_error}
+    app = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
     app.state.worker = worker
     return app
+
+
+def error_response(status: int, message: str, **headers: str) -> JSONResponse:
+    """Return an error as JSON of one line."""
+    text = " ".join(message.encode("utf-8", "replace").decode().split())
+    return JSONResponse({"error": text}, status, headers)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    return error_response(error.status_code, error.detail)
 
 
 class Refused(Exception):
@@ -97,7 +121,21 @@ class Refused(Exception):
 
     def __init__(self, status: int, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.response = JSONResponse({"error": message}, status, headers)
+        self.response = error_response(status, message, **headers)
+
+
+class Sent:
+    """A response, and what is done when it was sent or its client has left."""
+
+    def __init__(self, response: Response, done: Callable[[], None]) -> None:
+        self.response, self.done = response, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await self.response(scope, receive, send)
+        finally:
+            self.done()
 
 
 class TensorResponse(Response):
@@ -125,13 +163,27 @@ class Service:
         self.engine, self.worker, self.limits = engine, worker, limits
         self._token = None if token is None else f"Bearer {token}".encode()
         self._headers = {TEACHER: engine.identity.hash}
+        largest = limits.tokens * engine.identity.hidden * getattr(torch, engine.identity.dtype).itemsize
+        self._bodies, self._answers = Room(limits.bodies), Room(max(limits.answers, 4 * largest))
+        self._readers = CapacityLimiter(READERS)
+
+    async def _read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function in one of a few threads, so that parsing takes the memory of a few bodies at most."""
+        return await to_thread.run_sync(function, *arguments, limiter=self._readers)
 
     def _refusal(self, request: Request) -> Response | None:
         given = request.headers.get("authorization", "").encode()
         if self._token is None or hmac.compare_digest(given, self._token):
             return None
-        error = {"error": "expected Authorization: Bearer and this server's token"}
-        return JSONResponse(error, 401, {"www-authenticate": "Bearer"})
+        headers = {"www-authenticate": "Bearer"}
+        return error_response(401, "expected Authorization: Bearer and this server's token", **headers)
+
+    async def _sound(self, request: Request, response: Response, body: bytes = b"") -> Response:
+        """The response with its checksum and the hash of the request that it answers."""
+        parts = response.parts if isinstance(response, TensorResponse) else [bytes(response.body)]
+        response.headers[CHECKSUM] = await run_in_threadpool(checksum, parts)
+        response.headers[QUESTION] = question_hash(_target(request), body)
+        return response
 
     async def health(self, request: Request) -> Response:
         """Whether it runs, and how much waits; needs no token."""
@@ -140,11 +192,14 @@ class Service:
 
     async def identity(self, request: Request) -> Response:
         """Who the teacher is."""
-        return self._refusal(request) or JSONResponse(self.engine.identity.written(), headers=self._headers)
+        response = JSONResponse(self.engine.identity.written(), headers=self._headers)
+        return self._refusal(request) or await self._sound(request, response)
 
     async def files(self, request: Request) -> Response:
         """Configuration and tokenizer, name to text."""
-        return self._refusal(request) or JSONResponse(self.engine.files, headers=self._headers)
+        if refusal := self._refusal(request):
+            return refusal
+        return await self._sound(request, JSONResponse(self.engine.files, headers=self._headers))
 
     async def head(self, request: Request) -> Response:
         """The head's weight and bias as safetensors; the ETag is their hash."""
@@ -153,36 +208,63 @@ class Service:
             return refusal
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers={**self._headers, "etag": etag})
-        return TensorResponse(self.engine.head, {**self._headers, "etag": etag})
+        return await self._sound(request, TensorResponse(self.engine.head, {**self._headers, "etag": etag}))
 
-    async def targets(self, request: Request) -> Response:
+    async def targets(self, request: Request) -> Response | Sent:
         """What the teacher says of the rows in the body."""
-        return await self._answered(request, logits=False)
+        return self._refusal(request) or await self._answered(request, logits=False)
 
-    async def logits(self, request: Request) -> Response:
+    async def logits(self, request: Request) -> Response | Sent:
         """Its own logits of a few rows, by its own forward."""
-        return await self._answered(request, logits=True)
+        return self._refusal(request) or await self._answered(request, logits=True)
 
-    async def _answered(self, request: Request, logits: bool) -> Response:
-        if refusal := self._refusal(request):
-            return refusal
-        as_json = request.headers.get("content-type", "").partition(";")[0].strip() == JSON
+    async def _answered(self, request: Request, logits: bool) -> Response | Sent:
         try:
-            options = self._options(request, logits)
-            body = await self._body(request)
-            job = Job(await run_in_threadpool(self._read, body, as_json), options)
-            if logits and len(job.query.rows) > (most := self.engine.identity.limits["logits"] or 1):
-                raise WireError(f"rows: expected at most {most} for logits, got {len(job.query.rows)}")
-            answer = await self._computed(request, job)
+            options, size = self._options(request, logits), self._size(request)
+            if not self._bodies.try_take(size):
+                raise Refused(503, "the server reads as many requests as it may", **{"retry-after": "1"})
+            try:
+                body = await self._body(request, size)
+                try:
+                    return await self._answer(request, body, options)
+                except WireError as error:  # of what was received, which may not be what was sent
+                    return await self._sound(request, error_response(error.status, str(error)), body)
+            finally:
+                self._bodies.give(size)
         except WireError as error:
-            return JSONResponse({"error": str(error)}, error.status)
+            return error_response(error.status, str(error))
         except Refused as refused:
             return refused.response
         except ClientDisconnect:
             return Response(status_code=499)
-        if as_json:
-            return JSONResponse(await run_in_threadpool(_lists, answer), headers=self._headers)
-        return TensorResponse(answer, self._headers)
+
+    async def _answer(self, request: Request, body: bytes, options: Options) -> Sent:
+        as_json = request.headers.get("content-type", "").partition(";")[0].strip() == JSON
+        job = Job(await self._read(self._checked, body, as_json), options)
+        if options.logits and len(job.query.rows) > (most := self.engine.identity.limits["logits"] or 1):
+            raise WireError(f"rows: expected at most {most} for logits, got {len(job.query.rows)}")
+        size = job.answer_bytes(self.engine.identity)
+        if as_json and size > JSON_ANSWER:
+            raise WireError(
+                f"rows: expected an answer of at most {JSON_ANSWER} bytes in JSON, got {size}; send safetensors"
+            )
+        try:
+            await self._answers.take(size, self.limits.answer_seconds)
+        except TimeoutError:
+            raise self._late() from None
+        try:
+            answer = await self._computed(request, job)
+            if as_json:
+                response: Response = JSONResponse(await self._read(_lists, answer), headers=self._headers)
+            else:
+                response = TensorResponse(answer, self._headers)
+            return Sent(await self._sound(request, response, body), lambda: self._answers.give(size))
+        except BaseException:
+            self._answers.give(size)
+            raise
+
+    def _late(self) -> Refused:
+        return Refused(504, f"no answer within {self.limits.answer_seconds:g} s")
 
     def _options(self, request: Request, logits: bool) -> Options:
         given, values = dict(request.query_params), dict[str, Any]()
@@ -199,11 +281,16 @@ class Service:
         values["deterministic"] = bool(values.get("deterministic", 0))
         return Options(**values, logits=logits).checked(self.engine.identity.rows)
 
-    async def _body(self, request: Request) -> bytes:
-        most = self.limits.body
-        declared = request.headers.get("content-length", "0")
-        if not declared.isdigit() or int(declared) > most:
+    def _size(self, request: Request) -> int:
+        """Bytes of the body, as far as is known before it is read: at most these."""
+        most, declared = self.limits.body, request.headers.get("content-length")
+        if declared is None:
+            return most
+        if not (declared.isascii() and declared.isdigit()) or len(declared) > 20 or int(declared) > most:
             raise Refused(413, f"body: expected at most {most} bytes", connection="close")
+        return int(declared)
+
+    async def _body(self, request: Request, most: int) -> bytes:
         parts, size = [], 0
         try:
             async with asyncio.timeout(self.limits.read_seconds):
@@ -217,7 +304,7 @@ class Service:
             raise Refused(408, text, connection="close") from None
         return b"".join(parts)
 
-    def _read(self, body: bytes, as_json: bool) -> Any:
+    def _checked(self, body: bytes, as_json: bool) -> TargetRequest:
         identity = self.engine.identity
         return read_body(body, as_json).checked(identity.rows, self.limits.tokens, identity.limits["document"])
 
@@ -237,7 +324,7 @@ class Service:
                 return made.result()
             if left in done:
                 raise ClientDisconnect
-            raise Refused(504, f"no answer within {seconds:g} s")
+            raise self._late()
         except (Full, TeacherGone) as busy:
             raise _later(busy) from None
         except torch.OutOfMemoryError:
@@ -249,6 +336,12 @@ class Service:
         finally:
             made.cancel()
             left.cancel()
+
+
+def _target(request: Request) -> str:
+    """Path and query of a request as it came, without a prefix that a proxy may have put before them."""
+    query = request.scope["query_string"].decode("latin-1")
+    return request.scope["path"] + (f"?{query}" if query else "")
 
 
 def _later(error: Full | TeacherGone) -> Refused:
@@ -264,11 +357,3 @@ def _lists(answer: Answer) -> dict[str, Any]:
         return value if not isinstance(value, float) or math.isfinite(value) else None
 
     return {name: plain((t.float() if t.is_floating_point() else t).tolist()) for name, t in answer.items()}
-
-
-def parse_error(response_body: bytes) -> str:
-    """The line of an error's body, for people."""
-    try:
-        return str(json.loads(response_body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return ""

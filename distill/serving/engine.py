@@ -108,6 +108,19 @@ class Job(NamedTuple):
         """Whether it shares its forward with nobody."""
         return self.options.deterministic or self.options.logits
 
+    def answer_bytes(self, identity: Identity) -> int:
+        """Return the size of the answer of a teacher, in bytes; K tokens as if each were 8 and the rest of a row 12."""
+        if self.options.logits:
+            row = 4 * identity.rows
+        elif self.options.top_k is not None:
+            row = 8 * self.options.top_k + 12
+        elif self.options.dtype == "fp8":
+            row = identity.hidden + 4
+        else:
+            dtype = identity.dtype if self.options.dtype == "auto" else self.options.dtype
+            row = getattr(torch, dtype).itemsize * identity.hidden
+        return row * len(self.query.rows)
+
 
 Answer = dict[str, torch.Tensor]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import transformers
-import uvicorn
 from starlette.applications import Starlette
 
 from distill.core import console
@@ -27,6 +26,7 @@ from distill.models.sharding import Sharing
 from distill.recipe import Recipe, parse
 from distill.recipe.compatibility import require_command
 from distill.recipe.yaml_text import to_yaml
+from distill.serving.connections import DEFAULT_PATIENCE, Patience, Server, listen
 from distill.serving.engine import Engine
 from distill.serving.sharded import ShardedEngine
 from distill.teachers.base import open_context
@@ -146,29 +146,47 @@ def require_safe(host: str, token: str | None) -> None:
         )
 
 
-def server_of(app: Starlette, host: str, port: int, **tls: Any) -> uvicorn.Server:
-    """uvicorn with its limits; `tls` are its own `ssl_*` options."""
-    config = uvicorn.Config(
-        app, host, port, log_level="error", access_log=False, server_header=False, limit_concurrency=4096,
-        timeout_keep_alive=75, timeout_graceful_shutdown=30, ws="none", http="h11", **tls,
-    )  # fmt: skip
-    return uvicorn.Server(config)
+def require_certificate(certificate: Path | None, key: Path | None) -> dict[str, Path]:
+    """Return uvicorn's options for TLS, empty for none, once the files are known to be a certificate and its key.
+
+    Raises:
+        ValueError: they are not; naming the option.
+    """
+    if (certificate is None) != (key is None):
+        raise ValueError("--ssl-certfile: expected together with --ssl-keyfile")
+    if certificate is None or key is None:
+        return {}
+    for option, path in (("--ssl-certfile", certificate), ("--ssl-keyfile", key)):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{option}: {path} cannot be read: {error.strerror}") from None
+
+    def password() -> str:
+        raise ValueError(f"--ssl-keyfile: expected a key without a passphrase, got {key}")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password)
+    except ssl.SSLError as error:
+        why = error.reason or str(error)
+        raise ValueError(
+            f"--ssl-certfile: expected a PEM certificate and its key, got {certificate}, {key}: {why}"
+        ) from None
+    return {"ssl_certfile": certificate, "ssl_keyfile": key}
 
 
 @contextlib.contextmanager
-def running(app: Starlette, port: int = 0) -> Iterator[str]:
+def running(app: Starlette, port: int = 0, patience: Patience = DEFAULT_PATIENCE, **tls: Any) -> Iterator[str]:
     """The application on a port of loopback, in a thread, while the context lasts; yields its address."""
-    with socket.socket(proto=socket.IPPROTO_TCP) as bound:  # named, so that asyncio sends small pieces at once
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", port))
-        bound.listen(256)
-        server = server_of(app, "127.0.0.1", bound.getsockname()[1])
-        thread = threading.Thread(target=server.run, args=([bound],), daemon=True, name="server")
+    (listener,) = listeners = listen("127.0.0.1", port, patience)
+    with listener:
+        server = Server(app, listeners, **tls)
+        thread = threading.Thread(target=server.run, daemon=True, name="server")
         thread.start()
         while not server.started and thread.is_alive():
             time.sleep(0.005)
         try:
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+            yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(timeout=40)

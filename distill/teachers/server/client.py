@@ -29,6 +29,7 @@ from urllib.parse import urlencode, urlsplit
 import torch
 
 from distill.core.faults import TeacherGone
+from distill.teachers.server.integrity import CHECKSUM, QUESTION, damage_of, question_hash
 from distill.teachers.server.wire import BINARY, TEACHER, Identity, WireError
 
 log = logging.getLogger(__name__)
@@ -48,12 +49,14 @@ class Place(NamedTuple):
         token: bearer token; None for none.
         wait: seconds that all of them may be silent.
         at_once: requests under way.
+        sums: whether answers bear checksums, as those of `distill serve` do.
     """
 
     urls: tuple[str, ...]
     token: str | None = None
     wait: float = 300.0
     at_once: int = 4
+    sums: bool = True
 
 
 def token_of(path: str | None) -> str | None:
@@ -195,13 +198,14 @@ class Servers:
         self, server: _Server, method: str, path: str, body: bytes | None = None, kind: str = BINARY
     ) -> torch.Tensor:
         try:
-            try:
-                response, content = self._exchanged(server.url, method, path, body, kind)
-            except (http.client.InvalidURL, UnicodeError) as error:
-                raise ValueError(f"teacher.url: {server.url}: {error}") from None
-            except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no memory
-                self._leave_alone(server, f"{type(error).__name__}: {error}", None)
-                raise _TryAgain(server.fault) from None
+            response, content = self._sound(server.url, method, path, body, kind)
+        except (http.client.InvalidURL, UnicodeError) as error:
+            raise ValueError(f"teacher.url: {server.url}: {error}") from None
+        except TeacherGone:
+            raise
+        except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no memory
+            self._leave_alone(server, f"{type(error).__name__}: {error}", None)
+            raise _TryAgain(server.fault) from None
         finally:
             with self._lock:
                 server.busy -= 1
@@ -220,20 +224,35 @@ class Servers:
         server.failures, server.fault = 0, ""
         return content
 
-    def _exchanged(
+    def _sound(
         self, url: str, method: str, path: str, body: bytes | None, kind: str
+    ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
+        """A request and its answer as it was sent; one that was damaged is asked for once more, on a new connection."""
+        try:
+            return self._exchanged(url, method, path, body, kind)
+        except _Damaged as damage:
+            log.warning("%s: %s; it is asked once more, on a new connection", url, damage)
+        try:
+            return self._exchanged(url, method, path, body, kind, anew=True)
+        except _Damaged as damage:
+            raise TeacherGone(f"teacher.url: {url}: twice in a row {damage}") from None
+
+    def _exchanged(
+        self, url: str, method: str, path: str, body: bytes | None, kind: str, anew: bool = False
     ) -> tuple[http.client.HTTPResponse, torch.Tensor]:
         """A request and its answer, whole; over a connection that is kept, or a new one."""
         headers = self._headers | ({} if body is None else {"content-type": kind})
         while True:
             with self._lock:
-                idle = self._idle.setdefault(url, [])
+                idle = [] if anew else self._idle.setdefault(url, [])
                 connection = kept = idle.pop() if idle else None
             connection = connection or self._connection(url)
             try:
                 connection.request(method, urlsplit(url).path.rstrip("/") + path, body, headers)
                 response = connection.getresponse()
                 content = _content(response)
+                if self.place.sums:
+                    _require_sound(response, content, question_hash(path, body or b""))
             except BaseException as error:
                 connection.close()
                 if kept and isinstance(error, ConnectionError):  # the server had closed it meanwhile
@@ -309,6 +328,16 @@ class Servers:
 
 class _TryAgain(Exception):
     """This server could not answer; another may."""
+
+
+class _Damaged(Exception):
+    """An answer is not what the server sent, or is to another request."""
+
+
+def _require_sound(response: http.client.HTTPResponse, content: torch.Tensor, question: str) -> None:
+    sums = response.headers.get(QUESTION), response.headers.get(CHECKSUM)
+    if damage := damage_of(sums, response.status, question, content.numpy().data):
+        raise _Damaged(damage)
 
 
 def _identity(url: str, body: bytes) -> Identity:

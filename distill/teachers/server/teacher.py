@@ -362,7 +362,8 @@ def reconnected(place: Mapping[str, Any]) -> ServerTeacher:
 def connect(section: TeacherSection) -> Servers:
     """To the servers of a recipe's teacher; nothing is sent yet."""
     token = token_of(section.token_file)
-    return Servers(Place(section.urls, token, section.wait, max(section.prefetch, 1)))
+    sums = section.protocol != "vllm"
+    return Servers(Place(section.urls, token, section.wait, max(section.prefetch, 1), sums))
 
 
 class OpenedAt(NamedTuple):

@@ -6,6 +6,8 @@
     POST /v1/logits              the same body; answer: `logits` float32 [M, V] by the model's own forward
     GET  /v1/identity /v1/head /v1/files    who it is; `weight` and `bias`; configuration and tokenizer as text
 
+Every answer of 200 bears checksums (`integrity.py`).
+
 `rows` are the flat positions b * S + i whose next token is learned, ascending. Safetensors hold numbers and nothing
 else: no code, no paths. Bodies may be JSON of the same names, for people; then the answer is JSON too.
 
@@ -27,7 +29,7 @@ import torch
 
 from distill.teachers.cache.format import join_ids, split_ids
 
-PROTOCOL = 1
+PROTOCOL = 2
 BINARY, JSON = "application/octet-stream", "application/json"
 TEACHER = "x-distill-teacher"  # header of every answer: the identity's `hash`
 FP8_MOST = 448.0  # of float8_e4m3fn
@@ -131,12 +133,10 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
         WireError: it is none.
     """
     if not json_body:
-        tensors = tensors_of(body)
-        arrays = {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
+        arrays = {name: _array(name, tensor) for name, tensor in tensors_of(body).items()}
     else:
         try:
-            tree = json.loads(body)
-            arrays = {name: np.asarray(value or np.zeros(0, np.int64)) for name, value in dict(tree).items()}
+            arrays = {name: np.asarray(value) for name, value in dict(json.loads(body)).items()}
         except (ValueError, TypeError, RecursionError, OverflowError) as error:
             raise WireError(f"body: expected JSON of lists of whole numbers: {error!s:.100}", 400) from None
     unknown = set(arrays) - {"input_ids", "position_ids", "rows"}
@@ -147,11 +147,20 @@ def read_body(body: bytes, json_body: bool) -> TargetRequest:
         dimensions = 1 if name == "rows" else 2
         fine = array.ndim == dimensions or not array.size
         _require(fine, f"{name}: expected {dimensions} dimensions, got {array.ndim}")
-        _require(array.dtype.kind in "iu", f"{name}: expected whole numbers, got {array.dtype}")
+        fine = array.dtype.kind in "iu" or not array.size
+        _require(fine, f"{name}: expected whole numbers, got {array.dtype}")
         _require(not array.size or -(2**31) <= array.min() <= array.max() < 2**31, f"{name}: expected int32")
         arrays[name] = array.astype(np.int32).reshape(-1) if dimensions == 1 else array.astype(np.int32)
     _require(arrays["input_ids"].ndim == 2, "input_ids: expected 2 dimensions and a token at least")
     return TargetRequest(arrays["input_ids"], arrays.get("position_ids"), arrays["rows"])
+
+
+def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
+    """A tensor of a request in NumPy, which has no float8, fewer dimensions than PyTorch, and smaller empty arrays."""
+    if tensor.is_floating_point() or tensor.dim() > 2 or max(tensor.shape, default=0) >= 2**31:
+        got = f"{str(tensor.dtype).removeprefix('torch.')} of {tensor.dim()} dimensions"
+        raise WireError(f"{name[:40]!r}: expected whole numbers in at most 2 dimensions, got {got}", 400)
+    return tensor.numpy()
 
 
 def tensors_of(body: bytes | torch.Tensor) -> dict[str, torch.Tensor]:
@@ -272,7 +281,7 @@ def unpack_ids(answer: Mapping[str, torch.Tensor], columns: int) -> torch.Tensor
 
 
 class Identity(NamedTuple):
-    """Who a served teacher is. All but `hash`, `notes` and `limits` is what targets depend on.
+    """Who a served teacher is. All but `hash`, `protocol`, `notes` and `limits` is what targets depend on.
 
     Attributes:
         protocol: of the wire.
@@ -309,7 +318,8 @@ class Identity(NamedTuple):
     @property
     def hash(self) -> str:
         """32 hex digits of all that targets depend on."""
-        telling = {name: value for name, value in self._asdict().items() if name not in ("limits", "notes")}
+        others = "protocol", "limits", "notes"
+        telling = {name: value for name, value in self._asdict().items() if name not in others}
         return hashlib.sha256(json.dumps(telling, sort_keys=True).encode()).hexdigest()[:32]
 
     def written(self) -> dict[str, object]:
@@ -324,7 +334,11 @@ class Identity(NamedTuple):
             WireError: it is not one of this protocol.
         """
         if not isinstance(tree, Mapping) or tree.get("protocol") != PROTOCOL:
-            raise WireError(f"expected an identity of protocol {PROTOCOL}; is it a `distill serve` of this version?")
+            found = tree.get("protocol") if isinstance(tree, Mapping) else None
+            raise WireError(
+                f"expected an identity of protocol {PROTOCOL}, got {found!s:.20}; install the same version of distill "
+                "on both sides"
+            )
         try:
             identity = Identity(**{name: tree[name] for name in Identity._fields})  # type: ignore[arg-type]
         except KeyError as error:

@@ -1,0 +1,321 @@
+"""Bounds on a server's connections: how many are open at a time, and how long each may keep the server waiting.
+
+uvicorn times a connection out between two requests only: not before the first request, not in the middle of a request's
+headers, not while the client leaves its answer unread; and it counts requests, not open connections, so that the
+process runs out of open files. Here the listening socket itself keeps account of what it has accepted, TLS handshakes
+included. A connection that waits for a request has a deadline; where all places are taken, the one that has waited
+longest is closed for the newcomer, first of those that never completed a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import socket
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MOST_OPEN = 4096  # connections, where the limit of open files allows so many
+LEAST_OPEN = 128
+RESERVED_FILES = 256  # for all else that the process opens, and for what is accepted while the loop closes others
+ACCEPTED_AT_ONCE = 64  # connections that asyncio accepts before any other callback runs
+QUEUED = 1024  # connections that the kernel holds until they are accepted
+SWEEP_S = 0.25  # between two looks at the deadlines
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: unsent bytes are dropped when the socket is closed
+
+
+class Patience(NamedTuple):
+    """Seconds that a server waits for a client.
+
+    Attributes:
+        headers: for a connection's TLS handshake and the headers of a request, from the first byte to the last.
+        idle: between two requests.
+        send: for a piece of an answer (1 MiB) to be taken.
+    """
+
+    headers: float = 10.0
+    idle: float = 75.0
+    send: float = 30.0
+
+
+DEFAULT_PATIENCE = Patience()
+
+
+def most_connections() -> int:
+    """Return how many connections the limit of open files leaves room for.
+
+    Raises:
+        ValueError: it leaves room for too few.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OPEN if soft == resource.RLIM_INFINITY else min(soft - RESERVED_FILES, MOST_OPEN)
+    if most < LEAST_OPEN:
+        raise ValueError(
+            f"open files: expected a limit of {RESERVED_FILES + LEAST_OPEN} at least (ulimit -n), got {soft}"
+        )
+    return most
+
+
+class Connections:
+    """Account of a server's open connections.
+
+    Args:
+        most: open at a time.
+        patience: with each.
+
+    Attributes:
+        open: by file descriptor.
+    """
+
+    def __init__(self, most: int, patience: Patience) -> None:
+        self.most, self.patience = most, patience
+        self.open: dict[int, Connection] = {}
+        # those that wait for a request, the longest wait first: before any was answered, and after
+        self._waiting: tuple[OrderedDict[Connection, None], ...] = OrderedDict(), OrderedDict()
+        self._sweeps = False
+
+    def add(self, connection: Connection) -> None:
+        """Take a connection in, at the cost of one that waits where all places are taken.
+
+        Raises:
+            ConnectionAbortedError: no other waits for a request; the new one was closed.
+        """
+        if len(self.open) >= self.most:
+            longest = next((next(iter(waiting)) for waiting in self._waiting if waiting), None)
+            if longest is None:
+                connection.close()
+                raise ConnectionAbortedError(errno.ECONNABORTED, "all connections are in use")
+            longest.end()
+        self.open[connection.fileno()] = connection
+        connection.await_request(self.patience.headers)
+        if not self._sweeps:
+            self._sweeps = True
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def remove(self, connection: Connection) -> None:
+        """Forget one that is about to be closed."""
+        self.open.pop(connection.fileno(), None)
+        self.set_waiting(connection, False)
+
+    def set_waiting(self, connection: Connection, waits: bool) -> None:
+        """Note whether a connection waits for a request."""
+        for waiting in self._waiting:
+            waiting.pop(connection, None)
+        if waits:
+            self._waiting[connection.answered][connection] = None
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for connection in [each for each in self.open.values() if now > min(each.request_by, each.sent_by)]:
+            connection.end()
+        self._sweeps = bool(self.open)
+        if self._sweeps:
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+
+class Connection(socket.socket):
+    """An accepted connection.
+
+    Attributes:
+        connections: account that it belongs to.
+        answered: whether it had a whole answer.
+        request_by: when the headers of a request must be complete, on the monotonic clock.
+        sent_by: when what was written must be taken.
+    """
+
+    connections: Connections
+    answered = False
+    request_by = sent_by = float("inf")
+
+    def await_request(self, seconds: float) -> None:
+        """Give it `seconds` for the headers of its next request."""
+        self.request_by = time.monotonic() + seconds
+        self.connections.set_waiting(self, True)
+
+    def begin_request(self) -> None:
+        """Note that a request's headers are complete."""
+        self.request_by = float("inf")
+        self.connections.set_waiting(self, False)
+
+    def end(self) -> None:
+        """Have the event loop close it, and drop what it was not sent."""
+        self.connections.set_waiting(self, False)
+        self.request_by = self.sent_by = float("inf")
+        try:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            self.shutdown(socket.SHUT_RDWR)
+        except OSError as error:  # the client was first
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):
+                raise
+
+    def close(self) -> None:
+        """Close it, and give its place back."""
+        self.connections.remove(self)
+        super().close()
+
+
+class Listener(socket.socket):
+    """A listening socket whose connections are accounted for.
+
+    Attributes:
+        connections: the account.
+    """
+
+    connections: Connections
+
+    def listen(self, backlog: int = QUEUED) -> None:
+        """Listen; asyncio names the number that it accepts at a time, the queue may be longer."""
+        super().listen(max(backlog, QUEUED))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, as asyncio calls for it.
+
+        Raises:
+            ConnectionAbortedError: there is no place for it; asyncio goes on with the next.
+        """
+        plain, address = super().accept()
+        connection = Connection(plain.family, plain.type, plain.proto, fileno=plain.detach())
+        connection.connections = self.connections
+        self.connections.add(connection)
+        return connection, address
+
+
+def listen(host: str, port: int, patience: Patience = DEFAULT_PATIENCE) -> list[Listener]:
+    """Bind a host's addresses, before anything is served on them.
+
+    Args:
+        host: a name or an address.
+        port: 0 for any that is free.
+        patience: with each connection.
+
+    Raises:
+        ValueError: the port is taken, or the host is none of this machine's; naming the option.
+    """
+    connections = Connections(most_connections(), patience)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--host: expected a name or an address of this machine, got {host}: {error}") from None
+    listeners: list[Listener] = []
+    for family, kind, _, _, address in dict.fromkeys(found):
+        try:
+            # the protocol is named so that asyncio sends small pieces at once
+            listener = Listener(family, kind, socket.IPPROTO_TCP)
+            listeners.append(listener)
+            listener.connections = connections
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:  # its own address only: IPv4 has a socket of its own
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind(address)
+        except OSError as error:
+            for each in listeners:
+                each.close()
+            raise ValueError(_why(error, host, port)) from None
+    return listeners
+
+
+def _why(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"--port: {port} of {host} is in use by another program; end it, or choose another port"
+    if error.errno == errno.EACCES:
+        return f"--port: {port} may not be used by this account; choose one above 1023"
+    return f"--host: expected an address of this machine, got {host}: {error.strerror}"
+
+
+class Config(uvicorn.Config):
+    """uvicorn's settings with the account of its connections.
+
+    Attributes:
+        connections: of all its listeners.
+    """
+
+    connections: Connections
+
+
+class Protocol(H11Protocol):
+    """uvicorn's HTTP, which tells its connection what it waits for."""
+
+    connection: Connection
+    _idle = False  # since an answer nothing came
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Find the connection in the account."""
+        assert isinstance(self.config, Config)
+        self.connection = self.config.connections.open[transport.get_extra_info("socket").fileno()]
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came; the first bytes after an answer begin the time for a request's headers."""
+        super().data_received(data)
+        if self._idle:
+            self._idle = False
+            self.connection.await_request(self.connection.connections.patience.headers)
+
+    def handle_events(self) -> None:
+        """Read a request whose headers may be complete now."""
+        try:
+            super().handle_events()
+        except h11.LocalProtocolError:  # what came is no HTTP, and an answer that could say so has begun
+            self.transport.abort()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._idle = False
+            self.connection.begin_request()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self.connection.answered = self._idle = True
+        self.connection.await_request(self.connection.connections.patience.idle)
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Give the client a while to take what was written."""
+        self.connection.sent_by = time.monotonic() + self.connection.connections.patience.send
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has taken it."""
+        self.connection.sent_by = float("inf")
+        super().resume_writing()
+
+
+class Server(uvicorn.Server):
+    """uvicorn on listeners that are bound already.
+
+    Args:
+        app: an ASGI application.
+        listeners: of `listen`.
+        tls: uvicorn's `ssl_*` options.
+    """
+
+    def __init__(self, app: Callable[..., Any], listeners: list[Listener], **tls: Any) -> None:
+        self.listeners, connections = listeners, listeners[0].connections
+        config = Config(
+            app, log_level="error", access_log=False, server_header=False, backlog=ACCEPTED_AT_ONCE,
+            timeout_keep_alive=int(connections.patience.idle) + 1, timeout_graceful_shutdown=30, ws="none",
+            http=Protocol, loop="asyncio", **tls,
+        )  # fmt: skip
+        config.connections = connections
+        super().__init__(config)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until it is told to end.
+
+        Raises:
+            ValueError: another program has begun to listen on the port since it was bound here.
+        """
+        for listener in self.listeners:
+            try:
+                listener.listen()
+            except OSError as error:
+                host, port, *_ = listener.getsockname()
+                raise ValueError(_why(error, host, port)) from None
+        super().run(sockets or [*self.listeners])

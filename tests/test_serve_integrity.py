@@ -1,0 +1,152 @@
+"""Every answer of a teacher server is held to its checksum and to the request that it answers."""
+
+import logging
+import random
+
+import pytest
+import torch
+from served import HTTP, engine_in, expected_hidden, question, serving, write_models
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from distill.core.faults import TeacherGone
+from distill.serving import app
+from distill.serving.open import running
+from distill.teachers.server.client import Place, Servers
+from distill.teachers.server.integrity import CHECKSUM, QUESTION, checksum, question_hash
+from distill.teachers.server.wire import Identity, tensors_of
+from scripts.hostile_wire import flipping
+
+PATH = "/v1/targets?deterministic=1"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    return engine_in(write_models(tmp_path_factory.mktemp("served")))
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine) as address:
+        yield address
+
+
+def asked(servers, query):
+    return tensors_of(servers.fetch("POST", PATH, query.body()))["hidden"]
+
+
+def test_every_answer_bears_both_sums(url):
+    query = question(1)
+    for path in ("/v1/identity", "/v1/files", "/v1/head"):
+        answer = HTTP.get(url + path)
+        assert answer.headers[CHECKSUM] == checksum([answer.content])
+        assert answer.headers[QUESTION] == question_hash(path, b"")
+    answer = HTTP.post(url + PATH, content=query.body())
+    assert answer.headers[CHECKSUM] == checksum([answer.content[:100], answer.content[100:]])
+    assert answer.headers[QUESTION] == question_hash(PATH, query.body())
+    others = [question_hash(PATH, question(2).body()), question_hash("/v1/targets", query.body())]
+    assert answer.headers[QUESTION] not in others
+    refused = HTTP.post(url + PATH, content=b"?")
+    assert refused.status_code == 400 and refused.headers[QUESTION] == question_hash(PATH, b"?")
+
+
+@pytest.mark.parametrize("damage", ["checksum", "question_hash"])
+def test_a_damaged_answer_is_asked_for_once_more_on_a_new_connection(engine, damage, monkeypatch, caplog):
+    query, original = question(3), getattr(app, damage)
+    count, connected = [0], []
+
+    def wrong_at_first(*given):
+        count[0] += 1
+        return "0" * 32 if count[0] in (2, 5, 6) else original(*given)
+
+    monkeypatch.setattr(app, damage, wrong_at_first)
+    connection = Servers._connection
+    monkeypatch.setattr(Servers, "_connection", lambda own, at: (connected.append(at), connection(own, at))[1])
+    with serving(engine) as address:
+        servers = Servers(Place((address,), wait=20.0))
+        expected = expected_hidden(engine, query)
+        assert torch.equal(asked(servers, query), expected) and len(connected) == 1
+        with caplog.at_level(logging.WARNING):
+            assert torch.equal(asked(servers, query), expected) and len(connected) == 2  # the second and third answer
+        assert "asked once more, on a new connection" in caplog.text
+        assert torch.equal(asked(servers, query), expected)
+        told = "a damaged answer: expected the checksum 0" if damage == "checksum" else "an answer to another request"
+        with pytest.raises(TeacherGone, match=f"teacher.url: {address}: twice in a row {told}") as gone:
+            asked(servers, query)
+        assert "\n" not in str(gone.value)
+        servers.close()
+
+
+def proxy(url, change):
+    """A proxy that hands on what `change` makes of an answer's headers and body."""
+
+    async def pass_on(request):
+        body = await request.body()
+        target = f"{url}{request.url.path}?{request.url.query}".rstrip("?")
+        answer = await run_in_threadpool(lambda: HTTP.request(request.method, target, content=body))
+        headers, content = change(dict(answer.headers), answer.content)
+        return Response(content, answer.status_code, {n: v for n, v in headers.items() if n != "content-length"})
+
+    return Starlette(routes=[Route("/{path:path}", pass_on, methods=["GET", "POST"])])
+
+
+def test_an_answer_of_the_same_shape_to_another_question_is_not_taken(url, engine):
+    """As of a proxy that mixes them up: every answer is the first one."""
+    first = []
+
+    def change(headers, content):
+        first.append((headers, content))
+        return first[0]
+
+    with running(proxy(url, change)) as address:
+        servers = Servers(Place((address,), wait=5.0))
+        assert torch.equal(asked(servers, question(4)), expected_hidden(engine, question(4)))
+        with pytest.raises(TeacherGone, match="an answer to another request"):
+            asked(servers, question(5))
+        servers.close()
+
+
+def test_a_flipped_bit_anywhere_is_never_taken(url, engine):
+    """In the question or in the answer, headers or body: the right answer comes, or the run ends in a line."""
+    query, generator = question(6, rows=4, length=32), random.Random(6)
+    expected, right, ended = expected_hidden(engine, query), 0, 0
+    with flipping(int(url.rpartition(":")[2]), generator) as (port, count):
+        while count[0] < 60:
+            servers = Servers(Place((f"http://127.0.0.1:{port}",), wait=1.0))
+            before = count[0]
+            try:
+                assert torch.equal(asked(servers, query), expected)
+                right += count[0] > before
+            except TeacherGone as gone:
+                assert "\n" not in str(gone)
+                ended += 1
+            finally:
+                servers.close()
+    assert right > 5, (right, ended)
+
+
+def test_an_older_server_is_told_in_one_line(url, engine):
+    def without_sums(headers, content):
+        return {name: value for name, value in headers.items() if name not in (CHECKSUM, QUESTION)}, content
+
+    with running(proxy(url, without_sums)) as address:
+        servers = Servers(Place((address,), wait=5.0))
+        with pytest.raises(TeacherGone, match="without checksums: install the same version of distill on both sides"):
+            servers.identity()
+        servers.close()
+    older = engine.identity.written() | {"protocol": 1}
+    with pytest.raises(ValueError, match=r"expected an identity of protocol 2, got 1; install the same version"):
+        Identity.read(older)
+    assert engine.identity._replace(protocol=7).hash == engine.identity.hash, "a run is resumed after an update"
+
+
+def test_other_kinds_of_server_bear_no_sums():
+    async def models(request):
+        return JSONResponse({"data": []})
+
+    with running(Starlette(routes=[Route("/v1/models", models)])) as address:
+        servers = Servers(Place((address,), wait=5.0, sums=False))
+        assert servers.ask("GET", "/v1/models") == b'{"data":[]}'
+        servers.close()
