@@ -263,7 +263,7 @@ def shard_tensors(
     generator = torch.Generator(teacher.device).manual_seed(plan["seed"] * 1_000_003 + number)
     rows = work.shards[number]
     parts: dict[str, list[torch.Tensor]] = {}
-    collate = Collator(PAD, omit_plain_positions=True)
+    collate = Collator(PAD, omit_plain_positions=not teacher.needs_positions)
     for start in range(0, len(rows), batch_size):
         made = [_laid_out([_tokens(work.entries[n], tables) for n in row]) for row in rows[start : start + batch_size]]
         batch = {name: tensor.to(teacher.device) for name, tensor in collate(made).items()}

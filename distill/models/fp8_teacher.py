@@ -11,6 +11,7 @@ from distill_kernels.matmul.fp8 import Fp8Linear, swap_linears_for_fp8
 from torch import nn
 
 from distill.models.attention import keep_soft_cap
+from distill.models.document_rope import rope_by_document
 from distill.models.head import bare
 from distill.models.load import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.pruning import find_layers
@@ -108,6 +109,7 @@ def load_a_layer_at_a_time(section: Teacher, *, device: torch.device, dtype: tor
     if drawn:
         model = without_memory(load_config(section, "teacher"), model_options(section, dtype))
         keep_soft_cap(model, section.attention, "teacher.attention")
+        rope_by_document(model)
     else:
         model = load_teacher(section, device="cpu", dtype=dtype)
     left, (prefix, layers) = set(find_skipped(model, section.fp8_skip).linears), find_layers(model)

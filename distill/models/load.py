@@ -33,6 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from distill.core.files import replacing_folder
 from distill.models.adapters import add_lora, load_and_merge, merged, save_adapter
 from distill.models.attention import keep_soft_cap
+from distill.models.document_rope import rope_by_document
 from distill.models.guard import check_config, check_index, read_json
 from distill.models.offload import offload_layers
 from distill.models.pruning import cut_layers, layer_indices, layers_of
@@ -136,6 +137,7 @@ def load_student(
             )
         indices = layer_indices(section.from_teacher, layers_of(teacher.config))
         student = _place(cut_layers(teacher, indices, dtype), device)
+        rope_by_document(student)
     student.config.use_cache = False
     student.train().requires_grad_(True)
     return add_lora(student, section.lora) if section.lora is not None else student
@@ -228,6 +230,7 @@ def _load(
         )  # fmt: skip
     check_quantised(model, section, field)
     keep_soft_cap(model, section.attention, f"{field}.attention")
+    rope_by_document(model)
     return _place(model, device)
 
 
@@ -243,6 +246,7 @@ def _random(
         with loading(str(section.config), ModelSource(""), f"{field}.config"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **_attention(section))
     keep_soft_cap(model, section.attention, f"{field}.attention")
+    rope_by_document(model)
     return _place(model, device)
 
 

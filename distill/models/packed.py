@@ -122,12 +122,12 @@ class _Trial:
             self.hidden((one, four), (two, five), (three, six), (three, five), (two, six))[0],
         ]
         rounding = torch.minimum(*(_distances(packed[0], row) for row in beside))
-        if carried.max() > max(self.tolerance, ROUNDINGS * rounding.max()):
+        if carried.max() > max(self.tolerance, ROUNDINGS * rounding.max().item()):
             return CARRIES
         if shifted.max() <= self.alone_tolerance:
             return None
         # where rounding changes which experts a token gets, single tokens say nothing; most of them still do
-        shifts = shifted.median() > max(self.alone_tolerance, ROUNDINGS * rounding.median())
+        shifts = shifted.median() > max(self.alone_tolerance, ROUNDINGS * rounding.median().item())
         return SHIFTS if shifts or rounding.max() <= self.tolerance else None
 
     def padding_is_differentiable(self, document: torch.Tensor) -> bool:
@@ -178,7 +178,7 @@ def lowered_limits(model: nn.Module, longest: int | None = None) -> Iterator[Non
         longest: Limits that are at least as large stay as they are.
     """
     owners: dict[int, Any] = {id(module): module for module in model.modules()}
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     texts = [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
     owners |= {id(config): config for config in (*configs, *texts)}
     before = [

@@ -182,7 +182,8 @@ def _swap_layers(model: nn.Module, undo: list[Callable[[], None]], report: Patch
         if module in (model, bare(model)):  # its forward may be the objective's; none of ours takes its place here
             continue
         if "forward" in module.__dict__:  # somebody's hook (accelerate's offloading, say) that must go on running
-            report.left[type(module).__name__] = "has a forward of its own already"
+            if any(True for _ in module.parameters()):  # else none of ours would take its place
+                report.left[type(module).__name__] = "has a forward of its own already"
         elif type(module) is nn.LayerNorm and len(module.normalized_shape) == 1:
             replace_forward(module, layer_norm_forward, undo)
             report.swapped["layer_norm"] += 1
@@ -263,14 +264,13 @@ def _attention_mismatch(model: nn.Module, decoder: nn.Module, backend: str) -> s
     """Return why a model whose attention is ours already has to keep its own; it is ours again afterwards."""
     from distill.models.attention import stop_fused_attention, use_fused_attention
 
-    ids = (
-        torch.arange(24, device=next(model.parameters()).device).view(2, 12)
-        % decoder.get_input_embeddings().weight.shape[0]
-    )  # type: ignore
+    weight: torch.Tensor = decoder.get_input_embeddings().weight  # type: ignore[operator]
+    ids = torch.arange(24, device=weight.device).view(2, 12) % len(weight)
 
     def hidden() -> torch.Tensor:
         with lowered_limits(model):
-            return decoder(input_ids=ids, use_cache=False).last_hidden_state.float()  # type: ignore[no-any-return]
+            found: torch.Tensor = decoder(input_ids=ids, use_cache=False).last_hidden_state
+            return found.float()
 
     try:
         ours = hidden()

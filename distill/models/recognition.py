@@ -148,7 +148,9 @@ def gelu_of(module: Any, names: tuple[str, str], gradients: bool) -> str | Misma
     """Return which GELU an MLP with two products has."""
     weight = getattr(module, names[0]).weight
     width = weight.shape[0] if isinstance(getattr(module, names[0]), Conv1D) else weight.shape[1]
-    forwards = {name: functools.partial(bias_gelu_forward(names, name), module) for name in APPROXIMATIONS}
+    forwards: dict[str, Callable[..., object]] = {
+        name: functools.partial(bias_gelu_forward(names, name), module) for name in APPROXIMATIONS
+    }
     return _which(module, _random(module, 3, width, scale=8.0), forwards, gradients)
 
 
@@ -190,5 +192,8 @@ def rotary_form(module: nn.Module, gradients: bool) -> str | Mismatch:
     q, k = _random(module, 1, 4, 5, width), _random(module, 1, 2, 5, width).flip(-1)
     angle = torch.rand(1, 5, width // 2, generator=torch.Generator().manual_seed(0)) * 6
     angle = torch.cat([angle, angle], -1).to(q)
-    forwards = [lambda q, k, call=call: call(q, k, angle.cos(), angle.sin()) for call in (rotate, _apply_rotary)]
-    return mismatch(nn.Module(), *forwards, q, k, gradients=gradients) or "half-split"
+
+    def by(rotate: Callable[..., object]) -> Callable[..., object]:
+        return lambda q, k: rotate(q, k, angle.cos(), angle.sin())
+
+    return mismatch(nn.Module(), by(rotate), by(_apply_rotary), q, k, gradients=gradients) or "half-split"

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from distill.core.ranks import on_the_first
 from distill.models.attention import keep_soft_cap
+from distill.models.document_rope import rope_by_document
 from distill.models.load import TEACHER_SEED, load_config, load_teacher, model_options, without_memory
 from distill.models.patching import PatchReport, patch
 from distill.models.pruning import cut_config
@@ -58,6 +59,7 @@ def load_sharded_teacher(
     options = model_options(section, dtype)
     model = without_memory(config, options)
     keep_soft_cap(model, section.attention, "teacher.attention")
+    rope_by_document(model)
     report = None
     devices = [device] if device.type == "cuda" else []
     if attention is not None:

@@ -33,6 +33,7 @@ from distill.data.mixing import MixedRows
 from distill.generation.on_policy import OnPolicy
 from distill.models.attention import keep_soft_cap
 from distill.models.compiling import uncompiled
+from distill.models.document_rope import follows_length, rope_by_document
 from distill.models.sharding import is_sharded, keeps_nothing, use_fsdp2
 from distill.models.work import work_of
 from distill.teachers.base import Batch, Teacher
@@ -107,7 +108,10 @@ class DistillationTrainer(Trainer):
         loaded = {"teacher": teacher} if isinstance(teacher, nn.Module) else teacher.models
         for whose, owned in {"student": model, **loaded}.items():
             keep_soft_cap(owned, field=f"{whose}'s attention")
-        plain = Collator(padding_token(processing_class, getattr(model, "config", None)), omit_plain_positions=True)
+            rope_by_document(owned)
+        follows = any(map(follows_length, (model, *loaded.values())))
+        padding = padding_token(processing_class, getattr(model, "config", None))
+        plain = Collator(padding, omit_plain_positions=not follows)
         data_collator = PlainRows(plain) if data_collator is None else OrPadding(data_collator, plain)
         super().__init__(
             model=model, args=args, train_dataset=train_dataset, eval_dataset=eval_dataset,

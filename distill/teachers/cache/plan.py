@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from distill.core.environment import environment
 from distill.core.files import replacing_folder, write_json
 from distill.core.manifest import sums_of
+from distill.models.document_rope import follows_length
 from distill.models.head import HeadWeights, LogitTransform, last_hidden
 from distill.models.load import save_student
 from distill.recipe import Recipe
@@ -58,6 +59,7 @@ class EncodableTeacher(NamedTuple):
         transform: scale and soft cap.
         device: where it is.
         sharded: whether the processes hold it together, so that all must call it as often.
+        needs_positions: whether padding on the right changes what it computes where it is given no positions.
     """
 
     hidden_states: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -65,6 +67,7 @@ class EncodableTeacher(NamedTuple):
     transform: LogitTransform
     device: torch.device
     sharded: bool = False
+    needs_positions: bool = False
 
 
 def encodable(loaded: Teacher, device: torch.device) -> EncodableTeacher:
@@ -78,8 +81,9 @@ def encodable(loaded: Teacher, device: torch.device) -> EncodableTeacher:
             bias = weights.bias
             weights = HeadWeights(weights.weight.clone(), None if bias is None else bias.clone(), None)
     return EncodableTeacher(
-        functools.partial(last_hidden, loaded.model), weights, loaded.hidden.transform, device, loaded.is_collective
-    )
+        functools.partial(last_hidden, loaded.model), weights, loaded.hidden.transform, device, loaded.is_collective,
+        follows_length(loaded.model),
+    )  # fmt: skip
 
 
 class Origin(NamedTuple):
