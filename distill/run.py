@@ -36,7 +36,6 @@ from distill_kernels import tuning
 
 from distill.core import console
 from distill.core.environment import device_name, environment
-from distill.core.faults import differences
 from distill.core.files import write_json, write_text
 from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE, require_free, run_folder, runs_folder
 from distill.core.launch import command_line, forget_accelerates_settings
@@ -55,6 +54,7 @@ from distill.models.load import save_student
 from distill.models.meta import follows_model
 from distill.models.precision import Precision, resolve_device, resolve_precision
 from distill.models.sharding import is_sharded, whole_student
+from distill.models.trial_save import mend_generation_config, try_saving
 from distill.planning.ranks import choose_ranks_here
 from distill.planning.sharing import plan_sharing
 from distill.planning.steps import accumulation_steps
@@ -73,10 +73,11 @@ from distill.teachers.plugin import allowed_plugin
 from distill.teachers.registry import source_of
 from distill.training.arguments import fused_optimizer, require_optimizer, training_arguments
 from distill.training.checkpoints import half_written
+from distill.training.conclusion import trained_weights_kept
 from distill.training.divergence import DivergenceWatch
 from distill.training.failures import explained
 from distill.training.graphs import GraphedSteps
-from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_lock, require_same
+from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_lock, require_same, require_same_run
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
 from distill.training.resuming import resume_plan, without_known_warnings
 from distill.training.soundness import resumable
@@ -196,13 +197,15 @@ def _run(
     if required is not None and locked is not None:
         require_same(required, locked, f"--lock {lock}")
     if resume and locked is not None and (folder / LOCK_FILE).exists():
-        _same_run(read_lock(folder / LOCK_FILE), locked, folder)
+        require_same_run(read_lock(folder / LOCK_FILE), locked, folder / LOCK_FILE)
     arguments = training_arguments(
         recipe, folder, rows=len(splits.train), device=device, precision=precision,
         student_sharded=sharing.student_sharded,
     )  # fmt: skip
     require_optimizer(arguments, pair.student)
-    notes = [] if resumed is None else resumed.notes(arguments, pair.student, rows=len(splits.train))
+    notes = mend_generation_config(pair.student, "student.model")
+    notes += of_the_first(lambda: try_saving(pair.student, pair.tokenizer, "student.model"))
+    notes += [] if resumed is None else resumed.notes(arguments, pair.student, rows=len(splits.train))
     progress = ProgressReport()
     trainer = DistillationTrainer(
         pair.student, pair.teacher, arguments, loss=recipe.loss, vocab_size=pair.vocab_size,
@@ -266,10 +269,13 @@ def _run(
 
     # --- what came of it
     held.check()
-    _begin("measuring", "the trained student")
-    after = _held_out(recipe, pair, trainer, splits, precision)
-    result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
-    _save(source, pair, trainer, splits, result, answers)
+    exports = recipe.student.lora is None or recipe.student.model is not None
+    with trained_weights_kept(trainer, exports=exports):
+        _begin("measuring", "the trained student")
+        after = _held_out(recipe, pair, trainer, splits, precision)
+        result = RunResult(folder, before, after, gap_closed(before, after), trainer.state.global_step)
+    with trained_weights_kept(trainer, together=True, exports=exports):
+        _save(source, pair, trainer, splits, result, answers)
     process.wait_for_everyone()
     return result
 
@@ -278,17 +284,6 @@ def _begin(activity: str, what: str) -> None:
     """Say what takes a while, before it does."""
     if is_first():
         console.say(f"{activity:<12}{what}")
-
-
-def _same_run(before: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
-    """Refuse to go on with other data or models than the run began with; other versions are only named."""
-    path = folder / LOCK_FILE
-    # the fingerprint of a sharded teacher depends on the number of shards
-    models = ("teacher", "student") if before["processes"] == now["processes"] else ()
-    for name in ("data", *models, "seeds"):
-        require_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to go on all the same)")
-    for name, old, new in differences({"environment": before["environment"]}, {"environment": now["environment"]}):
-        log.warning("%s was %s when the run began and is %s now: figures may differ in rounding", name, old, new)
 
 
 def _say_where_it_goes_on(folder: Path, last: Path | None, refused: Sequence[str]) -> None:

@@ -52,7 +52,8 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path, value, clip, caplog
     made = trainer(tmp_path, max_steps=1, max_grad_norm=clip, weight_decay=0.1)
     Spoil(made, {1}, value)
     start = weights(made.model)
-    made.train()
+    with pytest.raises(ValueError, match=r"train: nothing was learned: .* in all 1 steps of the run"):
+        made.train()
     for name, weight in weights(made.model).items():
         assert torch.equal(weight, start[name]), name
     assert made.health.skipped == 1 and made.state.log_history[0]["skipped_steps"] == 1
@@ -164,7 +165,8 @@ def test_a_student_that_is_not_finite_does_not_accuse_the_teacher(tmp_path, capl
     made = trainer(tmp_path, max_steps=2)
     with torch.no_grad():
         made.model.get_input_embeddings().weight[:] = math.nan
-    made.train()
+    with pytest.raises(ValueError, match="train: nothing was learned"):
+        made.train()
     assert "step 1: loss or gradient is not finite" in caplog.text and "teacher" not in caplog.text
 
 

@@ -231,12 +231,13 @@ def test_owned_arguments_exist():
 
 
 def test_every_schedule_warms_up():
-    """From 0 to the peak over `warmup` steps, whichever way it goes on."""
+    """To the peak in the last of `warmup` steps, and above 0 in the first, whichever way it goes on."""
     import torch
 
     transformers = pytest.importorskip("transformers")
     from distill.models.precision import resolve_precision
     from distill.training.arguments import training_arguments
+    from distill.training.warmup import learn_from_first_step
 
     for schedule in ("cosine", "linear", "constant", "warmup_stable_decay"):
         recipe = parse(MINIMAL, [f"train.schedule={schedule}", "train.warmup=4", "train.learning_rate=1.0"])
@@ -252,12 +253,13 @@ def test_every_schedule_warms_up():
             num_training_steps=recipe.train.steps,
             scheduler_specific_kwargs=arguments.lr_scheduler_kwargs,
         )
+        learn_from_first_step(scheduler, arguments.get_warmup_steps(recipe.train.steps))
         rates = []
         for _ in range(5):
             rates.append(scheduler.get_last_lr()[0])
             optimizer.step()
             scheduler.step()
-        assert rates == pytest.approx([0, 0.25, 0.5, 0.75, 1]), schedule
+        assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1]), schedule
 
 
 # ------------------------------------------------------------------------------------------------------------- fuzzing

@@ -92,6 +92,7 @@ def export(
     \b
     distill export support-bot -o support-bot-1b --dtype bfloat16
     distill export support-bot -o out --gguf q8_0     # out/out-q8_0.gguf
+    distill export runs/support-bot/checkpoint-200 -o step-200
     distill export support-bot -o out --dtype bfloat16 --push me/support-bot-1b
     """
     from distill.reports.export import check_repository
@@ -99,6 +100,7 @@ def export(
     from distill.reports.export import push as upload
     from distill.reports.gguf_file import check_type
     from distill.reports.report import find_run
+    from distill.training.checkpoints import STATE
 
     if gguf is not None:
         check_type(gguf)
@@ -108,7 +110,8 @@ def export(
         check_repository(push)
     without_bars()
     with console.working("exporting"):
-        written = write(find_run(run), output, dtype=dtype, shard_size=shard_size, gguf=gguf)
+        folder = Path(run) if (Path(run) / STATE).is_file() else find_run(run)
+        written = write(folder, output, dtype=dtype, shard_size=shard_size, gguf=gguf)
         if push is not None:
             written["address"] = upload(output, push, private=not public)
     if as_json:

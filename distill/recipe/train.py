@@ -65,7 +65,8 @@ class Train(Section):
         batch_size: sequences in a micro-batch of one device.
         learning_rate: the learning rate at its peak, after warm-up.
         schedule: how the learning rate falls after warm-up.
-        warmup: how long the learning rate rises: a number of steps, or below 1 a share of all steps.
+        warmup: how long the learning rate rises: a number of steps W, or below 1 a share of all steps; the first step
+            has 1/W of the peak.
         weight_decay: decay of the weights a step, decoupled from the gradient (AdamW), times the learning rate.
         max_grad_norm: gradients are clipped to this norm; 0 for no clipping.
         optimizer: `fused_adamw` (ours; on a CPU torch's), or a transformers optimizer name.

@@ -14,10 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.core.faults import RecipeError, first_line
 from distill.core.files import replacing_folder, write_text
+from distill.core.folders import RECIPE_FILE
 from distill.evaluation.targets import CONFIGS, in_folder, load_merged
 from distill.models.read_weights import read_weights
 from distill.reports.gguf_file import write_gguf
 from distill.reports.model_card import card_of_merged
+from distill.training.checkpoints import STATE, checkpoints
+from distill.training.soundness import fault_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -25,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def export(
     folder: Path, destination: Path, *, dtype: str | None = None, shard_size: str = "5GB", gguf: str | None = None
 ) -> dict[str, Any]:
-    """Write the student of the run in `folder` to `destination`.
+    """Write the student of the run, or of the checkpoint, in `folder` to `destination`.
 
     A LoRA student was merged when the run saved it; an adapter alone is merged here, in the dtype of its base model's
     files. Weights are safetensors in shards; the tokenizer, the generation configuration, the model card and the recipe
@@ -43,9 +46,14 @@ def export(
     Raises:
         RecipeError: no student, a destination in use, or values that this dtype cannot hold.
     """
-    source = folder / "student"
-    if not any((source / name).is_file() for name in CONFIGS):
-        raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it"])
+    source, run = folder / "student", folder
+    if (folder / STATE).is_file():
+        source, run = folder, folder.parent
+        if fault := fault_of(folder):
+            raise RecipeError([f"{folder}: {fault}"])
+    elif not any((source / name).is_file() for name in CONFIGS):
+        last = next((f", or {path} in place of the run exports that" for path in checkpoints(folder)[-1:]), "")
+        raise RecipeError([f"{folder}: this run has no student yet; distill run ... --resume finishes it{last}"])
     if dtype is not None and dtype not in DTYPES:
         raise RecipeError([f"--dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}"])
     if not re.fullmatch(r"\d+(\.\d+)? ?[KMGT]B", shard_size, re.IGNORECASE):
@@ -71,8 +79,8 @@ def export(
                 AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
             if (source / "README.md").is_file():
                 write_text(unfinished / "README.md", card_of_merged((source / "README.md").read_text(encoding="utf-8")))
-            if (folder / "recipe.yaml").is_file():
-                shutil.copy(folder / "recipe.yaml", unfinished / "recipe.yaml")
+            if (run / RECIPE_FILE).is_file():
+                shutil.copy(run / RECIPE_FILE, unfinished / RECIPE_FILE)
             _check(model, unfinished)
             if gguf is not None:
                 name = f"{destination.name}-{gguf}.gguf"

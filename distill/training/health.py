@@ -129,6 +129,21 @@ class Health:
         if self._in_a_row >= self.limit:
             raise RunError(self._stopped(step, fault, self._save(seen, step)))
 
+    def require_learning(self, steps: int) -> None:
+        """Hold that not all `steps` of a finished run were skipped.
+
+        Raises:
+            ValueError: the student is what it was.
+        """
+        self._read()
+        if not self.skipped or self.skipped < steps:
+            return
+        raise ValueError(
+            f"train: nothing was learned: loss or gradient was NaN or infinite in all {steps} steps of the run, and "
+            "each was skipped; lower train.learning_rate, or set train.precision and teacher.dtype to float32 to see "
+            "whether the models overflow in a narrower one"
+        )
+
     def _stopped(self, step: int, fault: str | None, path: Path) -> str:
         """Why the run ends, and what to do."""
         if fault is not None:

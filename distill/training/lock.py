@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from distill.models.load import STUDENT_SEED, TEACHER_SEED
 from distill.recipe import Recipe, parse
 from distill.recipe.yaml_text import parse_yaml, to_yaml
 from distill.teachers.base import Teacher
+
+log = logging.getLogger(__name__)
 
 Plain = dict[str, Any]  # as YAML holds it
 LOCK_FILE = "lock.yaml"
@@ -143,3 +146,22 @@ def require_same(locked: Mapping[str, object], now: Mapping[str, object], origin
     imposed = {key: value for key, value in locked.items() if key != "attention"}  # see `locked_attention`
     for name, old, new in differences(imposed, now):
         raise RecipeError([f"{origin}: {name} differs: locked {show(old)}, here {show(new)}"])
+
+
+def require_same_run(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on with other data or models than a run began with; other versions are only named.
+
+    Args:
+        before: What lock.yaml says.
+        now: The same of what was loaded.
+        path: The file.
+
+    Raises:
+        ValueError: naming the first that differs.
+    """
+    # the fingerprint of a sharded teacher depends on the number of shards
+    models = ("teacher", "student") if before["processes"] == now["processes"] else ()
+    for name in ("data", *models, "seeds"):
+        require_same({name: before[name]}, {name: now[name]}, f"--resume: {path} (move it away to go on all the same)")
+    for name, old, new in differences({"environment": before["environment"]}, {"environment": now["environment"]}):
+        log.warning("%s was %s when the run began and is %s now: figures may differ in rounding", name, old, new)

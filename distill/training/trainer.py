@@ -48,6 +48,7 @@ from distill.training.health import Health, OutlivesSignals, Watch, clip_in_step
 from distill.training.listing import parameters_of, unlist
 from distill.training.metrics import Meter, named_means, number_of_sums
 from distill.training.scheduling import LossSchedule
+from distill.training.warmup import keep_warmup, learn_from_first_step
 from distill.training.watchdog import watching
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,14 @@ class DistillationTrainer(Trainer):
         inner.worker_init_fn = OutlivesSignals(inner.worker_init_fn)
         return each_row_once(loader, self.accelerator.num_processes)
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As `Trainer`'s, whose first step of a warm-up learns nothing."""
+        is_new = self.lr_scheduler is None
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        if is_new:
+            learn_from_first_step(scheduler, self.args.get_warmup_steps(num_training_steps))
+        return scheduler
+
     # ------------------------------------------------------------------ loss
 
     def compute_loss(
@@ -252,6 +261,7 @@ class DistillationTrainer(Trainer):
 
         Raises:
             RunError: loss or gradients stay NaN or infinite.
+            ValueError: they were so in every step of the run, and nothing was learned.
             KeyboardInterrupt: Ctrl-C, after the step that was being made and its checkpoint.
         """
         self.meter.restart()
@@ -262,8 +272,11 @@ class DistillationTrainer(Trainer):
                 raise ended_by(gone, self) from None
             finally:
                 unlist(self.model)
-        if self.health.interrupted and self.state.global_step < self.state.max_steps:
-            raise KeyboardInterrupt
+        if self.state.global_step < self.state.max_steps:
+            if self.health.interrupted:
+                raise KeyboardInterrupt
+        else:
+            self.health.require_learning(self.state.global_step)
         return result
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -343,9 +356,12 @@ class DistillationTrainer(Trainer):
                 companion.restore(Path(str(checkpoint)))
         if checkpoint is None or not (self.is_fsdp_enabled and keeps_nothing(self.optimizer)):
             super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                keep_warmup(self.lr_scheduler, Path(checkpoint))
             return
         assert self.optimizer is not None and self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
+        keep_warmup(self.lr_scheduler, Path(checkpoint))
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # a scheduler sets it after a step, for the next one
 

@@ -1,0 +1,106 @@
+"""Everything that saving a student needs but its weights, tried before it is trained.
+
+    lines = [*mend_generation_config(student, "student.model"), *try_saving(student, tokenizer, "student.model")]
+
+transformers refuses to save some generation configurations that it loads, tokenizers may be written that cannot be
+read, and code of a model's own may be gone: a run that meets this at its end has trained for nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import tempfile
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from distill.core.faults import disk_code, first_line, show
+from distill.models.head import bare
+
+SAMPLE = "One text, 2 numbers.\n"
+
+
+def mend_generation_config(student: Any, field: str) -> list[str]:
+    """Take out of a student's generation configuration what contradicts it, such as a temperature without sampling.
+
+    Generating is as before: what is taken out had no effect.
+
+    Args:
+        student: Bare or inside PEFT.
+        field: What lines begin with.
+
+    Returns:
+        A line that names what was taken out; none where nothing was.
+
+    Raises:
+        ValueError: it cannot be saved, and no value taken out mends it.
+    """
+    model: Any = bare(student)
+    taken: dict[str, object] = {}
+    if (mended := copy.deepcopy(getattr(model, "generation_config", None))) is None:
+        return []
+    while (fault := _fault_of(mended)) is not None:
+        names = [name for name in re.findall(r"^- `(\w+)`", fault, re.MULTILINE) if name not in taken]
+        if not names:
+            raise ValueError(
+                f"{field}: its generation_config.json cannot be saved with the student: {fault.splitlines()[0]}"
+            )
+        for name in names:
+            taken[name] = getattr(mended, name)
+            setattr(mended, name, None)
+    if not taken:
+        return []
+    model.generation_config = mended
+    values = ", ".join(f"{name} {value}" for name, value in taken.items())
+    return [
+        f"{field}: in its generation_config.json {values} have no effect (do_sample {show(bool(mended.do_sample))}, "
+        f"num_beams {mended.num_beams or 1}), and transformers refuses to save that; the student is saved without them"
+    ]
+
+
+def _fault_of(config: Any) -> str | None:
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def try_saving(student: Any, tokenizer: PreTrainedTokenizerBase | None, field: str) -> list[str]:
+    """Write configuration, generation configuration, adapter settings and tokenizer to a scratch folder and read back.
+
+    Args:
+        student: Bare or inside PEFT, whole on this process; not changed.
+        tokenizer: As it will be saved; None where there is none.
+        field: What errors name.
+
+    Returns:
+        A line where the tokenizer that is read back makes other tokens; none otherwise.
+
+    Raises:
+        ValueError: something cannot be written or read back.
+    """
+    model: Any = bare(student)
+    with tempfile.TemporaryDirectory(prefix="distill-") as scratch:
+        part = "its configuration"
+        try:
+            model.save_pretrained(scratch, state_dict={})
+            type(model.config).from_pretrained(scratch)
+            if hasattr(student, "peft_config"):
+                part = "its adapter's settings"
+                student.peft_config[student.active_adapter].save_pretrained(scratch)
+            if tokenizer is None:
+                return []
+            part = "its tokenizer"
+            tokenizer.save_pretrained(scratch)
+            again = type(tokenizer).from_pretrained(scratch)
+        except Exception as error:  # libraries, and a model's own code, may raise anything
+            if disk_code(error) is not None:
+                raise
+            raise ValueError(
+                f"{field}: {part} cannot be saved, so that the student would be lost: {first_line(error)}"
+            ) from error
+    if again.chat_template != tokenizer.chat_template or again(SAMPLE).input_ids != tokenizer(SAMPLE).input_ids:
+        return [f"{field}: its tokenizer, saved and read back, makes other tokens or has another chat template"]
+    return []
