@@ -31,6 +31,13 @@ ours.flash_attention(q, k, k, **kind).sum().backward()
 """,
         {"size": (64, 128, 256), "kind": ("causal", "window, cap", "documents")},
     ),
+    "attention sinks": (
+        """
+q, k = t(1, 8, 2048, {size}), t(1, 2, 2048, {size})
+ours.flash_attention(q, k, k, window=128, sinks=t(8, dtype=torch.{dtype})).sum().backward()
+""",
+        {"size": (64, 128, 256), "dtype": ("bfloat16", "float32")},
+    ),
     "layers": (
         """
 z, weight = t(64, {hidden}, dtype=torch.{dtype}), t({hidden}, dtype=torch.{dtype})
@@ -96,8 +103,9 @@ if facts.fp8:
     "decoding": (
         """
 for slots in (4096, 65536):
-    k = t(1, 2, slots, {size})
-    ours.decode_attention(t(1, 8, 1, {size}), k, k, torch.ones(1, dtype=torch.int32))
+    q, k = t(1, 8, 1, {size}, grad=False), t(1, 2, slots, {size}, grad=False)
+    for sinks in (None, t(8, grad=False)):
+        ours.decode_attention(q, k, k, torch.ones(1, dtype=torch.int32), sinks=sinks)
 z, n = torch.ones(4, 49152, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)
 ours.sample_tokens(z, n, n, 0.7)
 """,

@@ -218,14 +218,16 @@ CALLS: dict[str, Call] = {
     "cu_seqlens_from_position_ids": call(
         ours.cu_seqlens_from_position_ids, position_ids=lambda: torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]])
     ),
-    "decode_attention": call(ours.decode_attention, q=lambda: floats(2, 4, 2, 16), **CACHE, **LENGTHS),
+    "decode_attention": call(
+        ours.decode_attention, q=lambda: floats(2, 4, 2, 16), sinks=lambda: floats(4, seed=2), **CACHE, **LENGTHS
+    ),
     "distillation_loss": logits(
         lambda *a, **k: ours.distillation_loss(*a, terms=FIRST_AND_LAST, temperature=2.0, reduction="none", **k),
         scalar=False,
     ),
     "flash_attention": call(
-        ours.flash_attention, "q k v", q=lambda: floats(1, 2, 20, 16), k=lambda: floats(1, 1, 20, 16),
-        v=lambda: floats(1, 1, 20, 16, seed=1),
+        ours.flash_attention, "q k v sinks", q=lambda: floats(1, 2, 20, 16), k=lambda: floats(1, 1, 20, 16),
+        v=lambda: floats(1, 1, 20, 16, seed=1), sinks=lambda: floats(2, seed=3),
         cu_seqlens_q=lambda: torch.tensor([0, 7, 20]), cu_seqlens_k=lambda: torch.tensor([0, 9, 20]),
     ),
     "fp8_linear": call(in_fp8, dtypes=SIXTEEN, **MATRICES),

@@ -126,7 +126,8 @@ wide = t(64, 8192, dtype=torch.float32)
 sum(part.sum() for part in rms_norm.add_rms_norm(t(64, 8192), wide, weight, dtype=torch.bfloat16)).backward()
 sum(part.sum() for part in rms_norm.rms_norm_and_input(wide * 1, weight, dtype=torch.bfloat16)).backward()
 ours.bias_gelu(z, t(8192)).sum().backward()
-ours.decode_attention(t(1, 8, 1, 64), t(1, 2, 4096, 64), t(1, 2, 4096, 64), torch.ones(1, dtype=torch.int32))
+q, k = t(1, 8, 1, 64, grad=False), t(1, 2, 4096, 64, grad=False)
+ours.decode_attention(q, k, k, torch.ones(1, dtype=torch.int32))
 """,
         {"_forward_kernel", "_backward_kernel", "_column_sums_kernel", "_chunk_kernel", "_combine_kernel"},
     ),

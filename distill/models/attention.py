@@ -56,6 +56,7 @@ def fused_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     max_length_q: int | None = None,
@@ -73,12 +74,13 @@ def fused_attention(
         sliding_window: Keys a query sees, itself included.
         softcap: Scores become cap * tanh(score / cap).
         is_causal: Overrides `module.is_causal`.
+        s_aux: [H], attention sinks (gpt-oss and others): logits of the softmax's denominator without a value.
         cu_seq_lens_q: int32 [documents + 1], flat over B*T, of packed documents; None for one document a row.
 
     Returns:
         [B, T, H, D] and None (no attention weights).
     """
-    refuse_sinks(kwargs)
+    refuse_other_scores(kwargs)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotation by fp32 angles widens them
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     packed = cu_seq_lens_q is not None
@@ -88,20 +90,22 @@ def fused_attention(
                 "attention: packed documents cannot be combined with a mask, attention dropout, a cache or a head size "
                 f"above {MAX_HEAD_DIM}; set attention_dropout to 0 or data.packing to false"
             )
-        if softcap is not None:
-            raise ValueError("attention: a soft cap with a mask or cache needs attn_implementation='eager'")
+        for name, own in (("a soft cap", softcap), ("sinks", s_aux)):
+            if own is not None:
+                raise ValueError(f"attention: {name} with a mask or cache needs attn_implementation='eager'")
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
         )
     backend = getattr(module, "distill_attention", "triton")
     windowed = sliding_window is not None and sliding_window < query.shape[2]
     halves = query.dtype in (torch.bfloat16, torch.float16)  # neither of PyTorch's takes fp32
-    if backend != "triton" and halves and not packed and not windowed and softcap is None:
+    own = packed or windowed or softcap is not None or s_aux is not None
+    if backend != "triton" and halves and not own:
         return _torch_attention(backend, query, key, value, causal, scaling).transpose(1, 2), None
     out = flash_attention(
         query, key, value, causal=causal, scale=scaling, window=sliding_window if windowed else None, softcap=softcap,
-        cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, max_seqlen_q=max_length_q, max_seqlen_k=max_length_k,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        sinks=s_aux, cu_seqlens_q=cu_seq_lens_q, cu_seqlens_k=cu_seq_lens_k, max_seqlen_q=max_length_q,
+        max_seqlen_k=max_length_k, deterministic=torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return out.transpose(1, 2), None
 
@@ -115,6 +119,7 @@ def newest_over_cache(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     cache_lengths: torch.Tensor | None = None,
     cache_starts: torch.Tensor | None = None,
     **kwargs: Any,
@@ -124,19 +129,27 @@ def newest_over_cache(
     Args:
         cache_lengths, cache_starts: int [B], the slots of each sequence end and begin there.
     """
-    refuse_sinks(kwargs)
+    refuse_other_scores(kwargs)
     assert cache_lengths is not None, "the model's layers do not hand keyword arguments to their attention"
     out = decode_attention(
         query.to(key.dtype), key, value, cache_lengths, scale=scaling, window=sliding_window, softcap=softcap,
-        starts=cache_starts,
+        starts=cache_starts, sinks=s_aux,
     )  # fmt: skip
     return out.transpose(1, 2), None
 
 
-def refuse_sinks(kwargs: dict[str, Any]) -> None:
-    """Attention sinks (gpt-oss) are part of the softmax: an attention that ignores them is silently wrong."""
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("attention: learned attention sinks are not supported; set attention: eager for this model")
+def refuse_other_scores(kwargs: dict[str, Any]) -> None:
+    """Refuse arguments of transformers' attention that change scores in a way that no kernel here computes.
+
+    Sparse attention hands on which keys it keeps, others a bias or a sink for each position: to leave them out would be
+    silently wrong.
+
+    Raises:
+        ValueError: One of them is given.
+    """
+    for name in ("position_bias", "indices", "block_indices", "sinks"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attention: expected no {name}, which no kernel here computes; patch with attention=None")
 
 
 def keep_soft_cap(model: nn.Module, asked: str = "auto", field: str = "attn_implementation") -> None:
@@ -202,7 +215,7 @@ def use_fused_attention(model: nn.Module, decoder: nn.Module, backend: str = "tr
     Args:
         model: A causal language model of transformers.
         decoder: Its body, the module that builds masks and calls the layers.
-        backend: "triton", "cudnn" or "flash"; packed batches, windows, soft caps and fp32 always take "triton".
+        backend: "triton", "cudnn" or "flash"; packed batches, windows, soft caps, sinks and fp32 always take "triton".
     """
     if backend not in BACKENDS:
         raise ValueError(f"attention: expected one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -379,7 +392,11 @@ def fastest_attention(
 
 
 def choose_attention(model: nn.Module, batch: int, length: int, *, backward: bool) -> tuple[str, dict[str, float]]:
-    """`fastest_attention` for a model's heads, on batches of `batch` sequences of `length` tokens."""
+    """`fastest_attention` for a model's heads, on batches of `batch` sequences of `length` tokens; not timed is a model
+    with attention sinks, which PyTorch's back ends lack."""
+    if any(isinstance(getattr(module, "sinks", None), torch.Tensor) for module in model.modules()):
+        log.info("attention: triton, the only back end that has the attention sinks of this model")
+        return "triton", {}
     config = bare(model).config.get_text_config()  # type: ignore[union-attr,operator]
     dtype = torch.float16 if next(model.parameters()).dtype == torch.float16 else torch.bfloat16
     heads, kv_heads, width = attention_sizes(config)

@@ -242,7 +242,7 @@ def try_layers(model: nn.Module, dtype: torch.dtype, rows: int) -> dict[nn.Modul
     for cache in caches:
         read_prompts(decoder, prompts, range(rows), cache)
         cache.begin(lengths)
-    if len(calls) != len(caches[0].layers) or any(call.softcap is not None for call in calls.values()):
+    if len(calls) != len(caches[0].layers) or any(call.softcap is not None or call.sinks for call in calls.values()):
         return "its layers attend in another way"
     fused = FusedDecoder(model, caches[1], dtype, calls)
     if fused.cos.shape[1] != caches[1].kept()[0][0].shape[3]:

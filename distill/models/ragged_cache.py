@@ -30,16 +30,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from distill.models.attention import RAGGED, implementations, refuse_sinks
+from distill.models.attention import RAGGED, implementations, refuse_other_scores
 from distill.models.kv_cache import unsupported_layers
 
 
 class AttentionCall(NamedTuple):
-    """What an attention module calls its attention with: factor of the scores, keys a query sees, cap of the scores."""
+    """What an attention module calls its attention with: factor of the scores, keys a query sees, cap of the scores,
+    and whether there are sinks."""
 
     scaling: float
     window: int | None
     softcap: float | None
+    sinks: bool = False
 
 
 class PackedPrompts(NamedTuple):
@@ -190,6 +192,7 @@ def ragged_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     ragged_cache: RaggedCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -203,29 +206,31 @@ def ragged_attention(
         dropout: has no place in generation.
         sliding_window: keys a query sees, itself included.
         softcap: scores become cap * tanh(score / cap).
+        s_aux: [H], attention sinks.
         ragged_cache: the cache in use, handed through the model's keyword arguments.
 
     Returns:
         [B, S, H, D] and None (no attention weights).
     """
-    refuse_sinks(kwargs)
+    refuse_other_scores(kwargs)
     if attention_mask is not None or dropout > 0 or ragged_cache is None:
         raise ValueError("attention: a ragged cache takes no mask and no dropout, and must be given as ragged_cache=")
     if ragged_cache.calls is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        ragged_cache.calls[module] = AttentionCall(scale, sliding_window, softcap)
+        ragged_cache.calls[module] = AttentionCall(scale, sliding_window, softcap, s_aux is not None)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast a rotation by fp32 angles widens them
     grouped = query.shape[1] != key.shape[1]
     kernels = runs_on_triton(query) and query.dtype != torch.float64  # which none of them takes
-    attend = functools.partial(flash_attention, scale=scaling, window=sliding_window, softcap=softcap)
+    torchs = softcap is None and s_aux is None  # PyTorch's attention has neither
+    attend = functools.partial(flash_attention, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     if ragged_cache.packed is not None and kernels:
         out = attend(query, key, value, cu_seqlens_q=ragged_cache.packed.cu_seqlens)
     elif ragged_cache.packed is not None:
-        if sliding_window is None and softcap is None:
+        if sliding_window is None and torchs:
             attend = functools.partial(scaled_dot_product_attention, is_causal=True, scale=scaling, enable_gqa=grouped)
         spans = [slice(*span) for span in pairwise(ragged_cache.packed.bounds)]
         out = torch.cat([attend(*(tensor[:, :, span] for tensor in (query, key, value))) for span in spans], 2)
-    elif not kernels and softcap is None:
+    elif not kernels and torchs:
         # PyTorch's attention is the faster one on a CPU; there, slots that are not filled yet can be left out
         filled = ragged_cache.slots if query.is_cuda else int(ragged_cache.lengths.max())
         slot, lengths = torch.arange(filled, device=query.device), ragged_cache.lengths[:, None]
@@ -237,7 +242,9 @@ def ragged_attention(
         out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=grouped)
     else:
         lengths = ragged_cache.lengths
-        out = decode_attention(query, key, value, lengths, scale=scaling, window=sliding_window, softcap=softcap)
+        out = decode_attention(
+            query, key, value, lengths, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
     return out.transpose(1, 2), None
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from distill_kernels.launch import runs_on_triton
-from distill_kernels.operands import check_tensor, differentiable_once
+from distill_kernels.operands import check_tensor, differentiable_once, own_output
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,6 +74,7 @@ def _eager_function(
 ) -> type[torch.autograd.Function]:
     def forward(ctx: Any, *args: Any) -> Any:
         output = launch(*args)
+        output = own_output(output) if isinstance(output, torch.Tensor) else tuple(map(own_output, output))
         setup_context(ctx, args, output)
         return output
 
@@ -85,7 +86,7 @@ def _eager_function(
 class _Once(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
+        return x.detach()  # the same memory and version; what views it could not be written to in place
 
     @staticmethod
     @differentiable_once
@@ -108,6 +109,20 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
         device = device or tensor.device
         if tensor.device != device:
             raise ValueError(f"{name}: expected on {device} as {next(iter(tensors))}, got {tensor.device}")
+
+
+def inference_only(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors whose gradient somebody waits for, for an op that has none to give; None is left out.
+
+    Raises:
+        ValueError: Where gradients are recorded and a tensor asks for one.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name}: expected no gradient to be asked for, since this is for inference only, got "
+                "requires_grad=True; call it under torch.no_grad()"
+            )
 
 
 def check_floats(**tensors: torch.Tensor | None) -> None:

@@ -32,6 +32,11 @@ def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.contiguous()
 
 
+def own_output(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as an autograd function returns it: its memory, but no view, which could not be modified in place."""
+    return tensor.detach() if tensor._is_view() else tensor
+
+
 def has_aligned_rows(matrix: torch.Tensor) -> bool:
     """True where the copy engine (TMA) takes `matrix` as it is: adjacent elements, 16-byte base and stride."""
     apart = matrix.stride(0) >= matrix.shape[1] and matrix.stride(0) * matrix.element_size() % 16 == 0

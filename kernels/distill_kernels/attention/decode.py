@@ -21,9 +21,17 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.attention.operands import Masking, check_attention, dot_precision, head_block, softcapped
+from distill_kernels.attention.operands import (
+    Masking,
+    check_attention,
+    dot_precision,
+    from_sinks,
+    head_block,
+    positions_first,
+    softcapped,
+)
 from distill_kernels.attention.ranges import UNBOUNDED
-from distill_kernels.kernel_op import KernelOp
+from distill_kernels.kernel_op import KernelOp, inference_only
 from distill_kernels.launch import DeviceFacts, Launch, cdiv, device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.operands import check_tensor, rows_of
 
@@ -50,8 +58,14 @@ def reference_decode_attention(
     if masking.softcap is not None:
         scores = masking.softcap * torch.tanh(scores / masking.softcap)
     scores = scores.masked_fill(~kept[:, None], float("-inf"))
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True).clamp(min=-1e30))
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    largest = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+    if masking.sinks is not None:
+        largest = torch.maximum(largest, masking.sinks.to(dtype)[:, None, None])
+    weights = torch.exp(scores - largest)
+    total = weights.sum(-1, keepdim=True)
+    if masking.sinks is not None:
+        total = total + torch.exp(masking.sinks.to(dtype)[:, None, None] - largest)
+    weights = weights / total.clamp(min=1e-30)
     # slots that nobody sees hold anything, NaN included
     v = v.masked_fill(~kept.any(1)[:, None, :, None], 0)
     return (weights @ v).to(q.dtype)
@@ -59,12 +73,12 @@ def reference_decode_attention(
 
 @triton.jit
 def _chunk_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, starts_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qs, stride_kb,
-    stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_ob, stride_oh, stride_os,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, starts_ptr, sinks_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qs,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, stride_ob, stride_oh, stride_os,
     kv_heads, new, slots, window, score_scale, cap, cap_rate,
     WHOLE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, STARTS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one chunk of one sequence's keys, for the ROWS >= GROUP * new query rows of one key head.
 
@@ -96,6 +110,9 @@ def _chunk_kernel(
     end = (first + tiles * (chunk + 1) // chunks) * BLOCK_N
     m_i = tl.full([ROWS], -1e30, tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # of the first chunk
+        m_i, l_i = from_sinks(sinks_ptr, head)
+        l_i = tl.where(chunk == 0, l_i, 0.0)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     k_base = k_ptr + batch * stride_kb + kv_head * stride_kh
     v_base = v_ptr + batch * stride_vb + kv_head * stride_vh
@@ -184,7 +201,7 @@ def decode_on_triton(
     kv_heads, slots = k.shape[1], k.shape[2]
     group = heads // kv_heads
     q, k, v, lengths = rows_of(q), rows_of(k), rows_of(v), rows_of(lengths)
-    starts = rows_of(starts)
+    starts, sinks = rows_of(starts), rows_of(masking.sinks)
     facts = device_facts(q.device)
     multiprocessors = facts.multiprocessors
     block_d, rows = head_block(size), max(16, next_power_of_2(group * new))
@@ -202,11 +219,11 @@ def decode_on_triton(
     kinds = (pace, starts is None, masking.kinds(q, k, v, lengths, begins))
     _launch_chunks(
         _chunk_kernel, (chunks, batches * kv_heads, 1), kinds, (), (
-            q, k, v, lengths, begins, parts, lse, *q.stride()[:3], *k.stride()[:3],
+            q, k, v, lengths, begins, q if sinks is None else sinks, parts, lse, *q.stride()[:3], *k.stride()[:3],
             *v.stride()[:3], *out.stride()[:3], kv_heads, new, slots,
             UNBOUNDED if masking.window is None else masking.window, *masking.score_factors, chunks == 1, group,
-            size, block_d, rows, pace.keys, starts is not None, masking.softcap is not None, dot_precision(q.dtype),
-            early,
+            size, block_d, rows, pace.keys, starts is not None, sinks is not None, masking.softcap is not None,
+            dot_precision(q.dtype), early,
         ), num_warps=pace.warps, num_stages=stages if q.element_size() == 2 else 1,
     )  # fmt: skip
     if chunks == 1:
@@ -223,17 +240,17 @@ def decode_on_triton(
 
 def _launch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, scale: float, window: int | None,
-    softcap: float | None, starts: torch.Tensor | None = None,
+    softcap: float | None, starts: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    masking = Masking(True, scale, window, softcap)
-    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+    masking = Masking(True, scale, window, softcap, sinks=sinks)
+    out = positions_first(q)
     if not runs_on_triton(q):
         return out.copy_(reference_decode_attention(q, k, v, lengths, masking, starts))
     return out if q.numel() == 0 else decode_on_triton(q, k, v, lengths, masking, out, starts)
 
 
-def _fake(q, k, v, lengths, scale, window, softcap, starts=None):
-    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+def _fake(q, k, v, lengths, scale, window, softcap, starts=None, sinks=None):
+    return positions_first(q)
 
 
 _op = KernelOp("decode_attention", _launch, _fake)
@@ -249,6 +266,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     starts: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a few new tokens a sequence to its cached keys and values, inference only.
 
@@ -262,16 +280,18 @@ def decode_attention(
         window: a token sees the last `window` keys up to its own.
         softcap: scores become softcap * tanh(score / softcap).
         starts: int [B] on the device, the first slot of each sequence that is seen: those before are padding.
+        sinks: [H], attention sinks; see `flash_attention`.
 
     Returns:
         [B, H, S, D] in q's dtype, [B, S, H, D] in memory. A sequence that sees nothing gives zeros.
 
     Raises:
-        ValueError: shapes, dtypes or arguments that do not fit.
+        ValueError: shapes, dtypes or arguments that do not fit, or a tensor that asks for a gradient.
     """
     check_tensor("q", q)
-    masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap)
+    masking = Masking(True, q.shape[-1] ** -0.5 if scale is None else float(scale), window, softcap, sinks=sinks)
     check_attention(q, k, v, masking)
+    inference_only(q=q, k=k, v=v, sinks=sinks)
     if not 1 <= q.shape[2] <= MAX_NEW_TOKENS:
         raise ValueError(f"q: expected 1 to {MAX_NEW_TOKENS} new tokens, got {q.shape[2]}; use flash_attention")
     if q.shape[2] * q.shape[1] // k.shape[1] > 256:
@@ -285,4 +305,4 @@ def decode_attention(
                 f"{name}: expected int [{q.shape[0]}] on {q.device}, got {slots.dtype} {tuple(slots.shape)} on "
                 f"{slots.device}"
             )
-    return _op(q, k, v, lengths, masking.scale, window, softcap, starts)
+    return _op(q, k, v, lengths, masking.scale, window, softcap, starts, sinks)

@@ -5,6 +5,9 @@ cap * tanh(z_ij / cap) where a cap is given:
 
     lse_i = log sum_j exp z_ij        out_i = sum_j exp(z_ij - lse_i) v_j
 
+With attention sinks (Agarwal et al., gpt-oss, 2025) each query head has one learned logit more, exp sink_h in the sum
+of lse_i, that has no value: what it takes of a row's probability goes nowhere.
+
 Keys are visited tile by tile with a running maximum and sum (Milakov & Gimelshein, 2018; Dao et al., 2022; Dao,
 2023); exponentials are taken to base 2 with the scale folded into one multiply-add. Tiles outside every interval
 are skipped; only tiles that cross an interval's end compare indices. Where tiles of queries and heads are too few to
@@ -28,6 +31,7 @@ from distill_kernels.attention.operands import (
     check_attention,
     dot_precision,
     fastest_tiles,
+    from_sinks,
     head_block,
     load_tile,
     positions_first,
@@ -48,16 +52,16 @@ from distill_kernels.attention.ranges import UNBOUNDED, key_tiles, packed_ranges
 from distill_kernels.attention.reference import reference_attention, reference_attention_backward
 from distill_kernels.kernel_op import KernelOp
 from distill_kernels.launch import Launch, cdiv, device_facts, runs_on_triton, tl, triton
-from distill_kernels.operands import check_tensor
+from distill_kernels.operands import check_tensor, rows_of
 
 
 @triton.jit
 def _forward_kernel(
-    q_tiles, k_tiles, v_tiles, out_ptr, lse_ptr, ranges_ptr, stride_ob, stride_oh, stride_om,
+    q_tiles, k_tiles, v_tiles, out_ptr, lse_ptr, ranges_ptr, sinks_ptr, stride_ob, stride_oh, stride_om,
     batches, heads, group, queries, keys, window, score_scale, cap, cap_rate,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr, TMA: tl.constexpr,
+    CAUSAL: tl.constexpr, LEFT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, over all of its keys; if SPLIT, over one part of them (see `parts.py`)."""
     # the last query tiles of a causal batch have the most keys: they start first
@@ -75,6 +79,11 @@ def _forward_kernel(
     q = load_tile(q_tiles, batch, head, m, BLOCK_M, HEAD_DIM, BLOCK_D, TMA)
     m_i = tl.full([BLOCK_M], -1e30, tl.float32)  # finite: a row whose keys are all masked so far yields no NaN
     l_i = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        largest, total = from_sinks(sinks_ptr, head)
+        if SPLIT:  # the sink is of one part
+            total = tl.where(tl.program_id(2) == 0, total, 0.0)
+        m_i, l_i = tl.zeros([BLOCK_M], tl.float32) + largest, l_i + total
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in tl.range(start, end, BLOCK_N):
         n = tl.multiple_of(n, BLOCK_N)
@@ -132,10 +141,10 @@ def forward_on_triton(
             masking.cu_seqlens_q, masking.cu_seqlens_k, batches * queries, masking.causal, masking.window
         )
     sums, weights = (out, lse) if parts == 1 else (new_sums(parts, q), new_weights(parts, q))
-    q, k, v = aligned(q, "q"), aligned(k, "k"), aligned(v, "v")
+    q, k, v, sinks = aligned(q, "q"), aligned(k, "k"), aligned(v, "v"), rows_of(masking.sinks)
     tensors = (
         tiles_of(q, tile.queries, block_d, tma), tiles_of(k, tile.keys, block_d, tma),
-        tiles_of(v, tile.keys, block_d, tma), sums, weights, ranges,
+        tiles_of(v, tile.keys, block_d, tma), sums, weights, ranges, lse if sinks is None else sinks,
     )  # fmt: skip
     numbers = (
         *out.stride()[:3], batches, heads, heads // kv_heads, queries, keys,
@@ -143,7 +152,7 @@ def forward_on_triton(
     )  # fmt: skip
     constants = (
         size, block_d, tile.queries, tile.keys, masking.causal, masking.packed or masking.window is not None,
-        masking.packed, masking.softcap is not None, dot_precision(q.dtype), parts > 1, tma,
+        masking.packed, masking.softcap is not None, sinks is not None, dot_precision(q.dtype), parts > 1, tma,
     )  # fmt: skip
     _launch(
         _forward_kernel, (tiles, batches * heads, parts), (tile, masking.kinds(q, k, v)), (),
@@ -161,50 +170,53 @@ def _new_lse(q: torch.Tensor) -> torch.Tensor:
 def _launch_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None,
     cu_seqlens_k: torch.Tensor | None, causal: bool, scale: float, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
+    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
         out, lse = reference_attention(q, k, v, masking)
         return positions_first(q).copy_(out), lse
     return forward_on_triton(q, k, v, masking)
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks=None):
     return positions_first(q), _new_lse(q)
 
 
 def _launch_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None, causal: bool, scale: float,
-    window: int | None, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k)
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """dq, dk, dv and, where there are sinks, their gradient."""
+    masking = Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks)
     if q.numel() == 0 or k.numel() == 0 or not runs_on_triton(q):
-        dq, dk, dv = reference_attention_backward(dout, q, k, v, out, lse, masking)
-        return positions_first(q).copy_(dq), positions_first(k).copy_(dk), positions_first(v).copy_(dv)
+        dq, dk, dv, *dsinks = reference_attention_backward(dout, q, k, v, out, lse, masking)
+        return [positions_first(q).copy_(dq), positions_first(k).copy_(dk), positions_first(v).copy_(dv), *dsinks]
     return backward_on_triton(dout, q, k, v, out, lse, masking)
 
 
-def _fake_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap):
-    return positions_first(q), positions_first(k), positions_first(v)
+def _fake_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks=None):
+    grads = [positions_first(q), positions_first(k), positions_first(v)]
+    return grads if sinks is None else [*grads, sinks.new_empty(sinks.shape)]
 
 
 _backward_op = KernelOp("flash_attention_backward", _launch_backward, _fake_backward)
 
 
 def _save_for_backward(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.scalars = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.scalars, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, sinks)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # of lse, which would be zeros made for nobody
 
 
 def _backward(ctx, dout, _):
     if dout is None:
-        return (None,) * 9
-    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-    grads = _backward_op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.scalars)
-    return *grads, None, None, None, None, None, None
+        return (None,) * 10
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, sinks = ctx.saved_tensors
+    dq, dk, dv, *dsinks = _backward_op(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *ctx.scalars, sinks)
+    return dq, dk, dv, None, None, None, None, None, None, dsinks[0] if dsinks else None
 
 
 _forward_op = KernelOp(
@@ -221,13 +233,14 @@ def flash_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Exact attention with gradients for q, k and v, in memory linear in the number of positions.
+    """Exact attention with gradients for q, k, v and sinks, in memory linear in the number of positions.
 
     Args:
         q: [B, H, Tq, D], fp16, bf16 or fp32, D up to 256. Any strides; views of [B, T, H, D] tensors cost no copy
@@ -237,6 +250,8 @@ def flash_attention(
         scale: factor of q.k, > 0; 1/sqrt(D) by default.
         window: a query sees the `window` keys that end with its own (and, if not causal, as many on the other side).
         softcap: scores become softcap * tanh(score / softcap).
+        sinks: [H], attention sinks: a learned logit a query head that counts in the softmax's denominator and has no
+            value (`scale` and `softcap` are not applied to it), fp16, bf16 or fp32.
         cu_seqlens_q, cu_seqlens_k: cumulative document lengths, int [documents + 1] from 0, over the B * T
             positions flattened; no document crosses a batch entry. k's default to q's. Trailing empty documents are
             allowed (`cu_seqlens_from_position_ids` makes them); positions behind the last document give zeros.
@@ -252,6 +267,6 @@ def flash_attention(
     check_tensor("q", q)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)  # Triton takes the int 1 for a constant
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k))
-    out, _ = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap)
+    check_attention(q, k, v, Masking(causal, scale, window, softcap, cu_seqlens_q, cu_seqlens_k, sinks))
+    out, _ = _forward_op(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, window, softcap, sinks)
     return out

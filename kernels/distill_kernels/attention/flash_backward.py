@@ -4,10 +4,11 @@ With P = exp(z - lse), dP = dout v^T and delta_i = sum_d dout_id out_id:
 
     dS = P * (dP - delta)        dv = P^T dout        dk = scale * dS^T q        dq = scale * dS k
 
-(under a soft cap dS is multiplied by 1 - tanh^2(z / cap)). One kernel owns a tile of keys and visits the queries that
-attend to it, for every query head of its group, and makes dk and dv; a second owns a tile of queries and makes dq.
-P and dP are computed in both: 7 products where one kernel with atomic adds into dq would need 5. On an H200 the
-two are the faster by half, since small tiles keep their sums in registers; and every sum has one fixed order, so
+(under a soft cap dS is multiplied by 1 - tanh^2(z / cap)). Sinks are in lse and out, and change none of these; theirs
+is dsink_h = -sum_i exp(sink_h - lse_i) delta_i, over a head's rows. One kernel owns a tile of keys and visits the
+queries that attend to it, for every query head of its group, and makes dk and dv; a second owns a tile of queries and
+makes dq. P and dP are computed in both: 7 products where one kernel with atomic adds into dq would need 5. On an H200
+the two are the faster by half, since small tiles keep their sums in registers; and every sum has one fixed order, so
 that gradients are equal from run to run.
 
 Bytes: q, k, v, out, dout, lse read, dq, dk, dv written, 8 B H T of row terms between the kernels.
@@ -44,16 +45,21 @@ from distill_kernels.attention.parts import (
 )
 from distill_kernels.attention.ranges import UNBOUNDED, dense_or_packed_interval, key_tiles, packed_ranges
 from distill_kernels.launch import INTERPRETER, Launch, cdiv, device_facts, tl, triton
+from distill_kernels.operands import rows_of
 
 PADDING = 128  # rows of lse and delta are padded to this, so that no tile needs to check their end
 
 
 @triton.jit
 def _row_terms_kernel(
-    out_ptr, dout_ptr, lse_ptr, terms_ptr, stride_ob, stride_oh, stride_om, stride_gb, stride_gh, stride_gm,
-    heads, queries, padded_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    out_ptr, dout_ptr, lse_ptr, terms_ptr, sinks_ptr, sums_ptr, stride_ob, stride_oh, stride_om, stride_gb, stride_gh,
+    stride_gm, heads, queries, padded_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """terms[0] = lse to base 2, terms[1] = delta, both [B * H, padded]; padding rows get p = exp2(s - inf) = 0."""
+    """terms[0] = lse to base 2, terms[1] = delta, both [B * H, padded]; padding rows get p = exp2(s - inf) = 0.
+
+    With SINKS also these rows' sum of the sinks' gradients, [B * H, programs].
+    """
     batch_head = tl.program_id(1).to(tl.int64)
     batch, head = batch_head // heads, batch_head % heads
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -66,8 +72,13 @@ def _row_terms_kernel(
     dout = tl.load(dout_at, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + batch_head * queries + row, mask=row < queries, other=float("inf"))
     terms_at = terms_ptr + batch_head * padded_rows + row
+    delta = tl.sum(out * dout, 1)
     tl.store(terms_at, lse * 1.4426950408889634)
-    tl.store(terms_at + tl.num_programs(1).to(tl.int64) * padded_rows, tl.sum(out * dout, 1))
+    tl.store(terms_at + tl.num_programs(1).to(tl.int64) * padded_rows, delta)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        p = tl.where(lse == float("-inf"), 0.0, tl.exp2((sink - lse) * 1.4426950408889634))
+        tl.store(sums_ptr + batch_head * tl.num_programs(0) + tl.program_id(0), -tl.sum(p * delta, 0))
 
 
 @triton.jit
@@ -237,8 +248,8 @@ def backward_on_triton(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     masking: Masking, key_tile: Tiles | None = None, query_tile: Tiles | None = None, key_parts: int | None = None,
     query_parts: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv by the kernels above. The last four arguments are for measurements."""
+) -> list[torch.Tensor]:  # fmt: skip
+    """dq, dk, dv and, with sinks, theirs by the kernels above. The last four arguments are for measurements."""
     batches, heads, queries, size = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     block_d, facts = head_block(size), device_facts(q.device)
@@ -254,10 +265,14 @@ def backward_on_triton(
     terms = torch.empty(2, batches * heads, padded_rows, dtype=torch.float32, device=q.device)
     block_m = 32 if facts.family == INTERPRETER or size > 128 else 64
     kinds = masking.kinds(q, k, v, dout, out, lse)
+    sinks, sink_sums = rows_of(masking.sinks), None
+    if sinks is not None:
+        sink_sums = torch.empty(batches, heads, padded_rows // block_m, dtype=torch.float32, device=q.device)
     _launch_rows(
         _row_terms_kernel, (padded_rows // block_m, batches * heads, 1), kinds, (),
-        (out, dout, lse, terms, *out.stride()[:3], *dout.stride()[:3], heads, queries, padded_rows, size, block_d,
-         block_m),
+        (out, dout, lse, terms, lse if sinks is None else sinks, terms if sink_sums is None else sink_sums,
+         *out.stride()[:3], *dout.stride()[:3], heads, queries, padded_rows, size, block_d, block_m,
+         sinks is not None),
     )  # fmt: skip
     window = UNBOUNDED if masking.window is None else masking.window
     ranges = key_ranges = lse
@@ -301,4 +316,6 @@ def backward_on_triton(
     )  # fmt: skip
     if parts > 1:
         add_parts(dq_sums, dq, scale)
-    return dq, dk, dv
+    if sinks is None or sink_sums is None:
+        return [dq, dk, dv]
+    return [dq, dk, dv, sink_sums.sum((0, 2)).to(sinks.dtype)]

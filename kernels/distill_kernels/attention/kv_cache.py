@@ -92,11 +92,12 @@ class KVCache:
         self._longest += new
 
     def attend(
-        self, q: torch.Tensor, *, scale: float | None = None, window: int | None = None, softcap: float | None = None
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, *, scale: float | None = None, window: int | None = None, softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """`decode_attention` of the newest tokens' q [B, H, S, D], whose keys were appended before."""
         keys, values = self.keys.transpose(1, 2), self.values.transpose(1, 2)
-        return decode_attention(q, keys, values, self.lengths, scale=scale, window=window, softcap=softcap)
+        return decode_attention(q, keys, values, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def truncate(self, length: int) -> None:
         """Forget positions from `length` on (rejected speculative tokens)."""

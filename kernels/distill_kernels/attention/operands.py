@@ -35,6 +35,7 @@ class Masking(NamedTuple):
     softcap: float | None = None
     cu_seqlens_q: torch.Tensor | None = None
     cu_seqlens_k: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # [H]
 
     @property
     def packed(self) -> bool:
@@ -50,7 +51,8 @@ class Masking(NamedTuple):
 
     def kinds(self, *tensors: torch.Tensor) -> tuple[object, ...]:
         """All of this mask and of `tensors` that a kernel over them is compiled for, for `Launch`."""
-        laid_out = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors]
+        every = tensors if self.sinks is None else (*tensors, self.sinks)
+        laid_out = [(x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in every]
         return (*laid_out, self.causal, self.window, self.softcap is None, self.packed)
 
 
@@ -78,6 +80,8 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
         raise ValueError(f"window: expected at least 1 key, got {masking.window}")
     if masking.softcap is not None and not masking.softcap > 0:
         raise ValueError(f"softcap: expected a number > 0, got {masking.softcap}")
+    if masking.sinks is not None:
+        _check_sinks(masking.sinks, q)
     if (masking.cu_seqlens_q is None) != (masking.cu_seqlens_k is None):
         raise ValueError("cu_seqlens_k: given without cu_seqlens_q")
     for name, lengths in (("cu_seqlens_q", masking.cu_seqlens_q), ("cu_seqlens_k", masking.cu_seqlens_k)):
@@ -90,6 +94,16 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: 
             raise ValueError(f"{name}: expected on {q.device}, got {lengths.device}")
     if masking.packed and masking.cu_seqlens_q.numel() != masking.cu_seqlens_k.numel():  # type: ignore[union-attr]
         raise ValueError("cu_seqlens_k: as many documents as cu_seqlens_q expected")
+
+
+def _check_sinks(sinks: torch.Tensor, q: torch.Tensor) -> None:
+    check_tensor("sinks", sinks)
+    wide = sinks.dtype == torch.float64 and q.dtype != torch.float64
+    if sinks.shape != (q.shape[1],) or sinks.device != q.device or not sinks.is_floating_point() or wide:
+        raise ValueError(
+            f"sinks: expected [{q.shape[1]}], a float16, bfloat16 or float32 number a query head, on {q.device}, got "
+            f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
+        )
 
 
 class Tiles(NamedTuple):
@@ -205,7 +219,8 @@ def _legal(shape: tuple[int, ...], strides: tuple[int, ...], columns: int) -> bo
 def positions_first(like: torch.Tensor) -> torch.Tensor:
     """An uninitialised [B, H, T, D] tensor that is [B, T, H, D] in memory, as projections before and after want it."""
     batch, heads, positions, size = like.shape
-    return like.new_empty(batch, positions, heads, size).transpose(1, 2)
+    strides = (positions * heads * size, size, heads * size, 1)  # no view, which could not be written to in place
+    return like.new_empty_strided((batch, heads, positions, size), strides)
 
 
 _copied: set[tuple[object, ...]] = set()
@@ -265,6 +280,14 @@ def load_tile(
             held = held & (column < HEAD_DIM)[None, :]
         tile = tl.load(ptr + row[:, None] * stride_m + column[None, :], mask=held, other=0.0)
     return tile
+
+
+@triton.jit
+def from_sinks(sinks_ptr, head):
+    """The running maximum and sum, to base 2, of rows of `head` (a scalar or a block) whose softmax has a sink."""
+    sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+    largest = tl.maximum(sink, -1e30)  # finite, also for a sink of -inf, which is none
+    return largest, tl.exp2(sink - largest)
 
 
 @triton.jit

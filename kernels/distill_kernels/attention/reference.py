@@ -43,10 +43,12 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out [B, H, Tq, D] in q's dtype and lse [B, H, Tq]; a query without keys gives zeros and -inf."""
+    """Out [B, H, Tq, D] in q's dtype and lse [B, H, Tq]; a query without keys gives zeros and -inf, or its sink."""
     dtype = _computed_in(q.dtype)
     scores, _ = _scores(q.to(dtype), k.to(dtype), masking)
     lse = torch.logsumexp(scores, -1)
+    if masking.sinks is not None:
+        lse = torch.logaddexp(lse, masking.sinks.to(dtype)[:, None])
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
     values = v.to(dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return (weights @ values).to(q.dtype), lse
@@ -55,12 +57,13 @@ def reference_attention(
 def reference_attention_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     masking: Masking,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dq, dk, dv by the formulas of `flash_backward.py`."""
+) -> list[torch.Tensor]:  # fmt: skip
+    """dq, dk, dv and, with sinks, theirs by the formulas of `flash_backward.py`."""
     dtype = _computed_in(q.dtype)
     group = q.shape[1] // k.shape[1]
     scores, damping = _scores(q.to(dtype), k.to(dtype), masking)
-    p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0).to(dtype)[..., None])
+    lse = lse.masked_fill(lse == float("-inf"), 0).to(dtype)  # p is 0 in a row without keys
+    p = torch.exp(scores - lse[..., None])
     upstream = dout.to(dtype)
     dp = upstream @ v.to(dtype).repeat_interleave(group, dim=1).transpose(-1, -2)
     delta = (upstream * out.to(dtype)).sum(-1, keepdim=True)
@@ -68,4 +71,7 @@ def reference_attention_backward(
     dq = ds @ k.to(dtype).repeat_interleave(group, dim=1)
     dk = (ds.transpose(-1, -2) @ q.to(dtype)).unflatten(1, (-1, group)).sum(2)
     dv = (p.transpose(-1, -2) @ upstream).unflatten(1, (-1, group)).sum(2)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    grads = [dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)]
+    if (sinks := masking.sinks) is not None:
+        grads.append(-(torch.exp(sinks.to(dtype)[:, None] - lse) * delta[..., 0]).sum((0, 2)).to(sinks.dtype))
+    return grads

@@ -250,7 +250,7 @@ def rope(
     if in_place and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
         raise ValueError("in_place: expected False where q or k needs a gradient, got True")
     if not runs_on_triton(q):
-        q_out, k_out = reference_rope(q, k, cos, sin)
+        q_out, k_out = reference_rope(q, k, cos.detach(), sin.detach())
         return (q.copy_(q_out), k.copy_(k_out)) if in_place else (as_from_kernel(q_out), as_from_kernel(k_out))
     if not in_place:
         if torch.is_grad_enabled() and takes_shortcut(q, k, cos, sin):

@@ -24,7 +24,7 @@ from distill_kernels.losses.sharded_heads import Heads, own_heads
 from distill_kernels.losses.shards import VocabShard
 from distill_kernels.losses.terms import Objective, TokenStats
 from distill_kernels.losses.topk_rows import TopK
-from distill_kernels.operands import differentiable_once
+from distill_kernels.operands import differentiable_once, own_output
 
 
 @torch.library.custom_op("distill::linear_divergence", mutates_args=())
@@ -142,7 +142,7 @@ class _FusedLoss(torch.autograd.Function):
             ctx.versions = _versions(teacher, batch)
         else:
             ctx.gradients, ctx.per_row = outcome.gradients, per_row
-        loss = outcome.loss if per_row else outcome.loss.sum()
+        loss = own_output(outcome.loss) if per_row else outcome.loss.sum()
         stats = None if outcome.stats is None else torch.stack(outcome.stats)
         if stats is not None:
             ctx.mark_non_differentiable(stats)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from distill_kernels.kernel_op import check_tensors
+from distill_kernels.kernel_op import check_tensors, inference_only
 from distill_kernels.launch import device_facts, next_power_of_2, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.layers.glu import Activation, check_activation, glu
@@ -108,9 +108,10 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (elements below 2^-15 of the row's largest: by 2^-19 of it).
 
     Raises:
-        ValueError: If x is not a matrix.
+        ValueError: If x is not a matrix, or asks for a gradient.
     """
     check_tensors(x=x)
+    inference_only(x=x)
     if x.dim() != 2:
         raise ValueError(f"x: expected a matrix [M, K], got shape {tuple(x.shape)}")
     return (_quantize_rows_op if torch.compiler.is_compiling() else _quantize_rows)(rows_of(x))
@@ -158,8 +159,7 @@ def _check(x: torch.Tensor) -> None:
         raise ValueError(f"x: expected a GPU with products of e4m3, got one of {device_facts(x.device).family}")
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"x: expected bfloat16 on a GPU, got {x.dtype}")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError("x: expected no gradient to be asked for (fp8 layers are for inference), got requires_grad")
+    inference_only(x=x)
 
 
 class Fp8Rows(torch.Tensor):
@@ -287,6 +287,7 @@ class Fp8Linear(nn.Module):
         if torch.compiler.is_compiling():
             y: torch.Tensor = self(glu(gate, up, activation))
             return y
+        inference_only(gate=gate, up=up)
         for part in (gate, up):
             _check(part)
         flat, flat_up = (rows_of(part.reshape(-1, part.shape[-1])) for part in (gate, up))

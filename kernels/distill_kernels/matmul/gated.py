@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp, check_tensors
+from distill_kernels.kernel_op import KernelOp, check_tensors, inference_only
 from distill_kernels.launch import DeviceFacts, device_facts, runs_on_triton
 from distill_kernels.layers.glu import Activation, check_activation, reference_glu
 from distill_kernels.matmul.split_k import check_linear, reference_split_k_linear
@@ -86,7 +86,6 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, acti
 _op = KernelOp("gated_linear", _launch_op, _fake)
 
 
-@torch.no_grad()
 def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: Activation = "silu"
 ) -> torch.Tensor:
@@ -103,9 +102,10 @@ def gated_linear(
         [..., I] in the dtype of `x`; gate and up stay in fp32.
 
     Raises:
-        ValueError: For shapes or dtypes other than these.
+        ValueError: For shapes or dtypes other than these, or if a gradient is asked for.
     """
     check_tensors(x=x, weight=weight, bias=bias)
+    inference_only(x=x, weight=weight, bias=bias)
     check_activation(activation)
     check_linear(x, weight, bias)
     if weight.shape[0] % 16 or weight.shape[1] % 8 or not weight.is_contiguous():

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from distill_kernels.kernel_op import check_tensors
 from distill_kernels.losses.projection import product_fp32
 from distill_kernels.matmul.shared_input import products, put_together
-from distill_kernels.operands import differentiable_once, side_by_side
+from distill_kernels.operands import differentiable_once, own_output, side_by_side
 
 
 def reference_lora_linear(
@@ -71,7 +71,7 @@ class _LoraLinear(torch.autograd.Function):
         out, low = _forward(x, weight, bias, a, b, scale)
         ctx.save_for_backward(weight, a, b, low, *parts)
         ctx.function, ctx.scale = function, scale
-        return out
+        return own_output(out)
 
     @staticmethod
     @differentiable_once

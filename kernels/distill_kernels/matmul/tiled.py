@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from distill_kernels.kernel_op import KernelOp
+from distill_kernels.kernel_op import KernelOp, check_tensors, inference_only
 from distill_kernels.launch import DeviceFacts, cdiv, device_facts, runs_on_triton, tl, triton
 from distill_kernels.layers.activations import activate
 from distill_kernels.matmul.split_k import MAX_ROWS, check_linear, reference_split_k_linear, split_k_linear
-from distill_kernels.operands import blocks_of, check_tensor, has_aligned_rows, load_block, rows_of, store_block
+from distill_kernels.operands import blocks_of, has_aligned_rows, load_block, rows_of, store_block
 
 DEPTH = 64
 
@@ -130,7 +130,6 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 _op = KernelOp("tiled_linear", _launch_op, _fake)
 
 
-@torch.no_grad()
 def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`torch.nn.functional.linear` on Triton kernels alone, without a gradient.
 
@@ -143,9 +142,10 @@ def triton_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         [..., N] in the dtype of `x`, accumulated in fp32 and rounded once.
 
     Raises:
-        ValueError: For shapes or dtypes other than these.
+        ValueError: For shapes or dtypes other than these, or if a gradient is asked for.
     """
-    check_tensor("x", x)
+    check_tensors(x=x, weight=weight, bias=bias)
+    inference_only(x=x, weight=weight, bias=bias)
     inputs = x.shape[-1]
     flat = x.reshape(-1, inputs)
     if flat.shape[0] <= MAX_ROWS:
