@@ -34,7 +34,7 @@ def rows_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def own_output(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as an autograd function returns it: its memory, but no view, which could not be modified in place."""
-    return tensor.detach() if tensor._is_view() else tensor
+    return tensor.detach() if not torch.compiler.is_compiling() and tensor._is_view() else tensor
 
 
 def has_aligned_rows(matrix: torch.Tensor) -> bool:
