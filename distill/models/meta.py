@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from distill.models.adapters import add_lora
 from distill.models.guard import check_gguf, read_json
 from distill.models.load import load_config
-from distill.models.pruning import cut_config, layer_indices, layers_of
+from distill.models.pruning import layer_indices, layers_of, student_config
 from distill.models.quantised import quantisation_of
 from distill.models.read_weights import weights_fault
 from distill.models.shape import Shape, shape_of
@@ -145,7 +145,7 @@ def _layers_and_hidden(section: ModelSection, field: str) -> tuple[object, objec
 def meta_student(section: Student, teacher_config: Any) -> MetaModel:
     """The student without memory, with its adapters; cut from the teacher's configuration where it is cut from it."""
     if section.is_cut:
-        config = cut_config(teacher_config, layer_indices(section.from_teacher, layers_of(teacher_config)))
+        config = student_config(teacher_config, layer_indices(section.from_teacher, layers_of(teacher_config)))
     else:
         config = meta_config(section, "student")
     return meta_model(config, "student", section.lora, trains=True)

@@ -16,9 +16,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from distill.core.faults import first_line
 from distill.models.head import bare, decoder_of
-from distill.models.read_weights import read_weights
+from distill.models.read_weights import UnfitWeightsError, read_weights
 from distill.recipe import FromTeacher
+
+PER_LAYER = (
+    "intermediate_size",
+    "activation_sparsity_pattern",
+)  # lists with one entry a layer, beside those of "layer"
+JOINED = {"embed_tokens_per_layer.weight": 1, "per_layer_model_projection.weight": 0}  # by the dimension of the layers
+# what a module may know of its position and of others', which the configuration is held to
+POSITION = ("layer_id", "layer_number", "kv_shared_layer_index", "store_full_length_kv")
 
 
 def layers_to_keep(total: int, count: int) -> list[int]:
@@ -89,9 +98,9 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
     """
     prefix, layers = find_layers(teacher)
     indices = check_kept(keep, len(layers))
-    config = cut_config(teacher.config, indices)
+    config = student_config(teacher.config, indices)
     state = {
-        renamed: tensor
+        renamed: _of_layers(name, tensor, indices, len(layers))
         for name, tensor in teacher.state_dict().items()
         if (renamed := _renumber(name, prefix + ".", indices)) is not None
     }
@@ -103,9 +112,13 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
             state_dict={name: tensor.detach().clone() for name, tensor in state.items()},
             attn_implementation=teacher.config._attn_implementation,
         )  # fmt: skip
-    except ValueError as error:
+    except (ValueError, ArithmeticError, LookupError, AttributeError, TypeError) as error:
+        what = f"student.from_teacher: {type(teacher).__name__} cannot be cut to the layers {indices}: "
+        if not isinstance(error, UnfitWeightsError):
+            raise ValueError(f"{what}{type(error).__name__}: {first_line(error)}") from error
         raise ValueError(
-            f"student.from_teacher: {type(teacher).__name__} cannot be cut to {indices}: {error}"
+            f"{what}they have other parts in their new positions ({', '.join(error.names[:1]) or error}); choose "
+            "layers that keep the pattern"
         ) from error
     student = student.to(teacher.device)  # type: ignore[arg-type]
     _, cut = find_layers(student)
@@ -115,16 +128,67 @@ def cut_layers(teacher: PreTrainedModel, keep: Sequence[int], dtype: torch.dtype
     return student
 
 
+def student_config(config: Any, keep: Sequence[int]) -> Any:
+    """As `cut_config`, for a model that is to be saved: it is made and read back as it is.
+
+    Raises:
+        ValueError: transformers refuses such a configuration, or makes another of it.
+    """
+    cut = cut_config(config, keep)
+    written, what = (
+        cut.to_dict(),
+        f"student.from_teacher: {type(config).__name__} cannot be cut to the layers {list(keep)}",
+    )
+    try:
+        again = type(config).from_dict(copy.deepcopy(written)).to_dict()
+    except Exception as error:  # a configuration's own checks raise what they like
+        raise ValueError(f"{what}: {first_line(error.__cause__ or error)}") from error
+    if changed := [name for name, value in written.items() if again.get(name) != value]:
+        raise ValueError(f"{what}: read back, its configuration has another {changed[0]}; choose other layers")
+    return cut
+
+
 def cut_config(config: Any, keep: Sequence[int]) -> Any:
-    """A copy of `config` for the layers `keep`: the number of layers, and every list with one entry a layer."""
+    """A copy of `config` for the layers `keep`: the number of layers, and every list with one entry a layer.
+
+    Raises:
+        ValueError: a kept layer takes the keys and values of one that is not.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     total = text.num_hidden_layers
+    if sharing := getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = _kept_sharing(text.layer_types, total - sharing, keep)
     for name, value in vars(text).items():
-        if isinstance(value, list | tuple) and len(value) == total and "layer" in name:
+        if isinstance(value, list | tuple) and len(value) == total and ("layer" in name or name in PER_LAYER):
             setattr(text, name, [value[number] for number in keep])
     text.num_hidden_layers = len(keep)
     return config
+
+
+def _kept_sharing(types: Sequence[str], first: int, keep: Sequence[int]) -> int:
+    """How many of `keep` are layers from `first` on, which take keys and values of the last before it of their type."""
+    sharing = [number for number in keep if number >= first]
+    for number in sharing:
+        source = max(n for n in range(first) if types[n] == types[number])
+        if source not in keep:
+            raise ValueError(
+                f"student.from_teacher: layer {number} takes keys and values of layer {source}, which is not kept; "
+                f"keep {source} too, or no layer from {first} on"
+            )
+    return len(sharing)
+
+
+def _of_layers(name: str, tensor: torch.Tensor, keep: Sequence[int], total: int) -> torch.Tensor:
+    """The part of a tensor that belongs to the layers `keep`, where it holds one beside the other for each layer."""
+    dim = next((dim for end, dim in JOINED.items() if name.endswith(end)), None)
+    if dim is None:
+        return tensor
+    return (
+        tensor.unflatten(dim, (total, -1))
+        .index_select(dim, torch.tensor(keep, device=tensor.device))
+        .flatten(dim, dim + 1)
+    )
 
 
 def _renumber(name: str, prefix: str, keep: Sequence[int]) -> str | None:
@@ -146,7 +210,7 @@ def _same_behaviour(before: nn.Module, after: nn.Module, number: int) -> None:
         for key, value in vars(module).items():
             if not isinstance(value, bool | int | float | str | None):
                 continue
-            if "idx" in key or key in ("training",) or key.startswith("_"):
+            if "idx" in key or key in ("training", *POSITION) or key.startswith("_"):
                 continue
             if getattr(new[name], key, None) != value:
                 raise ValueError(

@@ -34,6 +34,14 @@ CLEAN = (
 )
 
 
+class UnfitWeightsError(ValueError):
+    """Files that are not the weights of a model; `names` are those of the model that are absent or misshapen."""
+
+    def __init__(self, message: str, names: Iterable[str] = ()) -> None:
+        self.names = sorted(names)
+        super().__init__(message)
+
+
 def _is_made_anew(name: str, model: PreTrainedModel) -> bool:
     """Tell buffers of the model, and the causal masks that early checkpoints of GPT-2 and its kin hold."""
     if any(name == own or name.endswith("." + own) for own, _ in model.named_buffers()):
@@ -89,8 +97,8 @@ def read_weights(
         arguments: More of `from_pretrained`.
 
     Raises:
-        ValueError: tensors that the files lack, that the model does not have, or of another shape: the first few by
-            name, and how many there are.
+        UnfitWeightsError: tensors that the files lack, that the model does not have, or of another shape: the first
+            few by name, and how many there are.
     """
     with _kept_report() as report:
         try:
@@ -100,16 +108,18 @@ def read_weights(
         except RuntimeError as error:
             if not (wrong := report.conversions()):
                 raise
-            raise ValueError(
-                f"{_named(wrong)}: the tensors in its files do not make it up (one is absent, or of another shape)"
+            raise UnfitWeightsError(
+                f"{_named(wrong)}: the tensors in its files do not make it up (one is absent, or of another shape)",
+                wrong,
             ) from error
     if missing := found["missing_keys"]:
-        raise ValueError(f"its files lack {_named(missing)}, which would be drawn at random; fetch or make them again")
+        raise UnfitWeightsError(
+            f"its files lack {_named(missing)}, which would be drawn at random; fetch or make them again", missing
+        )
     if mismatched := sorted(found["mismatched_keys"]):
-        _, there, here = mismatched[0]
-        raise ValueError(
-            f"{_named([name for name, _, _ in mismatched])}: expected the shape {list(here)} of config.json, got "
-            f"{list(there)} in its files"
+        (_, there, here), names = mismatched[0], [name for name, _, _ in mismatched]
+        raise UnfitWeightsError(
+            f"{_named(names)}: expected the shape {list(here)} of config.json, got {list(there)} in its files", names
         )
     _hold_unread(model, found["unexpected_keys"], field, file_config)
     if (file := arguments.get("gguf_file")) is not None:
@@ -124,7 +134,9 @@ def _hold_unread(model: PreTrainedModel, names: Iterable[str], field: str, confi
             what = next((what for what, covers in UNREAD.items() if covers(name, model, config)), None)
             kinds.setdefault(what, []).append(name)
     if foreign := kinds.pop(None, None):
-        raise ValueError(f"its files hold {_named(foreign)}, which a {type(model).__name__} does not have; {CLEAN}")
+        raise UnfitWeightsError(
+            f"its files hold {_named(foreign)}, which a {type(model).__name__} does not have; {CLEAN}"
+        )
     for what, unread in kinds.items():
         log.warning("%s: not read: %s (%s)", field, _named(unread), what)
 

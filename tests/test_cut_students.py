@@ -1,0 +1,107 @@
+"""Students cut from families whose layers depend on each other: they compute as saved, or one line says why not."""
+
+import pytest
+import torch
+from test_checkpoint_weights import COMMON, FAMILIES
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from distill.models.meta import meta_student
+from distill.models.pruning import cut_layers
+from distill.recipe import Student
+
+SLIDING = ["sliding_attention", "full_attention"]
+GEMMA = {
+    "num_hidden_layers": 6, "layer_types": SLIDING * 3, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
+    "vocab_size_per_layer_input": 259, "sliding_window": 16,
+}  # fmt: skip
+KINDS = {
+    "gemma3n_text": GEMMA | {"laurel_rank": 8, "intermediate_size": [64, 32] * 3,
+                             "activation_sparsity_pattern": [0.0, 0.5] * 3},
+    "gemma4_text": GEMMA | {"global_head_dim": 8, "use_double_wide_mlp": True},
+    "olmo_hybrid": FAMILIES["olmo_hybrid"] | {"num_hidden_layers": 4, "layer_types": ["linear_attention",
+                                              "full_attention"] * 2},
+    "llama4_text": {"num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1, "moe_layers": [],
+                    "intermediate_size_mlp": 64, "layer_types": ["chunked_attention", "full_attention"] * 2,
+                    "no_rope_layers": [1, 0] * 2, "attention_chunk_size": 64},
+    "rwkv": {"attention_hidden_size": 32},
+}  # fmt: skip
+
+
+def made(kind):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(COMMON | KINDS[kind]))).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 35)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    "kind, keep",
+    [("gemma3n_text", [2, 3]), ("gemma3n_text", [2, 3, 5]), ("gemma4_text", [2, 3, 5]),
+     ("gemma4_text", [1, 3]), ("gemma4_text", [0, 2, 3, 4, 5]), ("olmo_hybrid", [0, 3]), ("llama4_text", [0, 1, 3])],
+)  # fmt: skip
+def test_a_cut_student_is_the_kept_layers_and_saves_as_it_is(tmp_path, kind, keep):
+    teacher = made(kind)
+    student = cut_layers(teacher, keep)
+    theirs = dict(teacher.named_parameters())
+    for name, value in student.named_parameters():
+        parts = name.split(".")
+        if "layers" in parts:
+            at = parts.index("layers") + 1
+            parts[at] = str(keep[int(parts[at])])
+        expected = theirs[".".join(parts)]
+        if "embed_tokens_per_layer" in name:
+            expected = torch.cat([expected[:, 8 * number : 8 * number + 8] for number in keep], dim=1)
+        if "per_layer_model_projection" in name:
+            expected = torch.cat([expected[8 * number : 8 * number + 8] for number in keep])
+        assert torch.equal(value, expected), name
+    student.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval()), logits(student))
+    section = Student.model_validate({"from_teacher": {"keep": keep}})
+    planned = meta_student(section, teacher.config).shape
+    assert planned.parameters == sum(parameter.numel() for parameter in student.parameters())
+
+
+@pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])
+def test_dropped_layers_that_do_nothing_leave_the_outputs_as_they_were(kind):
+    """With layers that add nothing to their input, a student without them computes what its teacher does."""
+    teacher, drop = made(kind), (0, 1)
+    keep = [2, 3, 4, 5]
+    with torch.no_grad():
+        for number in drop:
+            layer = teacher.model.layers[number]
+            if kind == "gemma3n_text":
+                layer.forward = lambda hidden, *args, **kwargs: hidden
+            else:
+                for module in (layer.self_attn.o_proj, layer.mlp.down_proj, layer.per_layer_projection):
+                    module.weight.zero_()
+    torch.testing.assert_close(logits(cut_layers(teacher, keep)), logits(teacher), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, keep, said",
+    [
+        ("olmo_hybrid", [0, 2], "OlmoHybridConfig cannot be cut to the layers [0, 2]: OLMoHybrid expects at least one"),
+        ("gemma4_text", [0, 1, 2], "read back, its configuration has another layer_types; choose other layers"),
+        (
+            "gemma3n_text",
+            [0, 1, 4, 5],
+            "layer 4 takes keys and values of layer 2, which is not kept; keep 2 too, or no",
+        ),
+        ("gemma4_text", [0, 1, 5], "layer 5 takes keys and values of layer 3, which is not kept; keep 3 too, or no"),
+        ("rwkv", [1], "RwkvForCausalLM cannot be cut to the layers [1]: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_told_in_a_line(kind, keep, said):
+    with pytest.raises(ValueError, match=r"^student\.from_teacher: ") as raised:
+        cut_layers(made(kind), keep)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_parts_that_other_positions_have_are_named():
+    config = AutoConfig.for_model("glm4_moe", **(COMMON | FAMILIES["glm4_moe"]))
+    with pytest.raises(ValueError, match=r"they have other parts in their new positions \(model\.layers\.0\.mlp\.down"):
+        cut_layers(AutoModelForCausalLM.from_config(config), [1])
