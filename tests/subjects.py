@@ -119,7 +119,7 @@ def several(loss=None, weights=(3.0, 1.0)):
 def read_by_two(student="pieces", teacher="merged"):
     """Rows of two documents each as two tokenizers read them."""
     both = readers(student, teacher)
-    encoder = PairEncoder(*both, Format("text", {"text": "text"}), max_length=30, train_on="all")
+    encoder = PairEncoder(*both, Format("text", {"text": "text"}), max_length=30)
     pairs, _ = encoder([(0, {"text": WORDS[:160]}), (1, {"text": WORDS[200:330]}), (2, {"text": WORDS[-120:]})])
     documents = []
     for pair in pairs:

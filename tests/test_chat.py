@@ -5,7 +5,7 @@ import datetime
 import pytest
 from tiny import CHAT_TEMPLATE, tiny_tokenizer
 
-from distill.data.chat import FROZEN_DAY, ChatTemplate, TemplateError, freeze_date, load_template
+from distill.data.chat import FROZEN_DAY, ChatOptions, ChatTemplate, TemplateError, freeze_date, load_template
 from distill.data.sources import RowFault
 
 ASK = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
@@ -65,8 +65,11 @@ def tokenizer():
 
 
 def learned(source, tokenizer, messages, tools=None, **options):
-    rendered = ChatTemplate(source, tokenizer).render_for_training(messages, tools, **options)
-    return [rendered.text[start:end] for start, end in rendered.spans]
+    """What is learned, example by example; of one example its parts alone."""
+    first = options.pop("first_trained", 0)
+    made = ChatTemplate(source, tokenizer).for_training(messages, tools, ChatOptions(**options), first_trained=first)
+    parts = [[example.text[start:end] for start, end in example.spans] for example in made.examples]
+    return parts if len(parts) > 1 else parts[0]
 
 
 @pytest.mark.parametrize(
@@ -84,17 +87,23 @@ def test_all_turns_or_the_last_with_their_end_tokens(source, tokenizer):
 
 
 def test_a_template_that_rewrites_earlier_turns(tokenizer):
-    assert learned(DROPS_REASONING, tokenizer, CHAT) == ["First.<|end|>", "<think>\n\n</think>\n\nSecond.<|end|>"]
+    thought = "<think>\n\n</think>\n\n"
+    assert learned(DROPS_REASONING, tokenizer, CHAT) == [[f"{thought}First.<|end|>"], [f"{thought}Second.<|end|>"]]
+    made = ChatTemplate(DROPS_REASONING, tokenizer).for_training(CHAT)
+    assert made.rewritten
+    for example, end in zip(made.examples, (2, 4), strict=True):
+        prompt = ChatTemplate(DROPS_REASONING, tokenizer).render(CHAT[:end], prompt=True)
+        assert example.text[: example.spans[0][0]] == prompt
 
 
 def test_an_end_token_inside_an_answer_does_not_end_the_turn_early(tokenizer):
     chat = [CHAT[1], {"role": "assistant", "content": "It is <|end|> here."}, *CHAT[3:]]
-    assert learned(DROPS_REASONING, tokenizer, chat)[0] == "It is <|end|> here.<|end|>"
+    assert learned(DROPS_REASONING, tokenizer, chat)[0] == ["<think>\n\n</think>\n\nIt is <|end|> here.<|end|>"]
     assert learned(CHAT_TEMPLATE, tokenizer, chat)[0] == "It is <|end|> here.<|end|>"
 
 
-def test_without_an_end_token_the_line_end_is_learned(tokenizer):
-    assert learned(PLAIN, tokenizer, CHAT) == ["First.\n", "Second.\n"]
+def test_a_template_that_ends_no_turn_gets_the_end_of_text_token(tokenizer):
+    assert learned(PLAIN, tokenizer, CHAT) == [["First.<|end|>"], ["Second.<|end|>"]]
 
 
 def test_tool_calls_are_learned_and_tool_results_are_not(tokenizer):
@@ -137,7 +146,7 @@ def test_arguments_of_tool_calls_are_given_as_the_template_reads_them(writes, sa
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         template = ChatTemplate(CALLS.replace("WRITES", writes), tokenizer)
-        assert template.render(chat).text == f"<|start|>1 + 1?<|end|><|start|>{said}<|end|>"
+        assert template.render(chat) == f"<|start|>1 + 1?<|end|><|start|>{said}<|end|>"
         assert call["function"]["arguments"] is arguments, "the caller's row is not touched"
 
 
@@ -148,14 +157,18 @@ def test_messages_before_first_trained_are_prompt(tokenizer):
 
 def test_a_template_whose_prompt_is_no_prefix_is_refused_with_what_would_work(tokenizer):
     with pytest.raises(TemplateError, match=r"(?s)data\.chat_template.*'2Be.*\{% generation %\}"):
-        ChatTemplate(COUNTS, tokenizer).render_for_training(CHAT[:3])
+        ChatTemplate(COUNTS, tokenizer).for_training(CHAT[:3])
 
 
 @pytest.mark.parametrize("source", [CLOSES_THE_LAST, CLOSES_THE_LAST_AND_DROPS], ids=["same words", "rewritten"])
-def test_a_template_that_closes_the_last_turn_otherwise_learns_no_words_of_the_user(source, tokenizer):
-    with pytest.raises(TemplateError, match=r"(?s)first 3 messages.*set data\.train_on: last"):
-        learned(source, tokenizer, CHAT)
-    assert learned(source, tokenizer, CHAT, train_on="last")[0].endswith("Second.<|pad|>")
+def test_a_template_that_closes_the_last_turn_otherwise_makes_an_example_of_each(source, tokenizer):
+    thought = "<think></think>" if source is CLOSES_THE_LAST_AND_DROPS else ""
+    assert learned(source, tokenizer, CHAT) == [[f"{thought}First.<|pad|>"], [f"{thought}Second.<|pad|>"]]
+    assert learned(source, tokenizer, CHAT, train_on="last") == [f"{thought}Second.<|pad|>"]
+
+
+def test_each_makes_an_example_a_turn_where_the_template_rewrites_nothing(tokenizer):
+    assert learned(CHAT_TEMPLATE, tokenizer, CHAT, train_on="each") == [BOTH[:1], BOTH[1:]]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +182,7 @@ def test_a_template_that_closes_the_last_turn_otherwise_learns_no_words_of_the_u
 def test_a_chat_that_cannot_be_used_is_a_row_fault(messages, reason, tokenizer):
     strict = "{% for m in messages %}{% if not m.content %}{{ raise_exception('empty') }}{% endif %}{% endfor %}"
     with pytest.raises(RowFault, match=reason):
-        ChatTemplate(strict + CHAT_TEMPLATE, tokenizer).render_for_training(messages)
+        ChatTemplate(strict + CHAT_TEMPLATE, tokenizer).for_training(messages)
 
 
 def test_a_template_that_is_not_jinja_is_refused(tokenizer):
@@ -183,7 +196,7 @@ def test_a_template_that_is_not_jinja_is_refused(tokenizer):
 def test_todays_date_is_frozen_and_recorded(tokenizer):
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE, tokenizer)
     assert template.frozen_date == FROZEN_DAY
-    assert template.render(CHAT).text.startswith(FROZEN_DAY.strftime("%d %b %Y") + "<|start|>")
+    assert template.render(CHAT).startswith(FROZEN_DAY.strftime("%d %b %Y") + "<|start|>")
     assert learned(template.source, tokenizer, CHAT) == BOTH
 
 
@@ -191,7 +204,7 @@ def test_a_template_that_asks_whether_dates_exist_keeps_its_answer(tokenizer):
     source = '{% if strftime_now is defined %}{{ strftime_now("%Y-%m") }}{% else %}none{% endif %}'
     frozen, day = freeze_date(source, datetime.date(2030, 2, 3))
     assert day == datetime.date(2030, 2, 3)
-    assert ChatTemplate(frozen, tokenizer).render(CHAT).text == "2030-02"
+    assert ChatTemplate(frozen, tokenizer).render(CHAT) == "2030-02"
 
 
 def test_a_template_without_a_date_is_left_alone(tokenizer):

@@ -101,7 +101,7 @@ def test_a_template_that_stamps_the_date_is_frozen_and_the_day_reported(tmp_path
 def test_tool_calls_are_learned_token_by_token_and_their_results_are_not(tmp_path):
     template = (
         "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "[{{ call.function.name }}]{% endfor %}<|end|>\n{% endfor %}"
+        "[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}<|end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -111,7 +111,7 @@ def test_tool_calls_are_learned_token_by_token_and_their_results_are_not(tmp_pat
     ]  # fmt: skip
     tokenizer = tiny_tokenizer(chat_template=template)
     path = write(tmp_path / "a.jsonl", [{"messages": turns}] * 4)
-    assert learned(load(path, tokenizer).train[0], tokenizer) == "[add]<|end|>Two.<|end|>"
+    assert learned(load(path, tokenizer).train[0], tokenizer) == '[add {"a": 1}]<|end|>Two.<|end|>'
     assert learned(load(path, tokenizer, train_on="last").train[0], tokenizer) == "Two.<|end|>"
 
 

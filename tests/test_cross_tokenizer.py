@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from two_tokenizers import MERGED, PIECES, WORDS, readers
 
 from distill.cli import run_command
+from distill.data.chat import ChatOptions
 from distill.data.collator import Collator
 from distill.data.formats import Format
 from distill.doctor.reference_spans import Reading, dense_spans
@@ -46,7 +47,7 @@ def encode(rows, *, max_length=64, train_on="all", **more):
     made = readers(**more)
     columns = {name: name for name in rows[0] if name in ("text", "prompt", "completion", "messages")}
     kind = "chat" if "messages" in columns else "prompt_completion" if "prompt" in columns else "text"
-    encoder = PairEncoder(*made, Format(kind, columns), max_length=max_length, train_on=train_on)
+    encoder = PairEncoder(*made, Format(kind, columns), max_length=max_length, options=ChatOptions(train_on))
     return *encoder(list(enumerate(rows))), made
 
 
@@ -101,7 +102,7 @@ def test_what_a_text_says_of_its_beginning_and_end_is_not_said_twice(student, te
     text = "<s>The teacher explains and the student listens.</s>"
     for row in ({"text": text}, {"prompt": text[:20], "completion": text[20:]}):
         kind = "text" if "text" in row else "prompt_completion"
-        encoder = PairEncoder(*made, Format(kind, {name: name for name in row}), max_length=64, train_on="all")
+        encoder = PairEncoder(*made, Format(kind, {name: name for name in row}), max_length=64)
         ((pair,), _) = encoder([(0, row)])
         for reader, ids in zip(made, (pair.student, pair.teacher), strict=True):
             assert ids[0] == reader.beginning[0] and ids.tolist().count(ids[0]) == 1
@@ -113,7 +114,7 @@ def test_what_a_text_says_of_its_beginning_and_end_is_not_said_twice(student, te
         if "text" in row:
             assert said == text[3:].encode()
     long = "<s>" + "The teacher explains. " * 20
-    encoder = PairEncoder(*made, Format("text", {"text": "text"}), max_length=64, train_on="all")
+    encoder = PairEncoder(*made, Format("text", {"text": "text"}), max_length=64)
     pairs, _ = encoder([(0, {"text": long})])
     assert len(pairs) > 1
     for reader, side in zip(made, zip(*(pair[:2] for pair in pairs), strict=True), strict=True):
@@ -152,7 +153,7 @@ def test_rows_that_cannot_be_compared_are_counted():
         {"messages": [{"role": "user", "content": "a"}]},
         {"messages": [*CHAT[:1], {"role": "assistant", "content": "the same words"}]},
     ]
-    shouting = CLOSED.replace("m['content'] | trim", "m['content'] | trim | upper")
+    shouting = CLOSED.replace("m['content'] | trim", "m['content'] | trim").replace("m['content']", "'* ' ~ m['content']")
     pairs, tally, _ = encode(rows, templates=(CHAT_TEMPLATE, shouting))
     assert not pairs and tally.dropped["no assistant turn"] == 1
     assert tally.dropped["the two chat templates write what the assistant says differently"] == 1

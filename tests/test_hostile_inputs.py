@@ -19,7 +19,7 @@ import torch
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 
 from distill.core import console
-from distill.data import chat
+from distill.data import rendering
 from distill.data.limits import limited
 from distill.data.load import load_data
 from distill.data.sources import RowFault, open_source
@@ -238,7 +238,7 @@ DOUBLING = "{% set n = namespace(s='x' * 1000) %}{% for i in range(99) %}{% set 
 ])  # fmt: skip
 def test_templates_that_never_end_or_fill_the_memory(template, expected, monkeypatch):
     if "takes longer" in expected:  # of the others the clock, which a busy machine does not stop, says nothing
-        monkeypatch.setattr(chat, "TEMPLATE_SECONDS", 0.5)
+        monkeypatch.setattr(rendering, "TEMPLATE_SECONDS", 0.5)
     Path("t.jinja").write_text(template)
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
     before = time.process_time()

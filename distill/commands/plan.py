@@ -231,6 +231,8 @@ def inspect(
     made = [
         tokens_of(row, vocabulary.tokenizer, shades[number] if shades else None) for number, row in enumerate(chosen)
     ]
+    if not as_json:
+        console.say(f"{splits.report}\n")
     _show(made, [f"row {number + 1}" for number in range(len(made))], {"report": splits.report.as_dict()}, as_json)
 
 

@@ -1,356 +1,198 @@
-"""Chats through any chat template: the text, and which parts of it the assistant wrote.
+"""Chats through any chat template: the examples that are trained of a conversation, and what of it the template writes.
 
-A template with `{% generation %}` markers says itself what the assistant wrote. For one without, a chat is rendered
-turn by turn: the text before an assistant turn, closed by the generation prompt, must be a prefix of the whole text,
-and so must the text up to the turn's end; what lies between is what a model is asked to write. A template that
-rewrites earlier turns once later ones exist (Qwen3 drops their reasoning) breaks the second prefix only; the turn then
-ends at the end-of-turn token that closed it when it was the last. Where the first prefix breaks, or an earlier turn is
-closed otherwise than the last one (gpt-oss), the template is refused with an error: a mask that is off by a few tokens
-trains silently wrong.
-
-What is learned includes the turn's end-of-turn token and nothing after it (not the newline that many templates put
-there, which no model is asked to write).
+`ChatTemplate` puts the parts together: `messages` converts a conversation to the template's layout, `turns` finds what
+the assistant wrote, `coverage` holds that nothing the data say is missing, and `rendering` bounds all of it.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
-import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from distill.core.faults import first_line
-from distill.data.limits import limited
+from distill.data import coverage
+from distill.data.coverage import Losses
+from distill.data.messages import Adapter, said_by, without_reasoning
+from distill.data.rendering import FROZEN_DAY, Message, Renderer, Span, TemplateError, Tools, freeze_date
 from distill.data.sources import RowFault
+from distill.data.turns import RenderedChat, Turns
 
-TEMPLATE_SECONDS = 10.0  # for one chat: the longest in use take milliseconds
-TEMPLATE_BYTES = 1 << 30
-TEMPLATE_CHARACTERS = 1 << 26
-TEMPLATE_SOURCE = 1 << 20  # bytes of a template's own text
-FROZEN_DAY = datetime.date(2025, 1, 1)
-_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+__all__ = [
+    "FROZEN_DAY", "ChatOptions", "ChatTemplate", "Message", "RenderedChat", "Span", "TemplateError", "Tools",
+    "TrainingChat", "freeze_date", "load_template", "with_template",
+]  # fmt: skip
 
-Message = dict[str, Any]
-Tools = list[Any] | None  # JSON schemas
-Span = tuple[int, int]
+TrainOn = Literal["all", "each", "last"]
 
 
-class TemplateError(ValueError):
-    """The template cannot be used for training; no row would be right."""
+class ChatOptions(NamedTuple):
+    """How conversations become examples: the settings of these names in `data`."""
+
+    train_on: TrainOn = "all"
+    reasoning: Literal["keep", "require", "drop"] = "keep"
+    empty_answers: Literal["drop", "keep"] = "drop"
+
+    @classmethod
+    def of(cls, data: Any) -> ChatOptions:
+        """Those of a recipe's `data`."""
+        return cls(data.train_on, data.reasoning, data.empty_answers)
 
 
-class RenderedChat(NamedTuple):
-    """A chat as text.
+class TrainingChat(NamedTuple):
+    """What is trained of one conversation.
 
     Attributes:
-        text: what the template makes of it.
-        spans: character ranges to learn, in order, not overlapping.
+        examples: in the order of their turns; one of all turns, or one of each.
+        rewritten: there is one of each since the template writes earlier turns otherwise than last ones.
+        left_out: turns whose prompts are too long.
+        named: fields that the template does not write, without which the row is trained.
     """
 
-    text: str
-    spans: list[Span]
+    examples: list[RenderedChat]
+    rewritten: bool = False
+    left_out: int = 0
+    named: tuple[str, ...] = ()
 
 
-class ChatTemplate:
-    """A chat template bound to a tokenizer's special tokens, with its date frozen."""
+class ChatTemplate(Renderer):
+    """A chat template bound to a tokenizer.
 
-    def __init__(self, source: str, tokenizer: Any) -> None:
+    Attributes:
+        name: what messages call it.
+    """
+
+    def __init__(self, source: str, tokenizer: Any, name: str = "this chat template") -> None:
         """Bind a template.
 
         Raises:
             TemplateError: the text is not valid Jinja, or stamps a date that cannot be frozen.
         """
-        from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
+        super().__init__(source, tokenizer)
+        self.name = name
+        self._adapter = Adapter(self)
+        self._turns = Turns(self, self._adapter)
+        self._probed: dict[tuple[object, ...], Losses | None] = {}
 
-        self.source, self.frozen_date = freeze_date(source)
-        self.marked = bool(_MARKER.search(source))
-        self.special_tokens = dict(tokenizer.special_tokens_map)
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        added.sort(key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, added)) or r"\Z.")
-        if len(self.source) > TEMPLATE_SOURCE:
-            raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
-        try:
-            with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                _compile_jinja_template(self.source)
-        except TemplateSyntaxError as error:
-            raise TemplateError(
-                f"data.chat_template: not a valid Jinja template, line {error.lineno}: {error}"
-            ) from error
-        except Exception as error:  # constants are computed while it is compiled
-            raise TemplateError(f"data.chat_template: cannot be compiled: {_reason(error)}") from error
+    def settings(self) -> list[object]:
+        """All that decides how it writes and ends turns, as plain JSON."""
+        return [self.source, sorted(self.stops)]
 
-    def render(
-        self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False, mark: bool = False
-    ) -> RenderedChat:
-        """The template's text for `messages`; `spans` only with `mark`, from its generation markers.
+    def closings(self) -> set[str]:
+        """Special tokens that end an assistant's turn, plain or with tool calls."""
+        with self.bounded():
+            return self._turns.closings()
+
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, prompt: bool = False) -> str:
+        """The template's text for `messages`, unchecked.
 
         Args:
             messages: dictionaries with `role` and `content`, and what else the template reads.
             tools: JSON schemas of tools on offer.
-            prompt: end with the words that ask the assistant to speak.
-            mark: note the ranges inside generation markers.
+            prompt: end with the generation prompt.
 
         Raises:
             RowFault: the template refuses these messages.
         """
-        if any(message.get("tool_calls") for message in messages):
-            messages = [_with_arguments(message, self._arguments) for message in messages]
-        return self._rendered(messages, tools, prompt, mark)
+        with self.bounded(messages):
+            return self.raw(self._adapter(messages), tools, prompt=prompt).text
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Tools = None, prompt: bool = False, mark: bool = False
-    ) -> RenderedChat:
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """The text after which the assistant's next turn is generated.
 
-        try:
-            with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                rendered: Any = render_jinja_template(
-                    [list(messages)],
-                    tools=tools,
-                    chat_template=self.source,
-                    return_assistant_tokens_mask=mark,
-                    add_generation_prompt=prompt,
-                    **self.special_tokens,
-                )
-        except (TimeoutError, MemoryError) as error:
-            raise TemplateError(f"data.chat_template: the template does not end well: {_reason(error)}") from error
-        except Exception as error:  # a template is a program (in a sandbox): it may raise anything
-            raise RowFault("the chat template refuses the row", _reason(error)) from error
-        texts, spans = rendered
-        if len(texts[0]) > TEMPLATE_CHARACTERS:
-            raise RowFault("the chat template writes too much", f"{len(texts[0]):,} characters")
-        return RenderedChat(texts[0], list(spans[0]) if mark else [])
+        Raises:
+            RowFault: the template refuses these messages, or leaves something out of them.
+        """
+        answered = [*messages, {"role": "assistant", "content": "zqanswerqz"}]
+        with self.bounded(messages):
+            self.for_training(answered, tools, ChatOptions("last"))
+            return self.raw(self._adapter(messages), tools, prompt=True).text
 
-    def render_for_training(
+    def for_training(
         self,
         messages: Sequence[Message],
         tools: Tools = None,
+        options: ChatOptions = ChatOptions(),  # noqa: B008
         *,
-        train_on: Literal["all", "last"] = "all",
         first_trained: int = 0,
-    ) -> RenderedChat:
-        """A whole chat and the ranges the assistant wrote.
+        fits: Callable[[str], bool] | None = None,
+    ) -> TrainingChat:
+        """The examples of a conversation, in which everything it says is written.
 
         Args:
-            messages: the chat: any number of turns, with or without a system prompt and tool turns.
+            messages: any number of turns, with or without a system prompt and tool turns.
             tools: JSON schemas of tools on offer.
-            train_on: learn all assistant turns, or only the last.
+            options: which turns are learned; `all` becomes `each` where the template rewrites earlier turns.
             first_trained: learn no turn before this one (the messages before it are the prompt).
+            fits: whether a prompt is short enough; turns whose prompts are longer may be left out.
 
         Raises:
-            RowFault: no assistant turn, or the template refuses these messages.
-            TemplateError: the template's text for the first turns is not a prefix of its text for all.
+            RowFault: no assistant turn, an empty one, or the template refuses these messages or does not write all
+                of them.
+            TemplateError: what the assistant wrote cannot be told from the template.
         """
         roles = [message.get("role") for message in messages]
         turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= first_trained]
         if not turns:
             raise RowFault("no assistant turn", f"roles: {', '.join(map(str, roles[:8]))}")
-        if self.marked:
-            return self._from_markers(messages, tools, train_on, turns[0] if first_trained else 0)
-        whole = self.render(messages, tools).text
-        chosen = turns[-1:] if train_on == "last" else turns
-        spans = [self._turn(messages, number, tools, whole) for number in chosen]
-        for number, (_, end), (following, _) in zip(chosen, spans, spans[1:], strict=False):
-            if end > following:  # what closes the turn as the last one does not close it here
-                upto = self.render(messages[: number + 1], tools).text
-                raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
-        return RenderedChat(whole, spans)
+        turns = turns[-1:] if options.train_on == "last" else turns
+        with self.bounded(messages):
+            if options.reasoning == "drop":
+                messages = [without_reasoning(message) for message in messages]
+            made = self._examples(messages, tools, turns, options.train_on == "each", fits)
+            if not made.examples:
+                return made
+            losses = self._losses(messages, tools, turns) or Losses()
+            if losses.fault is not None:
+                raise RowFault(coverage.not_rendered(losses.fault, self.name), self._example_of(messages, turns))
+            taken = [turn for example in made.examples for turn in example.turns]
+            thoughts = coverage.check_words(made.examples, messages, tools, taken, self.name) and not losses.thought
+        named = losses.named
+        if not thoughts:
+            if options.reasoning == "require":
+                raise RowFault(coverage.not_rendered(coverage.THOUGHT, self.name), self._example_of(messages, turns))
+            named = (coverage.THOUGHT, *named)
+        if options.empty_answers == "drop" and any(
+            coverage.says_nothing(said_by(messages[turn]), thoughts) for turn in taken
+        ):
+            raise RowFault("empty", "a message of assistant says nothing; data.empty_answers: keep learns it")
+        return made._replace(named=named)
 
-    def _from_markers(self, messages: Sequence[Message], tools: Tools, train_on: str, first_turn: int) -> RenderedChat:
-        whole, spans = self.render(messages, tools, mark=True)
-        spans = [self._with_end_of_turn(whole, span) for span in _joined(spans)]
-        if first_turn:
-            before = self.render(messages[:first_turn], tools, prompt=True).text
-            if not whole.startswith(before):
-                raise TemplateError(self._refusal(messages, first_turn, before, whole))
-            spans = [span for span in spans if span[0] >= len(before)]
-        if not spans:
-            raise RowFault("the template marks nothing as the assistant's")
-        return RenderedChat(whole, spans[-1:] if train_on == "last" else spans)
+    def _examples(
+        self, messages: Sequence[Message], tools: Tools, turns: list[int], each: bool,
+        fits: Callable[[str], bool] | None = None,
+    ) -> TrainingChat:  # fmt: skip
+        adapted = self._adapter(messages)
+        whole = None if each else self._turns.whole(adapted, tools, turns)
+        if whole is not None:
+            return TrainingChat([whole])
+        examples = list(self._turns.each(adapted, tools, turns, fits if len(turns) > 1 else None))
+        return TrainingChat(examples, not each and len(turns) > 1, len(turns) - len(examples))
 
-    def _with_end_of_turn(self, text: str, span: Span) -> Span:
-        """A marked range, lengthened by the special token that follows it where it does not hold one at its end."""
-        start, end = span
-        closings = list(self._special.finditer(text, start, end))
-        if closings and not text[closings[-1].end() : end].strip():
-            return start, closings[-1].end()
-        following = self._special.match(text, end)
-        return start, following.end() if following else end
-
-    def _turn(self, messages: Sequence[Message], number: int, tools: Tools, whole: str) -> Span:
-        """The range of assistant turn `number`, by prefix difference."""
-        if number == 0:
-            raise RowFault("the chat begins with the assistant", "no prompt to learn an answer to")
-        before = self.render(messages[:number], tools, prompt=True).text
-        if not whole.startswith(before):
-            before = self._shortened_prompt(messages, number, tools, whole, before)
-        start = len(before)
-        upto = self.render(messages[: number + 1], tools).text
-        if not upto.startswith(before):
-            raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
-        end = self._end_of_turn(upto, start)
-        if whole.startswith(upto[:end]):
-            return start, end
-        closings = [match[0] for match in self._special.finditer(upto, start, end)]
-        ends = [match.end() for match in self._special.finditer(whole, start) if match[0] in closings[-1:]]
-        count = closings.count(closings[-1]) if closings else 0
-        run = self._closing_run(upto, start)
-        # the same words, and something else after them: no telling what closes the turn
-        same = not run or whole.startswith(upto[: run[0].start()].rstrip())
-        if same or count > len(ends):
-            raise TemplateError(self._refusal(messages, number, upto, whole, closed=True))
-        return start, ends[count - 1]
-
-    def _end_of_turn(self, upto: str, start: int) -> int:
-        """Where the assistant stops: after the turn's closing special token, else at the end of the turn's text.
-
-        A template may end a whole chat with a token more (Phi-3): what closes a turn stands directly after the words.
-        """
-        run = self._closing_run(upto, start)
-        return ([match for match in run if match[0] == self._closing] or run)[-1].end() if run else len(upto)
-
-    def _closing_run(self, text: str, start: int) -> list[re.Match[str]]:
-        """The special tokens that end a text, with only white space between and after them."""
-        run: list[re.Match[str]] = []
-        end = len(text)
-        for match in reversed(list(self._special.finditer(text, start))):
-            if text[match.end() : end].strip():
-                break
-            run.insert(0, match)
-            end = match.start()
-        return run
-
-    @functools.cached_property
-    def _arguments(self) -> type | None:
-        """How the template reads the arguments of a tool call: as an object, or as JSON text (str, as DeepSeek's).
-
-        Data hold either, and the wrong one is quoted twice, or printed as Python. None where the template takes none.
-        """
-        question = {"role": "user", "content": "a"}
-        for arguments in ({"a": True}, '{"a": true}'):
-            function = {"name": "f", "arguments": arguments}
-            call = {"id": "abcdefghi", "type": "function", "function": function}  # Mistral's ids have nine letters
-            try:
-                text = self._rendered([question, {"role": "assistant", "content": "", "tool_calls": [call]}]).text
-            except RowFault:
-                continue
-            if "{'a'" not in text:
-                return type(arguments)
-        return None
-
-    @functools.cached_property
-    def _closing(self) -> str | None:
-        """The special token that stands directly after an assistant's plain words."""
-        try:
-            text = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]).text
-        except RowFault:
+    def _losses(self, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Losses | None:
+        """What the template leaves out of conversations of this shape; None where it refuses one with markers."""
+        shape, kept = coverage.shape_of(messages[: turns[-1] + 1], tools, turns)
+        if not kept:
             return None
-        run = self._closing_run(text, 0)
-        return run[0][0] if run else None
+        if shape not in self._probed:
+            places = {number: place for place, number in enumerate(kept)}
+            learned = [places[turn] for turn in turns if turn in places]
 
-    def _shortened_prompt(self, messages: Sequence[Message], number: int, tools: Tools, whole: str, before: str) -> str:
-        """A generation prompt that says more than a finished turn does (DeepSeek-R1 opens a `<think>`), cut to what
-        both share, where the cut falls between special tokens."""
-        closed = self.render(messages[:number], tools).text
-        if not (whole.startswith(closed) and before.startswith(closed)):
-            raise TemplateError(self._refusal(messages, number, before, whole))
-        position = len(closed)
-        for match in self._special.finditer(before, len(closed)):
-            if match.start() != position or not whole.startswith(before[: match.end()]):
-                break
-            position = match.end()
-        if position == len(closed):
-            raise TemplateError(self._refusal(messages, number, before, whole))
-        return before[:position]
+            def rendered(filled: Sequence[Message], offered: Tools, chosen: list[int]) -> list[RenderedChat]:
+                return self._examples(filled, offered, chosen, len(chosen) > 1 and False).examples
 
-    def _refusal(self, messages: Sequence[Message], number: int, part: str, whole: str, *, closed: bool = False) -> str:
-        """Why turn `number` cannot be told: `part`, the text before it (with it, if `closed`), is not in `whole`."""
-        later = any(message.get("role") == "assistant" for message in messages[number + 1 :])
-        differing = (at for at, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b)
-        same = next(differing, min(len(part), len(whole)))
-        return (
-            "data.chat_template: what the assistant wrote cannot be told from this template, since its text for the "
-            f"first {number + closed} messages is not the beginning of its text for the whole chat: they part after "
-            f"{part[max(0, same - 40) : same]!r}, as {part[same : same + 40]!r} and {whole[same : same + 40]!r}. "
-            "Give a .jinja file with {% generation %} markers around the assistant's words"
-            + (", or set data.train_on: last" if later else "")
-        )
+            self._probed[shape] = coverage.probe(rendered, [messages[n] for n in kept], tools, learned)
+        return self._probed[shape]
+
+    def _example_of(self, messages: Sequence[Message], turns: Sequence[int]) -> str:
+        roles = ", ".join(str(message.get("role")) for message in messages[:8])
+        return f"message {turns[0]} of roles {roles}"
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
-        return f"it takes more than {TEMPLATE_BYTES >> 20:,} MiB of memory for one chat"
-    return first_line(error)
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """Ranges with those that touch made one; empty ones left out."""
-    joined: list[Span] = []
-    for start, end in sorted((start, end) for start, end in spans if end > start):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def freeze_date(template: str, day: datetime.date = FROZEN_DAY) -> tuple[str, datetime.date | None]:
-    """Replace today's date in a template by a fixed day, so that the same data gives the same tokens tomorrow.
+def load_template(choice: str, tokenizer: Any, name: str = "this chat template") -> ChatTemplate | None:
+    """The template a recipe's `data.chat_template` names: `tokenizer`, `none`, or a .jinja file.
 
     Args:
-        template: Jinja text that may call `strftime_now("FORMAT")`.
-        day: the day to stamp.
-
-    Returns:
-        The template, and the day if it was needed.
-
-    Raises:
-        TemplateError: the date is made from something other than a literal format.
-    """
-    moment = datetime.datetime.combine(day, datetime.time())
-    frozen, count = _TODAY.subn(lambda match: repr(moment.strftime(match["format"])), template)
-    if "strftime_now(" in frozen.replace(" ", ""):
-        raise TemplateError(
-            "data.chat_template: the template stamps today's date by a format that is not written out in it; "
-            "give a .jinja file that writes the date itself"
-        )
-    return frozen, day if count else None
-
-
-def _with_arguments(message: Message, kind: type | None) -> Message:
-    """The message with the arguments of its tool calls as `kind`, where they can be."""
-    calls = message.get("tool_calls")
-    if kind is None or not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_call(call, kind) for call in calls]}
-
-
-def _call(call: Any, kind: type) -> Any:
-    function = call.get("function", call) if isinstance(call, Mapping) else None  # some data leave "function" out
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if kind is dict and isinstance(arguments, str):
-        try:
-            made = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-    elif kind is str and isinstance(arguments, Mapping):
-        made = json.dumps(arguments, ensure_ascii=False)
-    else:
-        return call
-    if not isinstance(made, kind):
-        return call
-    changed = {**function, "arguments": made}  # type: ignore[dict-item]
-    return {**call, "function": changed} if "function" in call else changed
-
-
-def load_template(choice: str, tokenizer: Any) -> ChatTemplate | None:
-    """The template a recipe's `data.chat_template` names: `tokenizer`, `none`, or a .jinja file.
+        name: what messages call the template of a tokenizer; one from a file goes by the file's name.
 
     Returns:
         None where the tokenizer has no template, or none is wanted.
@@ -364,8 +206,8 @@ def load_template(choice: str, tokenizer: Any) -> ChatTemplate | None:
         source = getattr(tokenizer, "chat_template", None)
         if isinstance(source, dict):  # named templates
             source = source.get("default")
-        return ChatTemplate(source, tokenizer) if source else None
-    return ChatTemplate(_file(choice), tokenizer)
+        return ChatTemplate(source, tokenizer, name) if source else None
+    return ChatTemplate(_file(choice), tokenizer, f"the chat template {Path(choice).name}")
 
 
 def with_template(tokenizer: Any, choice: str) -> Any:

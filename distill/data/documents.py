@@ -19,8 +19,9 @@ from distill.core.faults import RunError
 from distill.data.packing import Documents, Ragged
 from distill.data.rows import size_of
 from distill.data.sources import Row, RowFault, Source
+from distill.data.tally import Tally
 from distill.data.token_cache import keep, key_of
-from distill.data.tokenise import Batch, Document, RowEncoder, Tally
+from distill.data.tokenise import Batch, Document, RowEncoder
 
 logger = logging.getLogger(__name__)
 

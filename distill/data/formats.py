@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from distill.data.chat import Message, Tools
+from distill.data.messages import REASONING
 from distill.data.sources import Row, RowFault
 from distill.data.suggestions import field_settings
 
@@ -66,12 +67,14 @@ class Format:
     Attributes:
         kind: `text`, `prompt_completion` or `chat`.
         columns: role (text, prompt, completion, messages) to column.
+        keeps_empty: an empty answer is no fault of a row.
         pairs_as_chat: a pair becomes a user's and an assistant's turn, since there is a chat template.
     """
 
     kind: str
     columns: dict[str, str] = field(default_factory=dict)
     pairs_as_chat: bool = False
+    keeps_empty: bool = False
 
     def __str__(self) -> str:
         names = ", ".join(role if role == column else f"{role}: {column}" for role, column in self.columns.items())
@@ -101,7 +104,7 @@ class Format:
                 )
             turns, reply = _messages(row, prompt), _messages(row, completion)
             return Sample(messages=turns + reply, tools=_tools(row), first_trained=len(turns))
-        question, answer = _text(row, prompt), _text(row, completion)
+        question, answer = _text(row, prompt), _text(row, completion, keeps_empty=self.keeps_empty)
         extra = row.get("input") if prompt == "instruction" else None
         if isinstance(extra, str) and extra.strip():
             question += "\n\n" + _text(row, "input")
@@ -187,13 +190,13 @@ def _cure(columns: Sequence[str], format: str, rows: Iterable[Row | RowFault]) -
     return f"map them, as in {field_settings(columns, format, first)}"
 
 
-def _text(row: Row, column: str) -> str:
+def _text(row: Row, column: str, *, keeps_empty: bool = False) -> str:
     value = row.get(column)
     if value is None:
         raise RowFault("null", f"column {column!r}") if column in row else RowFault("no value", f"column {column!r}")
     if not isinstance(value, str):
         raise RowFault("wrong type", f"column {column!r}: expected text, got {type(value).__name__}")
-    if not value.strip():
+    if not value.strip() and not keeps_empty:
         raise RowFault("empty", f"column {column!r}")
     return value
 
@@ -232,14 +235,15 @@ def _message(message: Any, column: str) -> Message:
     message["role"] = ROLES.get(plain, plain if plain in KNOWN_ROLES else role)
     if isinstance(content, list):
         message["content"] = content = _joined_parts(content, column)
-    if content is None and not message.get("tool_calls"):
+    if "tool_calls" not in message and isinstance(legacy := message.pop("function_call", None), dict):
+        message["tool_calls"] = [{"type": "function", "function": legacy}]  # OpenAI's before 2024
+    if content is None and not message.get("tool_calls") and not any(message.get(name) for name in REASONING):
         raise RowFault("null", f"column {column!r}: a message of {role} without content")
     if content is not None and not isinstance(content, str):
         raise RowFault("wrong type", f"column {column!r}: content is {type(content).__name__}")
     if content is None:
         message["content"] = ""
-    says_nothing = isinstance(content, str) and not content.strip() and not message.get("tool_calls")
-    if says_nothing and message["role"] in ("user", "assistant"):
+    if message["role"] == "user" and not message["content"].strip():  # of the assistant's see data.empty_answers
         raise RowFault("empty", f"column {column!r}: a message of {role} says nothing")
     return message
 

@@ -12,7 +12,9 @@ call gives the same rows.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,15 +23,17 @@ import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
 from distill.core.units import counted
-from distill.data.chat import ChatTemplate, load_template
+from distill.data.chat import ChatOptions, ChatTemplate, load_template
+from distill.data.coverage import NOT_RENDERED
 from distill.data.documents import tokenised
 from distill.data.formats import Format, detect
 from distill.data.mixing import Mix, MixedRows, mix_of
 from distill.data.packing import Documents, Ragged, rows_of
 from distill.data.report import DataReport
 from distill.data.sources import Source, open_source
+from distill.data.tally import Tally
 from distill.data.token_cache import keep, key_of
-from distill.data.tokenise import Encoder, RowEncoder, Tally
+from distill.data.tokenise import Encoder, RowEncoder
 
 if TYPE_CHECKING:
     import datasets
@@ -86,7 +90,7 @@ def load_data(data: Data, tokenizer: Any, *, seed: int, vocab_size: int | None =
     template = load_template(data.chat_template, tokenizer)
 
     def encoder(format: Format, part: Part) -> Encoder:
-        return Encoder(tokenizer, format, template, max_length=data.max_length, train_on=part.data.train_on)
+        return Encoder(tokenizer, format, template, max_length=data.max_length, options=ChatOptions.of(part.data))
 
     return load_rows(data, encoder, [template], seed=seed)
 
@@ -111,6 +115,7 @@ def load_rows(
         source = open_source(data.source, field=part.field, subset=data.subset, split=data.split)
         columns, templated = columns_of(source), None not in templates
         format = detect(columns, data.fields, data.format, source=source.name, has_template=templated, rows=source.rows)
+        format = replace(format, keeps_empty=data.empty_answers == "keep")
         documents, tally, key, cached = tokenised(
             source, encoder_for(format, part), max_rows=data.max_rows, workers=data.workers, cache=data.cache
         )
@@ -188,6 +193,13 @@ def columns_of(source: Source) -> tuple[str, ...]:
 
 def _check(documents: Documents, tally: Tally, source: Source, field: str) -> None:
     """Refuse data of which nothing is left; say so where much is lost."""
+    lost = Counter({reason: count for reason, count in tally.dropped.items() if NOT_RENDERED in reason})
+    if lost.total() * 2 > tally.rows_read:
+        what, _, cure = lost.most_common(1)[0][0].partition("; ")
+        raise ValueError(
+            f"data.chat_template: {what}; {lost.total():,} of {counted(tally.rows_read, 'row')} of {source.name} "
+            f"dropped; {cure} ({tally.examples[lost.most_common(1)[0][0]]})"
+        )
     dropped = sum(tally.dropped.values())
     if len(documents.origin) == 0:
         raise ValueError(

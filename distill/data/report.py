@@ -9,9 +9,10 @@ from typing import Any, Self
 import numpy as np
 
 from distill.core.units import counted
+from distill.data.coverage import NOT_RENDERED
 from distill.data.packing import IDS, Documents
+from distill.data.tally import Tally
 from distill.data.token_cache import key_of
-from distill.data.tokenise import Tally
 
 
 @dataclass
@@ -115,6 +116,15 @@ class DataReport(Tally):
             lines.append(f"dropped {count:,}: {reason} ({self.examples.get(reason, '')})")
         if self.truncated:
             lines.append(f"cut off at {self.max_length:,} tokens: {self.truncated:,}")
+        if self.left_out:
+            lines.append(f"turns left out, their prompts being {self.max_length:,} tokens or longer: {self.left_out:,}")
+        lines += [f"{what} in {counted(count, 'row')}: {NOT_RENDERED} this chat template; learned without"
+                  for what, count in self.unrendered.items()]  # fmt: skip
+        if self.rewritten:
+            lines.append(
+                f"the chat template rewrites earlier turns: one example a turn (data.train_on: each) of "
+                f"{counted(self.rewritten, 'chat')}"
+            )
         if self.merged:
             lines.append(f"one token across the end of the prompt, not learned: {self.merged:,}")
         if self.roles:

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatTemplate, Message, Span
-from distill.data.formats import KNOWN_ROLES, Format, Sample
+from distill.data.chat import ChatOptions, ChatTemplate, Span, TrainingChat
+from distill.data.formats import Format, Sample
 from distill.data.sources import Row, RowFault
+from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
 
 BLOCK = 1 << 16  # characters given to the tokenizer at once: some take quadratic time over one long word
 CALL = 1 << 19  # characters in one call of it: what it returns takes some 200 bytes a token
-MOST_ROLES = 20
+TOO_LONG = "prompt longer than data.max_length"
+HELD = 1 << 23  # characters of chats that wait for the tokenizer
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Batch = list[tuple[int, Row | RowFault]]
@@ -53,62 +53,27 @@ class Piece(NamedTuple):
         return {"input_ids": self.ids, "labels": self.labels}
 
 
-@dataclass
-class Tally:
-    """What happened to the rows.
+class Partly(NamedTuple):
+    """A text of which some is learned.
 
     Attributes:
-        rows_read: rows the source gave, usable or not.
-        dropped: reason to number of rows.
-        examples: reason to the first row it hit.
-        truncated: chats and pairs whose end exceeded `max_length`.
-        merged: chats and pairs in which one token holds the last of the prompt and the first of the answer; that
-            token is not learned.
-        roles: a role in chats that templates do not usually know, to number of rows; the template got it as it is.
+        number: of its row.
+        text: the whole text.
+        spans: character ranges to learn.
+        templated: a chat template has written it, with what begins and ends it.
+        origin: hash of the text, or of the conversation that it is a part of.
     """
 
-    rows_read: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    truncated: int = 0
-    merged: int = 0
-    roles: Counter[str] = field(default_factory=Counter)
+    number: int
+    text: str
+    spans: list[Span]
+    templated: bool
+    origin: int
 
-    @property
-    def reasons(self) -> str:
-        """The three commonest reasons for which rows were dropped, each with the first row it hit."""
-        return "; ".join(f"{count:,} {why} ({self.examples[why]})" for why, count in self.dropped.most_common(3))
-
-    def drop(self, number: int, fault: RowFault) -> None:
-        """Count a row that cannot be used."""
-        self.dropped[fault.reason] += 1
-        example = f"row {number}: {fault.detail}"[:300]
-        self.examples.setdefault(fault.reason, "".join(c if c.isprintable() else " " for c in example))
-
-    def see_roles(self, messages: Iterable[Message]) -> None:
-        """Count a chat's unusual roles; of endlessly many the first ones."""
-        for role in sorted({str(message.get("role")) for message in messages} - KNOWN_ROLES):
-            if role in self.roles or len(self.roles) < MOST_ROLES:
-                self.roles[role] += 1
-
-    def add(self, other: Tally) -> None:
-        """Add the counts of later rows."""
-        self.rows_read += other.rows_read
-        self.dropped.update(other.dropped)
-        self.examples = other.examples | self.examples
-        self.truncated += other.truncated
-        self.merged += other.merged
-        self.roles.update(other.roles)
-
-    @contextmanager
-    def row(self, number: int) -> Iterator[None]:
-        """Count what makes row `number` unusable, instead of raising it."""
-        try:
-            yield
-        except RowFault as fault:
-            self.drop(number, fault)
-        except RecursionError:
-            self.drop(number, RowFault("nested too deeply"))
+    def cut(self) -> tuple[str, str]:
+        """The text before the first span, and the rest."""
+        start = min(start for start, _ in self.spans)
+        return self.text[:start], self.text[start:]
 
 
 class RowEncoder:
@@ -160,52 +125,91 @@ class Encoder(RowEncoder):
         template: ChatTemplate | None,
         *,
         max_length: int,
-        train_on: Literal["all", "last"] = "all",
+        options: ChatOptions = ChatOptions(),  # noqa: B008
     ) -> None:
         self.tokenizer, self.format, self.template = tokenizer, format, template
-        self.max_length, self.train_on = max_length, train_on
+        self.max_length, self.options = max_length, options
         self.end = tokenizer.eos_token_id
         self.special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.beginning = beginning_of(tokenizer)
 
     def settings(self) -> list[object]:
-        template = self.template.source if self.template else None
-        return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, self.train_on]
+        template = self.template.settings() if self.template else None
+        return [tokenizer_hash(self.tokenizer), template, asdict(self.format), self.max_length, *self.options]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
         texts: list[tuple[int, str]] = []
-        partly: list[tuple[int, str, list[Span], bool]] = []  # number, text, what is learned of it, from a template
+        waiting: list[Partly] = []
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
                 if sample.messages is None and sample.prompt is None:
                     texts.append((number, clean(sample.text or "")))
-                else:
-                    partly.append((number, *self.spans(sample)))
-                    tally.see_roles(sample.messages or ())
+                    continue
+                made = self.chat(sample)
+                waiting += self.partly(number, sample, made)
+                tally.see_chat(made)
+                tally.see_roles(sample.messages or ())
+            if sum(len(part.text) for part in waiting) > HELD:
+                yield from self._pieces(waiting, tally)
+                waiting = []
         for (number, text), blocks in groupby(self._blocks_of(texts), key=lambda block: block[0]):
             yield from self._cut(number, text, (ids for _, ids in blocks), tally)
-        for number, text, ids, labels in self.encode_partly(partly, tally):
+        yield from self._pieces(waiting, tally)
+
+    def _pieces(self, parts: Sequence[Partly], tally: Tally) -> Iterator[Piece]:
+        """Chats and pairs as documents; of a row whose turns are examples some may be too long, and are counted."""
+        kept, faults = set[int](), dict[int, list[RowFault]]()
+        for part, ids, labels in self.encode_partly(parts, tally):
             if (labels := labels[: self.max_length]).max() == IGNORE_INDEX:
-                tally.drop(number, RowFault("prompt longer than data.max_length", f"{len(ids)} tokens"))
+                faults.setdefault(part.number, []).append(RowFault(TOO_LONG, f"{len(ids)} tokens"))
                 continue
             tally.truncated += len(ids) > self.max_length
-            yield Piece(ids[: self.max_length], labels, hash_of(text))
+            kept.add(part.number)
+            yield Piece(ids[: self.max_length], labels, part.origin)
+        self.count_faults(kept, faults, tally)
 
-    def spans(self, sample: Sample) -> tuple[str, list[Span], bool]:
-        """The text of a chat or a pair, what of it is learned, and whether a template has written it.
+    @staticmethod
+    def count_faults(kept: set[int], faults: Mapping[int, Sequence[RowFault]], tally: Tally) -> None:
+        """Count rows of which no example can be used as dropped; of others the examples that cannot."""
+        for number, found in faults.items():
+            if number in kept:
+                tally.left_out += len(found)
+            else:
+                tally.drop(number, found[0])
+
+    def chat(self, sample: Sample, options: ChatOptions | None = None) -> TrainingChat:
+        """The examples of a chat by the template; none of a pair without one.
+
+        Args:
+            options: in place of the encoder's own.
 
         Raises:
-            RowFault: the template refuses it.
+            RowFault: the template refuses it, or does not write all of it.
         """
         if sample.messages is None:
-            prompt, text = sample.prompt or "", sample.text or ""
-            return clean(prompt + text), [(len(prompt), len(prompt) + len(text))], False
+            return TrainingChat([])
         assert self.template is not None, "a chat without a template"
-        rendered = self.template.render_for_training(
-            sample.messages, sample.tools, train_on=self.train_on, first_trained=sample.first_trained
-        )
-        return clean(rendered.text), rendered.spans, True
+        made = self.template.for_training(
+            sample.messages, sample.tools, options or self.options,
+            first_trained=sample.first_trained, fits=self._fits,
+        )  # fmt: skip
+        if not made.examples:
+            raise RowFault(TOO_LONG, f"{len(sample.messages)} messages")
+        return made
+
+    def _fits(self, prompt: str) -> bool:
+        """Whether a prompt leaves room for an answer."""
+        return len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < self.max_length
+
+    def partly(self, number: int, sample: Sample, made: TrainingChat) -> list[Partly]:
+        """The texts of a chat or a pair, and what of them is learned."""
+        if sample.messages is None:
+            prompt, text = sample.prompt or "", sample.text or ""
+            whole = clean(prompt + text)
+            return [Partly(number, whole, [(len(prompt), len(prompt) + len(text))], False, hash_of(whole))]
+        origin = hash_of(clean(made.examples[-1].text))
+        return [Partly(number, clean(each.text), each.spans, True, origin) for each in made.examples]
 
     def _blocks_of(self, texts: Sequence[tuple[int, str]]) -> Iterator[tuple[tuple[int, str], np.ndarray]]:
         """The texts block by block, each with its text and its ids, int32; some blocks a call of the tokenizer."""
@@ -262,38 +266,34 @@ class Encoder(RowEncoder):
             tally.drop(number, RowFault("too short", "fewer than two tokens"))
         yield from pieces(len(ids))
 
-    def encode_partly(
-        self, rows: Sequence[tuple[int, str, list[Span], bool]], tally: Tally
-    ) -> Iterator[tuple[int, str, np.ndarray, np.ndarray]]:
-        """Of numbered texts, as `spans` gives them: number, text, ids and labels, both whole, int32; those of which
-        nothing is learned are counted and left out."""
-        if not rows:
+    def encode_partly(self, parts: Sequence[Partly], tally: Tally) -> Iterator[tuple[Partly, np.ndarray, np.ndarray]]:
+        """The ids and labels of each, both whole, int32; those of which nothing is learned are counted and left out."""
+        if not parts:
             return
-        for (number, text, _, templated), (ids, learned, merged) in zip(rows, self._tokens(rows), strict=True):
-            if not templated:  # a template writes these itself
+        for part, (ids, learned, merged) in zip(parts, self._tokens(parts), strict=True):
+            if not part.templated:  # a template writes these itself
                 before, last = self.around(ids)
                 ids = np.concatenate([before, ids, last]).astype(np.int32)
                 learned = np.concatenate([np.zeros(len(before)), learned, np.ones(len(last))]).astype(bool)
             labels = _labels(ids, learned)
             if not (labels != IGNORE_INDEX).any():
-                tally.drop(number, RowFault("nothing to learn after masking", f"{len(ids)} tokens"))
+                tally.drop(part.number, RowFault("nothing to learn after masking", f"{len(ids)} tokens"))
                 continue
             tally.merged += merged
-            yield number, text, ids, labels
+            yield part, ids, labels
 
     def around(self, ids: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:
         """The tokens that begin and end a text, each unless the text says it itself (`<s>[INST] ... </s>`)."""
         present = len(ids) > 0 and list(ids[:1]) == self.beginning, len(ids) > 0 and ids[-1] == self.end
         return [] if present[0] else self.beginning, [] if present[1] or self.end is None else [self.end]
 
-    def _tokens(
-        self, rows: Sequence[tuple[int, str, list[Span], bool]]
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
+    def _tokens(self, parts: Sequence[Partly]) -> Iterator[tuple[np.ndarray, np.ndarray, bool]]:
         """For each text its ids, which of them lie within its spans, and whether a token straddles a span's start."""
-        texts = [text for _, text, _, _ in rows]
         fast = self.tokenizer.is_fast
-        encoded = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
-        for number, (_, text, spans, _) in enumerate(rows):
+        encoded = self.tokenizer(
+            [part.text for part in parts], add_special_tokens=False, return_offsets_mapping=fast, verbose=False
+        )
+        for number, (_, text, spans, _, _) in enumerate(parts):
             ids = np.array(encoded["input_ids"][number], dtype=np.int32)
             learned = np.zeros(len(ids), dtype=bool)
             merged = False

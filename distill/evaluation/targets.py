@@ -183,7 +183,8 @@ def held_out_rows(
 
 def _as_read_by(section: Data, source: str) -> dict[str, Any]:
     """How a run reads data: its chat template and which turns count; its columns too where `source` has them."""
-    settings: dict[str, Any] = {"chat_template": section.chat_template, "train_on": section.train_on}
+    names = ("chat_template", "train_on", "reasoning", "empty_answers")
+    settings: dict[str, Any] = {name: getattr(section, name) for name in names}
     mapped = section.fields.model_dump(exclude_none=True)
     if mapped and set(mapped.values()) <= set(columns_of(open_source(source, field="--data"))):
         settings |= {"fields": section.fields, "format": section.format}

@@ -77,16 +77,12 @@ def settings_for(
 
 
 def end_tokens(tokenizer: Any, model: nn.Module, template: ChatTemplate | None) -> list[int]:
-    """Tokens that end an answer: the tokenizer's, the model's own, and what closes a turn of the chat template."""
+    """Tokens that end an answer: the tokenizer's, the model's own, and what closes a turn of the chat template, plain
+    or with tool calls."""
     configured = getattr(getattr(bare(model), "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     if template is not None:
-        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        chat = template.render_for_training(turns, train_on="last")
-        start, end = chat.spans[-1]
-        last = tokenizer(chat.text[start:end], add_special_tokens=False)["input_ids"][-1]
-        if last in tokenizer.added_tokens_decoder:
-            ends.add(last)
+        ends |= {tokenizer.convert_tokens_to_ids(token) for token in template.closings()}
     return sorted(token for token in ends if token is not None)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from distill.data.chat import ChatTemplate
 from distill.data.formats import CHAT_COLUMNS, PAIR_COLUMNS, FieldMap, Format
 from distill.data.sources import Row, RowFault, open_source
-from distill.data.tokenise import Encoder, Tally
+from distill.data.tally import Tally
+from distill.data.tokenise import Encoder
 
 ANSWER = "an answer"  # a column that no file has
 
@@ -135,7 +136,7 @@ def _prompt(row: Row, reader: Format, tokenizer: Any, template: ChatTemplate | N
         raise RowFault("a chat without a chat template")
     if not turns:
         raise RowFault("no question", "nothing stands before the assistant's words")
-    text = template.render(turns, sample.tools, prompt=True).text
+    text = template.prompt(turns, sample.tools)
     fields: dict[str, Any] = {"messages": turns} | ({"tools": sample.tools} if sample.tools else {})
     if reader.pairs_as_chat and not as_messages:
         fields = {"prompt": turns[0]["content"]}

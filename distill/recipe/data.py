@@ -95,7 +95,7 @@ class MixedSource(Section):
         split: split of a hub data set, or of a folder whose files are named by split.
         format: `auto` decides by the columns.
         fields: which column holds what.
-        train_on: which assistant turns of a chat are learned.
+        train_on: which assistant turns of a chat are learned, as `data.train_on`.
         max_rows: read no more rows of the source than this, its first ones.
         teacher: the `route` of the teachers of all its rows, where no column names them (`fields.teacher`).
     """
@@ -106,7 +106,7 @@ class MixedSource(Section):
     split: Text | None = None
     format: FormatName | None = None
     fields: Fields | None = None
-    train_on: Literal["all", "last"] | None = None
+    train_on: Literal["all", "each", "last"] | None = None
     max_rows: Count | None = None
     teacher: Text | None = None
 
@@ -141,7 +141,14 @@ class Data(Section):
         chat_template: `tokenizer` for its own, `none`, or a .jinja file.
         max_length: tokens in a sequence.
         packing: put several documents into one sequence, without attention between them.
-        train_on: which assistant turns of a chat are learned.
+        train_on: which assistant turns of a chat are learned. `all` of them in one example; `each` in an example of its
+            own, after exactly the prompt that inference would have; `last` the last one alone. `all` becomes `each`
+            where the chat template writes earlier turns otherwise than the last one (Qwen3, GLM-4.5, gpt-oss).
+        reasoning: what happens to an answer's reasoning (`reasoning_content`, `reasoning`, `thinking`, or `<think>` in
+            its text). `keep` learns it where the chat template writes it, and names the rows that are learned without
+            it; `require` drops and counts those rows; `drop` takes all reasoning out of the data.
+        empty_answers: `drop` rows in which the assistant says nothing, or `keep` them, so that the student learns to
+            end its turn at once.
         validation: what is held out.
         on_policy: answers that the student makes up itself while it learns; null for those of the data alone.
         max_rows: read no more rows of the source, or of each, than this, its first ones.
@@ -158,7 +165,9 @@ class Data(Section):
     chat_template: Text = "tokenizer"
     max_length: Annotated[int, Field(ge=2, le=2**24)] = 1024
     packing: bool = True
-    train_on: Literal["all", "last"] = "all"
+    train_on: Literal["all", "each", "last"] = "all"
+    reasoning: Literal["keep", "require", "drop"] = "keep"
+    empty_answers: Literal["drop", "keep"] = "drop"
     validation: Validation = Validation()
     on_policy: OnPolicy | None = None
     max_rows: Count | None = None

@@ -30,8 +30,8 @@ from distill.teachers.measure import Measure
 JUDGED_BY = (
     *(f"teacher.{name}." for name in ("model", "init", "config", "revision", "adapter")), "teachers.",
     *(f"data.{name}." for name in (
-        "source", "subset", "split", "format", "fields", "chat_template", "max_length", "train_on", "max_rows",
-        "validation",
+        "source", "subset", "split", "format", "fields", "chat_template", "max_length", "train_on", "reasoning",
+        "empty_answers", "max_rows", "validation",
     )),
 )  # fmt: skip
 

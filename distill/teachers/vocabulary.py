@@ -116,7 +116,7 @@ class Vocabulary:
         )
         turns = [{"role": "user", "content": "Hello"}]
         try:
-            texts = [template.render(turns, prompt=True).text for template in templates if template is not None]
+            texts = [template.render(turns, prompt=True) for template in templates if template is not None]
         except RowFault:
             return ""
         if len(set(texts)) < 2:

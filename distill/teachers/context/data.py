@@ -18,7 +18,8 @@ from distill.core.labels import IGNORE_INDEX, document_bounds
 from distill.data.formats import Sample
 from distill.data.report import DataReport
 from distill.data.sources import Row, RowFault
-from distill.data.tokenise import Batch, Document, Encoder, Tally, clean, hash_of
+from distill.data.tally import Tally
+from distill.data.tokenise import TOO_LONG, Batch, Document, Encoder, Partly, clean
 from distill.recipe.models import Context
 from distill.teachers.reading import PREFIX, SecondReading
 
@@ -64,32 +65,48 @@ class ContextEncoder(Encoder):
         return [*super().settings(), self.context.model_dump()]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
-        rows, others = [], {}
+        rows: list[Partly] = []
+        others: list[Partly] = []
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
                 assert isinstance(row, dict)
-                text, spans, templated = self.spans(sample)
-                answer = text[min(start for start, _ in spans) :]
-                private = filled(self.context, row)
-                other, other_spans, _ = self.spans(self._for_teacher(sample, private))
-                if answer != other[min(start for start, _ in other_spans) :]:
-                    raise RowFault("the template writes the answer in another way after the teacher's context")
-                prompt = text[: len(text) - len(answer)]
-                if any(len(secret) >= SHORT and secret in prompt for secret in _secrets(self.context, row, private)):
-                    raise RowFault(LEAK, "the column of the prompt, or the messages, hold it too")
-                rows.append((number, text, spans, templated))
-                others[number] = other, templated
+                made, private = self.chat(sample), filled(self.context, row)
+                each = self.options._replace(train_on="each") if len(made.examples) > 1 else self.options
+                asked = self._for_teacher(sample, private)
+                own, teacher = (
+                    self.partly(number, sample, made), self.partly(number, asked, self.chat(asked, each))
+                )  # fmt: skip
+                secrets = [secret for secret in _secrets(self.context, row, private) if len(secret) >= SHORT]
+                pairs = list(zip(own, teacher, strict=False))  # a longer prompt may leave no room for the last turns
+                for part, other in pairs:
+                    prompt, answer = part.cut()
+                    if answer != other.cut()[1]:
+                        raise RowFault("the template writes the answer in another way after the teacher's context")
+                    if any(secret in prompt for secret in secrets):
+                        raise RowFault(LEAK, "the column of the prompt, or the messages, hold it too")
+                rows += [part for part, _ in pairs]
+                others += [other for _, other in pairs]
+                tally.see_chat(made)
+                tally.left_out += len(own) - len(pairs)
                 tally.see_roles(sample.messages or ())
-        readings = dict(zip(others, self._readings(list(others.values())), strict=True))
-        for number, text, ids, labels in self.encode_partly(rows, tally):
-            with tally.row(number):
-                yield self._both(ids, labels, readings[number], hash_of(text), tally)
+        readings = dict(zip(map(id, rows), self._readings(others), strict=True))
+        kept, faults = set[int](), dict[int, list[RowFault]]()
+        for part, ids, labels in self.encode_partly(rows, tally):
+            try:
+                both = self._both(ids, labels, readings[id(part)], part.origin, tally)
+            except RowFault as fault:
+                faults.setdefault(part.number, []).append(fault)
+                continue
+            kept.add(part.number)
+            yield both
+        self.count_faults(kept, faults, tally)
 
-    def _readings(self, texts: Sequence[tuple[str, bool]]) -> Iterator[np.ndarray]:
+    def _readings(self, parts: Sequence[Partly]) -> Iterator[np.ndarray]:
         """The teacher's ids of each text, int32; a template writes what begins and ends a text itself."""
-        for (_, templated), ids in zip(texts, self.ids_of([text for text, _ in texts]) if texts else [], strict=True):
-            before, last = ([], []) if templated else self.around(ids)
+        texts = [part.text for part in parts]
+        for part, ids in zip(parts, self.ids_of(texts) if texts else [], strict=True):
+            before, last = ([], []) if part.templated else self.around(ids)
             yield np.array([*before, *ids, *last], dtype=np.int32)
 
     def _both(self, ids: np.ndarray, labels: np.ndarray, other: np.ndarray, origin: int, tally: Tally) -> TwoPrompts:
@@ -100,7 +117,7 @@ class ContextEncoder(Encoder):
         surplus = max(len(ids), len(other), self.max_length) - self.max_length
         keep, other_keep = len(ids) - surplus, len(other) - surplus
         if keep < 2 or (labels[:keep] == IGNORE_INDEX).all():
-            raise RowFault("prompt longer than data.max_length, the teacher's or the student's", f"{len(other)} tokens")
+            raise RowFault(f"{TOO_LONG}, the teacher's or the student's", f"{len(other)} tokens")
         tally.truncated += surplus > 0
         return TwoPrompts(ids[:keep], labels[:keep], other[:other_keep], origin)
 
@@ -115,7 +132,7 @@ class ContextEncoder(Encoder):
         roles = [message["role"] for message in sample.messages]
         turns = [turn for turn, role in enumerate(roles) if role == "assistant" and turn >= sample.first_trained]
         assert turns, "held by the student's reading"
-        first = turns[-1] if self.train_on == "last" else turns[0]
+        first = turns[-1] if self.options.train_on == "last" else turns[0]
         holders = ("system", "developer") if place == "system" else ("user",)
         at = [turn for turn in range(first) if roles[turn] in holders]
         messages = list(sample.messages)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from distill.core.ranks import is_first
-from distill.data.chat import load_template
+from distill.data.chat import ChatOptions, load_template
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.generation.answers import generate
@@ -144,7 +144,8 @@ class ContextVocabulary(Vocabulary):
 
         def encoder(format: Format, part: Part) -> ContextEncoder:
             own = part.data
-            made = ContextEncoder(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
+            options = ChatOptions.of(own)
+            made = ContextEncoder(self.tokenizer, format, template, max_length=own.max_length, options=options)
             return made.after(context)
 
         return load_rows(data, encoder, [template], seed=seed, report_type=ContextReport)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from distill.data.chat import ChatOptions
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.data.packing import Documents
@@ -81,7 +82,8 @@ def load_cross_data(
     student, teacher = readers_of(student_tokenizer, teacher_tokenizer, data.chat_template)
 
     def encoder(format: Format, part: Part) -> PairEncoder:
-        return PairEncoder(student, teacher, format, max_length=data.max_length, train_on=part.data.train_on)
+        options = ChatOptions.of(part.data)
+        return PairEncoder(student, teacher, format, max_length=data.max_length, options=options)
 
     return load_rows(data, encoder, [student.template, teacher.template], seed=seed, report_type=CrossReport)
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import ChatTemplate
+from distill.data.chat import ChatOptions, ChatTemplate, RenderedChat, TrainingChat
 from distill.data.formats import Format, Sample
 from distill.data.sources import RowFault
+from distill.data.tally import Tally
 from distill.data.token_cache import tokenizer_hash
-from distill.data.tokenise import Batch, RowEncoder, Tally, beginning_of, blocks, clean, hash_of
+from distill.data.tokenise import TOO_LONG, Batch, RowEncoder, beginning_of, blocks, clean, hash_of
 from distill.teachers.cross.alignment import common_boundaries, token_bytes, token_ends
 
 SMALLEST_CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -92,13 +93,23 @@ class Reader:
             before += len(raw)
         return np.concatenate(ids), np.concatenate(ends)
 
-    def parts(self, sample: Sample, train_on: Literal["all", "last"]) -> tuple[str, list[Part]]:
-        """A chat as this model's template writes it, and what the assistant says of it."""
+    def chat(self, sample: Sample, options: ChatOptions, max_length: int) -> TrainingChat:
+        """A chat as this model's template writes it, with prompts of fewer than `max_length` tokens."""
         assert self.template is not None and sample.messages is not None
-        rendered = self.template.render_for_training(
-            sample.messages, sample.tools, train_on=train_on, first_trained=sample.first_trained
+
+        def fits(prompt: str) -> bool:
+            return len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < max_length
+
+        made = self.template.for_training(
+            sample.messages, sample.tools, options, first_trained=sample.first_trained, fits=fits
         )
-        return clean(rendered.text), [self._part(rendered.text, *span) for span in rendered.spans]
+        if not made.examples:
+            raise RowFault(f"{TOO_LONG}, the teacher's or the student's", f"{len(sample.messages)} messages")
+        return made
+
+    def parts(self, example: RenderedChat) -> list[Part]:
+        """What the assistant says in an example."""
+        return [self._part(example.text, *span) for span in example.spans]
 
     def _part(self, text: str, start: int, stop: int) -> Part:
         """A turn without the spaces around it and the tokens that close it."""
@@ -122,8 +133,8 @@ class Reader:
         """The token that ends an assistant's turn, by the template; None where no special token does."""
         if self.template is None:
             return None
-        text = self.template.render_for_training(SMALLEST_CHAT)
-        closing = self._part(text.text, *text.spans[-1]).closing
+        (example,) = self.template.for_training(SMALLEST_CHAT).examples
+        closing = self.parts(example)[-1].closing
         return None if closing is None else self.tokenizer.convert_tokens_to_ids(closing)
 
 
@@ -144,23 +155,24 @@ class PairEncoder(RowEncoder):
     }  # fmt: skip
 
     def __init__(
-        self, student: Reader, teacher: Reader, format: Format, *, max_length: int, train_on: Literal["all", "last"]
-    ) -> None:
+        self, student: Reader, teacher: Reader, format: Format, *, max_length: int,
+        options: ChatOptions = ChatOptions(),  # noqa: B008
+    ) -> None:  # fmt: skip
         self.sides, self.format = (student, teacher), format
-        self.max_length, self.train_on = max_length, train_on
+        self.max_length, self.options = max_length, options
         self.ends = [[student.end], [teacher.end]] if None not in (student.end, teacher.end) else [[], []]
 
     def settings(self) -> list[object]:
-        templates = [side.template and side.template.source for side in self.sides]
+        templates = [side.template and side.template.settings() for side in self.sides]
         tokenizers = [tokenizer_hash(side.tokenizer) for side in self.sides]
-        return ["pairs", tokenizers, templates, asdict(self.format), self.max_length, self.train_on]
+        return ["pairs", tokenizers, templates, asdict(self.format), self.max_length, *self.options]
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Pair]:
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
                 if sample.messages is not None:
-                    pairs = [self._chat(sample, tally)]
+                    pairs = self._chat(sample, tally)
                 elif sample.prompt is not None:
                     pairs = [self._completion(clean(sample.prompt), clean(sample.text or ""), tally)]
                 else:
@@ -231,9 +243,31 @@ class PairEncoder(RowEncoder):
         ids = [_joined(before[0], ids_s, after[0]), _joined(before[1], ids_t, after[1])]
         return self._partly(ids, [run + [len(own) for own in before]], text, tally)
 
-    def _chat(self, sample: Sample, tally: Tally) -> Pair:
-        """A chat by both templates."""
-        (text, parts), (other_text, other_parts) = (side.parts(sample, self.train_on) for side in self.sides)
+    def _chat(self, sample: Sample, tally: Tally) -> list[Pair]:
+        """A chat by both templates; an example a turn where one of them needs that."""
+        made = [side.chat(sample, self.options, self.max_length) for side in self.sides]
+        if any(chat.rewritten for chat in made):
+            each = self.options._replace(train_on="each")
+            made = [chat if chat.rewritten else side.chat(sample, each, self.max_length)
+                    for side, chat in zip(self.sides, made, strict=True)]  # fmt: skip
+        student, teacher = made
+        tally.see_chat(student._replace(
+            rewritten=student.rewritten or teacher.rewritten, named=tuple({*student.named, *teacher.named})
+        ))  # fmt: skip
+        pairs, faults, origin = list[Pair](), list[RowFault](), hash_of(clean(student.examples[-1].text))
+        for own, other in zip(student.examples, teacher.examples, strict=False):  # of each as many as have room
+            try:
+                pairs.append(self._example(own, other, tally)._replace(origin=origin))
+            except RowFault as fault:
+                faults.append(fault)
+        if faults and not pairs:
+            raise faults[0]
+        tally.left_out += len(student.examples) - len(pairs)
+        return pairs
+
+    def _example(self, example: RenderedChat, other_example: RenderedChat, tally: Tally) -> Pair:
+        text, other_text = clean(example.text), clean(other_example.text)
+        parts, other_parts = self.sides[0].parts(example), self.sides[1].parts(other_example)
         if len(parts) != len(other_parts):
             raise RowFault("the two chat templates mark different turns", f"{len(parts)} and {len(other_parts)}")
         (ids_s, ends_s), (ids_t, ends_t) = self.sides[0].read(text), self.sides[1].read(other_text)

@@ -53,10 +53,13 @@ def readers_of(
     Raises:
         ValueError: a tokenizer whose tokens are not bytes, or a template that is none.
     """
-    return (
-        Reader(student_tokenizer, load_template(chat_template, student_tokenizer), "student.model"),
-        Reader(teacher_tokenizer, load_template(chat_template, teacher_tokenizer), "teacher.model"),
-    )
+
+    def reader(tokenizer: PreTrainedTokenizerBase, side: str) -> Reader:
+        return Reader(
+            tokenizer, load_template(chat_template, tokenizer, f"the {side}'s chat template"), f"{side}.model"
+        )
+
+    return reader(student_tokenizer, "student"), reader(teacher_tokenizer, "teacher")
 
 
 def require_rows(reader: Reader, rows: int) -> None:

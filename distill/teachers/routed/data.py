@@ -21,7 +21,8 @@ import torch
 from distill.core.labels import document_bounds
 from distill.data.collator import Collator
 from distill.data.sources import RowFault
-from distill.data.tokenise import Batch, Document, Encoder, Tally
+from distill.data.tally import Tally
+from distill.data.tokenise import Batch, Document, Encoder
 from distill.teachers.base import Collate
 from distill.teachers.context.data import ContextCollator, ContextEncoder
 from distill.teachers.reading import PREFIX

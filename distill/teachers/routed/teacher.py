@@ -16,7 +16,7 @@ from distill_kernels import LossTerm, TokenStats
 from torch import nn
 
 from distill.core.labels import IGNORE_INDEX
-from distill.data.chat import load_template
+from distill.data.chat import ChatOptions, load_template
 from distill.data.formats import Format
 from distill.data.load import Splits, load_rows
 from distill.data.report import DataReport
@@ -360,7 +360,7 @@ class RoutedVocabulary(MixtureVocabulary):
             own = part.data
 
             def made(kind: type[E]) -> E:
-                return kind(self.tokenizer, format, template, max_length=own.max_length, train_on=own.train_on)
+                return kind(self.tokenizer, format, template, max_length=own.max_length, options=ChatOptions.of(own))
 
             here = {route: context for route, context in contexts.items() if part.teacher in (None, route)}
             readers = {routes.index(route): made(ContextEncoder).after(context) for route, context in here.items()}

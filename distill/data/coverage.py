@@ -1,0 +1,258 @@
+"""What of a conversation a template writes: nothing that the data say is left out without a word.
+
+Once a shape of conversation (which roles follow one another, which fields are there) each field is filled with a marker
+and the text is searched for it. A template may also cut real text that has a marker's place (DeepSeek cuts what stands
+before `</think>`), so that each row's own words are looked for as well, white space and escapes aside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from distill.data.messages import REASONING, Saying, said_by
+from distill.data.rendering import Message, TemplateError, Tools
+from distill.data.sources import RowFault
+from distill.data.turns import RenderedChat
+
+CALLS, PARALLEL, BESIDE, TEXT, THOUGHT = (
+    "tool_calls", "the second of parallel tool_calls", "content beside tool_calls", "content", "reasoning"
+)  # fmt: skip
+TOOLS = "tools"
+MOST_KINDS = 256  # messages of a shape
+NOT_RENDERED = "not rendered by"
+CURES = {
+    CALLS: "choose a template with tools",
+    PARALLEL: "choose a template with parallel tool calls",
+    BESIDE: "choose a template that writes text beside a tool call",
+    TOOLS: "choose a template with tools",
+    "tool": "choose a template with tools",
+    THOUGHT: "choose a template with reasoning, or set data.reasoning",
+}
+CURE = "choose a template that writes it"
+_WORDS = re.compile(r"\w+")
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+
+Examples = Sequence[RenderedChat]
+Render = Callable[[Sequence[Message], Tools, list[int]], Examples]
+
+
+class Losses(NamedTuple):
+    """What a template leaves out.
+
+    Attributes:
+        fault: the first field without which a row would say something else; None where nothing is lost.
+        thought: reasoning of a turn that is learned.
+        named: other fields, in words.
+    """
+
+    fault: str | None = None
+    thought: bool = False
+    named: tuple[str, ...] = ()
+
+
+def not_rendered(field: str, template: str) -> str:
+    """The reason for which a row is dropped, with what helps."""
+    return f"{field}: {NOT_RENDERED} {template}; {CURES.get(field, CURE)}"
+
+
+def shape_of(messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> tuple[tuple[object, ...], list[int]]:
+    """A conversation's shape, and the numbers of the messages that have it; none where it has too many kinds.
+
+    Repetitions are left out: messages between two alike, where all neighbours among them stand before as well.
+    """
+    learned, kept = set(turns), list[int]()
+    signs = [_sign(message, number in learned) for number, message in enumerate(messages)]
+
+    def neighbours(numbers: list[int]) -> set[tuple[object, object]]:
+        return {(signs[one], signs[other]) for one, other in pairwise(numbers)}
+
+    for number, sign in enumerate(signs):
+        alike = [place for place, other in enumerate(kept) if signs[other] == sign]
+        if len(alike) > 1 and neighbours([*kept[alike[-1] :], number]) <= neighbours(kept[: alike[-1] + 1]):
+            del kept[alike[-1] :]
+        kept.append(number)
+        if len(kept) > MOST_KINDS:
+            return (), []
+    first = tools[0] if tools else None
+    offered = (len(tools or ()) > 1, isinstance(first, Mapping) and "function" in first) if tools else None
+    return (offered, *(signs[number] for number in kept)), kept
+
+
+def _sign(message: Message, learned: bool) -> tuple[object, ...]:
+    """What of a message decides how a template writes it, but for the words."""
+    said, content = said_by(message), message.get("content")
+    kind = None if content is None else isinstance(content, str) and (bool(content.strip()), "<think>" in content)
+    calls = tuple(bool(call.get("arguments")) for call in said.calls[:2])
+    fields = tuple(name in message for name in (*REASONING, "name", "tool_call_id"))
+    ids = tuple(isinstance(call, Mapping) and "id" in call for call in (message.get("tool_calls") or ())[:2])
+    return (message.get("role"), kind, bool(said.thought.strip()), calls, ids, fields, learned)
+
+
+def probe(render: Render, messages: Sequence[Message], tools: Tools, turns: list[int]) -> Losses | None:
+    """What a template leaves out of a conversation of this shape; None where it refuses one that holds markers.
+
+    Args:
+        render: as `ChatTemplate` renders rows.
+        messages: with the shape; their words play no part.
+        turns: numbers of the messages that are learned.
+    """
+    filled = [_filled(message, number) for number, message in enumerate(messages)]
+    offered = [_tool(number) for number in range(min(2, len(tools)))] if tools else None
+    try:
+        examples = render(filled, offered, turns)
+    except (RowFault, TemplateError):
+        return None
+    written = {turn: "".join(e.text[a:b] for a, b in e.spans) for e in examples for turn in e.turns}
+    everything, lost, named, thought = examples[-1].text, list[str](), dict[str, None](), False
+    for number, message in enumerate(filled[: turns[-1] + 1]):
+        text = written.get(number, everything)
+        said, role = said_by(message), str(message.get("role"))
+        if said.calls and not _written(said.calls[0], text):
+            lost.append(CALLS)
+        elif any(not _written(call, text) for call in said.calls[1:]):
+            lost.append(PARALLEL)
+        if said.answer.strip() and said.answer.strip() not in text:
+            lost.append(BESIDE if said.calls else TEXT if role == "assistant" else role)
+        thought = thought or (number in written and bool(said.thought.strip()) and said.thought.strip() not in text)
+        if role != "tool" and (name := message.get("name")) and name not in everything:
+            named[f"the field name of messages of {role}"] = None
+    if offered is not None:
+        if any(_named(tool) not in everything for tool in offered):
+            lost.append(TOOLS)
+        elif any(tool["function"]["description"] not in everything for tool in offered):
+            named["descriptions of tools"] = None
+    return Losses(lost[0] if lost else None, thought, tuple(named))
+
+
+def _marker(what: str, number: int, part: int = 0) -> str:
+    return f"zq{what}{number}x{part}qz"
+
+
+def _filled(message: Message, number: int) -> Message:
+    """The message with a marker in each field that says something."""
+    made, content = dict(message), message.get("content")
+    if isinstance(content, str) and content.strip():
+        found = said_by(message).thought if not any(message.get(name) for name in REASONING) else ""
+        thought = f"<think>\n{_marker('thought', number)}\n</think>\n\n" if found.strip() else ""
+        made["content"] = thought + _marker("content", number)
+    for name in REASONING:
+        if isinstance(message.get(name), str):
+            made[name] = _marker("thought", number)
+    if message.get("name") and message.get("role") != "tool":
+        made["name"] = _marker("name", number)
+    if calls := said_by(message).calls:
+        made["tool_calls"] = [
+            {
+                **{name: value for name, value in outer.items() if name in ("id", "type")},
+                "function": {
+                    "name": _marker("call", number, part),
+                    "arguments": {_marker("key", number, part): _marker("value", number, part)}
+                    if call.get("arguments") else {},
+                },
+            }
+            for part, (outer, call) in enumerate(zip(message["tool_calls"], calls, strict=False))
+        ][:2]  # fmt: skip
+    return made
+
+
+def _written(call: Mapping[str, Any], text: str) -> bool:
+    arguments = call.get("arguments")
+    words = [call.get("name"), *(arguments or {}), *(arguments or {}).values()]
+    return all(str(word) in text for word in words)
+
+
+def _tool(number: int) -> dict[str, Any]:
+    text = {"type": "string", "description": _marker("parameterdescription", number)}
+    parameters = {"type": "object", "properties": {_marker("parameter", number): text}, "required": []}
+    described = {"name": _marker("tool", number), "description": _marker("description", number)}
+    return {"type": "function", "function": {**described, "parameters": parameters}}
+
+
+def _named(tool: Any) -> str:
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    return str(inner.get("name", "")) if isinstance(inner, Mapping) else ""
+
+
+class _Text:
+    """A text in which words are looked for in the order in which they were written."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._dense, self._at = _ESCAPED.sub(lambda m: chr(int(m[1], 16)), text), _dense(text), 0
+
+    def holds(self, words: str, *, ordered: bool = False) -> bool:
+        """Whether the words stand there, white space aside, or each of them in turn, with what escapes put between."""
+        dense = _dense(words)
+        for begin in {self._at: None, 0: None}:
+            if (at := self._dense.find(dense, begin)) >= 0:
+                self._at = at + len(dense) if ordered else self._at
+                return True
+        at = 0
+        for word in _WORDS.findall(words):
+            if (at := self._text.find(word, at)) < 0:
+                return False
+            at += len(word)
+        return bool(_WORDS.search(words))
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
+
+
+def check_words(
+    examples: Examples, messages: Sequence[Message], tools: Tools, turns: Sequence[int], template: str
+) -> bool:
+    """Hold that a row's own words stand in what is made of it.
+
+    Returns:
+        Whether all reasoning that is learned stands there too.
+
+    Raises:
+        RowFault: a message, a tool call or a tool of the row is not written, or not whole.
+    """
+    everything = _Text(examples[-1].text)
+    written = _texts_of(examples)
+    thoughts = True
+    for number, message in enumerate(messages[: turns[-1] + 1]):
+        text, said, role = written.get(number, everything), said_by(message), str(message.get("role"))
+        field = role if role != "assistant" else BESIDE if said.calls else TEXT
+        _require(text, said.answer, field, template, ordered=number not in written)
+        for call in said.calls:
+            for words in (str(call.get("name", "")), *_leaves(call.get("arguments"))):
+                _require(text, words, CALLS, template)
+        thoughts = thoughts and (number not in written or text.holds(said.thought))
+    for tool in tools or ():
+        _require(everything, _named(tool), TOOLS, template)
+    return thoughts
+
+
+def _texts_of(examples: Examples) -> dict[int, _Text]:
+    """What is learned of each turn; of several in one example, all of it."""
+    made = {}
+    for example in examples:
+        text = _Text("".join(example.text[start:end] for start, end in example.spans))
+        made |= dict.fromkeys(example.turns, text)
+    return made
+
+
+def _require(text: _Text, words: str, field: str, template: str, *, ordered: bool = False) -> None:
+    if words.strip() and not text.holds(words, ordered=ordered):
+        raise RowFault(not_rendered(field, template), f"not, or not whole: {' '.join(words.split())[:80]!r}")
+
+
+def _leaves(arguments: Any) -> list[str]:
+    """Keys, texts and numbers in a call's arguments; JSON text as it is."""
+    if isinstance(arguments, Mapping):
+        return [leaf for key, value in arguments.items() for leaf in (str(key), *_leaves(value))]
+    if isinstance(arguments, list):
+        return [leaf for value in arguments for leaf in _leaves(value)]
+    if isinstance(arguments, str):
+        return [arguments]
+    return [str(arguments)] if isinstance(arguments, int | float) and not isinstance(arguments, bool) else []
+
+
+def says_nothing(said: Saying, thoughts: bool) -> bool:
+    """Whether an assistant's message would be learned as an empty answer; `thoughts`: its reasoning is written."""
+    return not (said.answer.strip() or said.calls or (thoughts and said.thought.strip()))

@@ -1,0 +1,190 @@
+"""Messages as a template reads them: one conversation, in the layout that the template at hand renders whole.
+
+Data and templates differ in layout, not in meaning: arguments of a call as an object or as JSON text, content as a
+string or in parts, content beside a call empty, null or absent, reasoning in a field or as `<think>` in the text. Which
+one a template renders is found by rendering small conversations with markers, once a template.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+from distill.data.rendering import Message, Renderer
+from distill.data.sources import RowFault
+
+REASONING = ("reasoning_content", "reasoning", "thinking")  # one field, by its names in use
+THOUGHT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
+DEVELOPER = re.compile(r"""(?P<quote>['"])developer(?P=quote)""")
+QUESTION = {"role": "user", "content": "zqquestionqz"}
+ABSENT = ...  # stays itself when sent to another process
+CALL_ID = "zq0000001"  # Mistral's ids have nine letters
+
+
+class Saying(NamedTuple):
+    """What an assistant's message says.
+
+    Attributes:
+        answer: its text.
+        thought: its reasoning, of a field or of the text before the answer.
+        calls: its tool calls, each a mapping with `name` and `arguments`.
+    """
+
+    answer: str
+    thought: str
+    calls: list[Mapping[str, Any]]
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing at all is said."""
+        return not (self.answer.strip() or self.thought.strip() or self.calls)
+
+
+def said_by(message: Message) -> Saying:
+    """What a message says, whatever its layout."""
+    content = message.get("content")
+    text = content if isinstance(content, str) else ""
+    thought = next((str(message[name]) for name in REASONING if isinstance(message.get(name), str)), "")
+    if not thought.strip() and message.get("role") == "assistant" and (found := THOUGHT.match(text)):
+        text, thought = found["answer"], found["thought"]
+    calls = message.get("tool_calls")
+    functions = [_function(call) for call in calls] if isinstance(calls, list) else []
+    return Saying(text, thought, [call for call in functions if call is not None])
+
+
+def without_reasoning(message: Message) -> Message:
+    """The message with its reasoning left out, of its fields and of its text."""
+    if message.get("role") != "assistant":
+        return message
+    kept = {name: value for name, value in message.items() if name not in REASONING}
+    if isinstance(kept.get("content"), str) and (found := THOUGHT.match(kept["content"])):
+        kept["content"] = found["answer"].lstrip()
+    return kept
+
+
+class Adapter:
+    """Converts messages to the layout that one template renders.
+
+    Attributes of the template, found on first use:
+        parts: content is read in parts (`[{"type": "text", "text": ...}]`), not as a string.
+        calls: what content stands beside a call where the data have none ("", None or ABSENT), and the type in which
+            arguments are read (dict, or str for JSON text); None where no layout shows a call.
+        splits: reasoning is read from a field, where that of the text (`<think>`) belongs too.
+        knows_developer: the template has a role `developer`.
+    """
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+
+    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages in the template's layout; the caller's are not touched."""
+        return [self._message(message) for message in messages]
+
+    def _message(self, message: Message) -> Message:
+        message = dict(message)
+        if message.get("role") == "developer" and not self.knows_developer:
+            message["role"] = "system"
+        if message.get("role") == "assistant":
+            content = message.get("content")
+            if isinstance(content, str) and "<think>" in content and (found := THOUGHT.match(content)) and self.splits:
+                message |= {"content": found["answer"].lstrip("\n"), REASONING[0]: found["thought"].strip("\n")}
+            if (thought := next((message[name] for name in REASONING if message.get(name)), None)) is not None:
+                message = dict.fromkeys(REASONING, thought) | message
+            if isinstance(calls := message.get("tool_calls"), list) and calls:
+                message = self._with_calls(message, calls)
+        if self.parts and isinstance(message.get("content"), str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        return message
+
+    def _with_calls(self, message: Message, calls: list[Any]) -> Message:
+        beside, kind = self.calls or ("", dict)
+        message["tool_calls"] = [_call(call, kind) for call in calls]
+        if not message.get("content"):
+            message["content"] = beside
+            if beside is ABSENT:
+                del message["content"]
+        return message
+
+    def _shows(self, messages: Sequence[Message], *markers: str) -> bool:
+        """The template renders these messages, and every marker in them."""
+        try:
+            text = self._renderer.raw(messages).text
+        except RowFault:
+            return False
+        return all(marker in text for marker in markers)
+
+    @functools.cached_property
+    def parts(self) -> bool:
+        marker = str(QUESTION["content"])
+        as_parts = {**QUESTION, "content": [{"type": "text", "text": marker}]}
+        return not self._shows([QUESTION], marker) and self._shows([as_parts], marker)
+
+    @functools.cached_property
+    def calls(self) -> tuple[object, type] | None:
+        shown = None
+        for beside, arguments in product(("", None, ABSENT), ({"a": True}, '{"a": true}')):
+            function = {"name": "zqcallqz", "arguments": arguments}
+            call = {"id": CALL_ID, "type": "function", "function": function}
+            content = {} if beside is ABSENT else {"content": beside}
+            answer = {"role": "assistant", **content, "tool_calls": [call]}
+            try:
+                text = self._renderer.raw([self._plain(QUESTION), self._plain(answer)]).text
+            except RowFault:
+                continue
+            if "{'a'" in text or "None" in text:
+                continue
+            if "zqcallqz" in text:
+                return beside, type(arguments)
+            shown = shown or (beside, type(arguments))
+        return shown
+
+    @functools.cached_property
+    def splits(self) -> bool:
+        answer = {"role": "assistant", "content": "zqanswerqz"} | dict.fromkeys(REASONING, "zqthoughtqz")
+        return self._shows([self._plain(QUESTION), self._plain(answer)], "zqthoughtqz", "zqanswerqz")
+
+    @functools.cached_property
+    def knows_developer(self) -> bool:
+        if DEVELOPER.search(self._renderer.source):
+            return True
+        return not self._shows([self._plain({"role": "system", "content": "zqsystemqz"}), self._plain(QUESTION)],
+                               "zqsystemqz")  # fmt: skip
+
+    def _plain(self, message: Message) -> Message:
+        """A small message with its content in parts where the template reads parts."""
+        if self.parts and isinstance(message.get("content"), str):
+            return {**message, "content": [{"type": "text", "text": message["content"]}]}
+        return message
+
+
+def _function(call: Any) -> Mapping[str, Any] | None:
+    """The function of a call; some data leave the level `function` out."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    return function if isinstance(function, Mapping) else None
+
+
+def _call(call: Any, kind: type) -> Any:
+    """A call with its arguments as `kind`, where they can be, and its level `function`."""
+    function = _function(call)
+    if function is None:
+        return call
+    arguments = function.get("arguments")
+    made: object = arguments
+    if kind is dict and isinstance(arguments, str):
+        try:
+            made = json.loads(arguments)
+        except (ValueError, RecursionError):
+            made = None
+    elif kind is str and isinstance(arguments, Mapping):
+        made = json.dumps(arguments, ensure_ascii=False)
+    if isinstance(made, kind) and made is not arguments:
+        changed = {**function, "arguments": made}
+        call, function = (changed, changed) if function is call else (call, changed)
+    if function is call:
+        inner = {name: value for name, value in function.items() if name in ("name", "arguments")}
+        return {"type": "function", **{name: call[name] for name in call if name not in inner}, "function": inner}
+    return {"type": "function", **call, "function": dict(function)}
