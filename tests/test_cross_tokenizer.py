@@ -153,8 +153,8 @@ def test_rows_that_cannot_be_compared_are_counted():
         {"messages": [{"role": "user", "content": "a"}]},
         {"messages": [*CHAT[:1], {"role": "assistant", "content": "the same words"}]},
     ]
-    shouting = CLOSED.replace("m['content'] | trim", "m['content'] | trim").replace("m['content']", "'* ' ~ m['content']")
-    pairs, tally, _ = encode(rows, templates=(CHAT_TEMPLATE, shouting))
+    starred = CLOSED.replace("m['content'] | trim", "('* ' ~ m['content']) | trim")
+    pairs, tally, _ = encode(rows, templates=(CHAT_TEMPLATE, starred))
     assert not pairs and tally.dropped["no assistant turn"] == 1
     assert tally.dropped["the two chat templates write what the assistant says differently"] == 1
     pairs, tally, _ = encode([{"text": "a\u2581b and more"}, {"text": ""}], student="pieces")

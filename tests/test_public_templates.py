@@ -203,9 +203,8 @@ EXPLAINED = {
         lambda prompt, ours, theirs, stops: ours == theirs + "<|tool_response>" and "<|tool_response>" in stops
     ),
     "reasoning that DeepSeek's template and the variant leave out, after the <think> that the prompt opens": (
-        lambda prompt, ours, theirs, stops: (
-            prompt.endswith("<think>\n") and ours.endswith(theirs.removeprefix("<｜Assistant｜>").lstrip("\n"))
-            and re.fullmatch(r"THOUGHT\w+\n</think>\n\n", ours[: -len(theirs.removeprefix("<｜Assistant｜>").lstrip("\n"))])
+        lambda prompt, ours, theirs, stops: prompt.endswith("<think>\n") and re.fullmatch(
+            r"THOUGHT\w+\n</think>\n\n" + re.escape(theirs.removeprefix("<｜Assistant｜>").lstrip("\n")), ours
         )
     ),
 }  # fmt: skip

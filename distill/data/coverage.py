@@ -230,7 +230,7 @@ def check_words(
 
 def _texts_of(examples: Examples) -> dict[int, _Text]:
     """What is learned of each turn; of several in one example, all of it."""
-    made = {}
+    made = dict[int, _Text]()
     for example in examples:
         text = _Text("".join(example.text[start:end] for start, end in example.spans))
         made |= dict.fromkeys(example.turns, text)

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +19,14 @@ from distill.core.faults import first_line
 from distill.data.limits import limited
 from distill.data.sources import RowFault
 
-TEMPLATE_SECONDS = 10.0  # for a conversation, all its renderings together: the longest in use take milliseconds
+TEMPLATE_SECONDS = 10.0  # for one rendering: the longest in use take milliseconds
 TEMPLATE_BYTES = 1 << 30
 TEMPLATE_CHARACTERS = 1 << 26  # in one rendering
 CONVERSATION_CHARACTERS = 1 << 29  # in all renderings of a conversation
 CONVERSATION_MESSAGES = 1 << 17
 TEMPLATE_SOURCE = 1 << 20  # bytes of a template's own text
-FEW_RENDERINGS = 3  # a template that exceeds its time within so many does not end; after more the conversation is long
+CONVERSATION_SECONDS = 120.0  # a guard only: what decides is the number of characters, the same on every machine
+TOO_LONG = "conversation too long"
 FROZEN_DAY = datetime.date(2025, 1, 1)
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
@@ -43,6 +45,25 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[Span]
+
+
+class _Spent:
+    """What the renderings of a conversation have taken."""
+
+    def __init__(self, begun: float) -> None:
+        self.begun, self.characters = begun, 0
+
+    def add(self, text: str) -> None:
+        """Count a rendering.
+
+        Raises:
+            RowFault: the conversation takes more than it may.
+        """
+        self.characters += len(text)
+        if self.characters > CONVERSATION_CHARACTERS:
+            raise RowFault(TOO_LONG, f"more than {CONVERSATION_CHARACTERS:,} characters in all its renderings")
+        if time.monotonic() - self.begun > CONVERSATION_SECONDS:
+            raise RowFault(TOO_LONG, f"more than {CONVERSATION_SECONDS:g} s to render")
 
 
 class Renderer:
@@ -74,7 +95,7 @@ class Renderer:
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         added.sort(key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, added)) or r"\Z.")
-        self._spent: list[int] | None = None  # renderings and characters of the conversation under way
+        self._spent: _Spent | None = None  # on the conversation under way
         if len(self.source) > TEMPLATE_SOURCE:
             raise TemplateError(f"data.chat_template: expected at most {TEMPLATE_SOURCE:,} characters of template")
         try:
@@ -89,27 +110,19 @@ class Renderer:
 
     @contextlib.contextmanager
     def bounded(self, messages: Sequence[Message] = ()) -> Iterator[None]:
-        """Bounds on everything that is rendered inside; one inside another changes nothing.
+        """One budget for everything that is rendered inside; one inside another changes nothing.
 
         Raises:
-            RowFault: the conversation takes longer, or more characters, than it may.
-            TemplateError: the template itself does not end, or takes more memory than it may.
+            RowFault: a conversation of more messages than may be; `raw` raises one where the budget is spent.
         """
         if self._spent is not None:
             yield
             return
         if len(messages) > CONVERSATION_MESSAGES:
-            raise RowFault("conversation too long", f"{len(messages):,} messages")
-        self._spent = [0, 0]
+            raise RowFault(TOO_LONG, f"{len(messages):,} messages")
+        self._spent = _Spent(time.monotonic())
         try:
-            with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
-                yield
-        except (TimeoutError, MemoryError) as error:
-            if isinstance(error, TimeoutError) and self._spent[0] > FEW_RENDERINGS and len(messages) > FEW_RENDERINGS:
-                raise RowFault(
-                    "conversation too long", f"{len(messages):,} messages: {first_line(error)} to render"
-                ) from error
-            raise TemplateError(f"data.chat_template: the template does not end well: {_reason(error)}") from error
+            yield
         finally:
             self._spent = None
 
@@ -130,27 +143,25 @@ class Renderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with self.bounded(messages):
-            assert self._spent is not None
-            self._spent[0] += 1
             try:
-                rendered: Any = render_jinja_template(
-                    [list(messages)],
-                    tools=tools,
-                    chat_template=self.source,
-                    return_assistant_tokens_mask=mark,
-                    add_generation_prompt=prompt,
-                    **self.special_tokens,
-                )
-            except (TimeoutError, MemoryError):
-                raise
+                with limited(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+                    rendered: Any = render_jinja_template(
+                        [list(messages)],
+                        tools=tools,
+                        chat_template=self.source,
+                        return_assistant_tokens_mask=mark,
+                        add_generation_prompt=prompt,
+                        **self.special_tokens,
+                    )
+            except (TimeoutError, MemoryError) as error:
+                raise TemplateError(f"data.chat_template: the template does not end well: {_reason(error)}") from error
             except Exception as error:  # a template is a program (in a sandbox): it may raise anything
                 raise RowFault("the chat template refuses the row", _reason(error)) from error
             (text, *_), spans = rendered
-            self._spent[1] += len(text)
             if len(text) > TEMPLATE_CHARACTERS:
                 raise RowFault("the chat template writes too much", f"{len(text):,} characters")
-            if self._spent[1] > CONVERSATION_CHARACTERS:
-                raise RowFault("conversation too long", f"{self._spent[1]:,} characters in all its renderings")
+            assert self._spent is not None
+            self._spent.add(text)
         return Rendered(text, list(spans[0]) if mark else [])
 
 

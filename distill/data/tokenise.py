@@ -26,6 +26,7 @@ from distill.data.token_cache import tokenizer_hash
 BLOCK = 1 << 16  # characters given to the tokenizer at once: some take quadratic time over one long word
 CALL = 1 << 19  # characters in one call of it: what it returns takes some 200 bytes a token
 TOO_LONG = "prompt longer than data.max_length"
+FEW = 4  # characters a token has on average
 HELD = 1 << 23  # characters of chats that wait for the tokenizer
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -139,7 +140,7 @@ class Encoder(RowEncoder):
 
     def documents(self, batch: Batch, tally: Tally) -> Iterator[Document]:
         texts: list[tuple[int, str]] = []
-        waiting: list[Partly] = []
+        waiting, held = list[Partly](), 0
         for number, row in batch:
             with tally.row(number):
                 sample = self.sample(row, tally)
@@ -150,9 +151,10 @@ class Encoder(RowEncoder):
                 waiting += self.partly(number, sample, made)
                 tally.see_chat(made)
                 tally.see_roles(sample.messages or ())
-            if sum(len(part.text) for part in waiting) > HELD:
+                held += sum(len(part.text) for part in waiting[len(waiting) - len(made.examples) :])
+            if held > HELD:
                 yield from self._pieces(waiting, tally)
-                waiting = []
+                waiting, held = [], 0
         for (number, text), blocks in groupby(self._blocks_of(texts), key=lambda block: block[0]):
             yield from self._cut(number, text, (ids for _, ids in blocks), tally)
         yield from self._pieces(waiting, tally)
@@ -199,8 +201,11 @@ class Encoder(RowEncoder):
         return made
 
     def _fits(self, prompt: str) -> bool:
-        """Whether a prompt leaves room for an answer."""
-        return len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < self.max_length
+        """Whether a prompt leaves room for an answer; True also of a short text, whose tokens are counted later."""
+        return (
+            len(prompt) < FEW * self.max_length
+            or len(self.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]) < self.max_length
+        )
 
     def partly(self, number: int, sample: Sample, made: TrainingChat) -> list[Partly]:
         """The texts of a chat or a pair, and what of them is learned."""
@@ -300,12 +305,15 @@ class Encoder(RowEncoder):
             if fast:
                 offsets = np.array(encoded["offset_mapping"][number], dtype=np.int64).reshape(-1, 2)
                 starts, ends = offsets[:, 0], offsets[:, 1]
-                for start, end in spans:
-                    learned |= (starts >= start) & (ends <= end) & (ends > starts)
+                assert (np.diff(starts) >= 0).all(), "tokens in the order of the text"
+                for start, end in spans:  # of a long chat there are thousands: only tokens that begin in one are read
+                    first, last = np.searchsorted(starts, [start, end])
+                    here = slice(int(first), int(last))
+                    learned[here] = (ends[here] <= end) & (ends[here] > starts[here])
                     # a closing token that takes the white space after it along (rstrip, as all of Phi-3's do)
-                    for at in np.flatnonzero((starts >= start) & (starts < end) & (ends > end)):
+                    for at in first + np.flatnonzero(ends[here] > end):
                         learned[at] = int(ids[at]) in self.special and not text[end : ends[at]].strip()
-                    merged = merged or bool(((starts < start) & (ends > start)).any())
+                    merged = merged or bool((ends[max(0, first - 1) : first] > start).any())
             else:
                 for start, end in spans:
                     first, straddles = self._tokens_before(text, start, ids)

@@ -130,6 +130,8 @@ class Turns:
         spans = marks[len(earlier) :]
         if upto.startswith(before):  # the generation prompt may hold the first of what the markers set off
             spans = [(max(start, len(before)), end) for start, end in spans if end > len(before)]
+            if spans and not upto[len(before) : spans[0][0]].strip():
+                spans[0] = len(before), spans[0][1]
         if not spans:
             raise RowFault("the template marks nothing as the assistant's")
         text = self._end(upto, spans[-1][0], messages[number], spans[-1][1])
