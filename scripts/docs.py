@@ -23,7 +23,7 @@ sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "kernels") if str(folder
 from distill.cli import app  # noqa: E402
 from distill.commands.reference import json_schema, settings  # noqa: E402
 from distill.recipe.shipped import SCHEMA_FILE, shipped_recipes  # noqa: E402
-from scripts import compiled, gpu_page, kernel_page, readme  # noqa: E402
+from scripts import chat_samples, compiled, gpu_page, kernel_page, readme, template_page  # noqa: E402
 
 NOTE = "<!-- written by python -m scripts.docs -->"
 TOOLS = ("TRL", "torchtune", "axolotl")
@@ -48,8 +48,19 @@ def generated() -> dict[Path, str]:
             if path.name in ("README.md", "gpus.md"):
                 text = _block(text, "families", gpu_page.families())
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
+            text = _chat_templates(text) if path.name == "chat-templates.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
     return files
+
+
+def _chat_templates(text: str) -> str:
+    """docs/chat-templates.md with its table, which stays as it is where the templates cannot be had."""
+    text = _block(text, "inspect", chat_samples.inspected())
+    try:
+        return _block(text, "templates", template_page.table())
+    except OSError as error:
+        print(f"docs/chat-templates.md: its table is left as it is: {error}", file=sys.stderr)
+        return text
 
 
 def _block(text: str, name: str, content: str) -> str:

@@ -103,14 +103,11 @@ def stops_of(name: str) -> tuple[str, ...]:
     return next(stops for start, stops in STOPS.items() if name.startswith(start))
 
 
-def tokenizer_for(name: str, source: str) -> Any:
-    """A byte-level tokenizer with the special tokens of a template, the first of them the end of text."""
+def tokenizer_of(specials: list[str], template: str) -> Any:
+    """A byte-level tokenizer with these special tokens, the first of them the end of text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ends = stops_of(name)
-    written = {token for token in SPECIAL.findall(source) if not NOT_SPECIAL.fullmatch(token)}
-    specials = [*ends, *sorted(written - set(ends)), "<|pad|>", "<|bos|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate([*specials, *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -118,10 +115,17 @@ def tokenizer_for(name: str, source: str) -> Any:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=ends[0], pad_token="<|pad|>", bos_token="<|bos|>"
-    )
-    tokenizer.chat_template = source
+        tokenizer_object=backend, eos_token=specials[0], pad_token="<|pad|>",
+        bos_token="<|bos|>" if "<|bos|>" in specials else None, chat_template=template,
+    )  # fmt: skip
     return tokenizer
+
+
+def tokenizer_for(name: str, source: str) -> Any:
+    """A tokenizer with the special tokens that a template writes."""
+    ends = stops_of(name)
+    written = {token for token in SPECIAL.findall(source) if not NOT_SPECIAL.fullmatch(token)}
+    return tokenizer_of([*ends, *sorted(written - set(ends)), "<|pad|>", "<|bos|>"], source)
 
 
 def chat_template(name: str, source: str) -> Any:

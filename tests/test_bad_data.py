@@ -250,7 +250,7 @@ def test_data_of_no_use(workplace, name, content, expected, capsys):
         ("{{ messages[99].content }}", "4 the chat template refuses the row"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "4 the chat template refuses the row"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "cannot be told from this"),
-        ("always the same", "4 nothing to learn after masking"),
+        ("always the same", "data.chat_template: user: not rendered by the chat template t.jinja; 4 of 4 rows"),
     ],
 )  # fmt: skip
 def test_templates_that_cannot_work(workplace, template, expected, capsys):

@@ -199,6 +199,11 @@ EXPLAINED = {
     "the end of text that Phi-3 writes once, after the token that ends the turn": (
         lambda prompt, ours, theirs, stops: ours.endswith("<|end|>") and theirs == ours + "\n<|endoftext|>"
     ),
+    "the end of text that DeepSeek-R1's template leaves out after a single tool call": (
+        lambda prompt, ours, theirs, stops: (
+            ours == theirs.removeprefix("<｜Assistant｜>") + stops[0] and ours.endswith(f"call▁end｜>{stops[0]}")
+        )
+    ),
     "the token at which Gemma stops for a tool's response": (
         lambda prompt, ours, theirs, stops: ours == theirs + "<|tool_response>" and "<|tool_response>" in stops
     ),

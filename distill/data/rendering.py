@@ -186,18 +186,17 @@ def stop_tokens(tokenizer: Any) -> frozenset[str]:
 
 
 def _beside(place: str, name: str) -> Path | None:
-    """A file beside a tokenizer's own: in its folder, or in the cache of the hub; None where there is none."""
+    """A file beside a tokenizer's own: in its folder, or on the hub; None where there is none in reach."""
     if not place:
         return None
     if Path(place).is_dir():
         return Path(place, name)
-    from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import cached_file
 
-    try:
-        found = try_to_load_from_cache(place, name)
-    except ValueError:  # no id of a repository
-        return None
-    return Path(found) if isinstance(found, str) else None
+    with contextlib.suppress(OSError, ValueError):  # no id of a repository, or out of reach
+        found = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
+        return None if found is None else Path(found)
+    return None
 
 
 def freeze_date(template: str, day: datetime.date = FROZEN_DAY) -> tuple[str, datetime.date | None]:

@@ -146,7 +146,9 @@ class Turns:
             if marked is not None:  # of tokens after the markers the first one
                 run = [match for match in run if match.end() <= marked][-1:] or run[:1]
             known = [match for match in run if match[0] in self._closing[-1:]]
-            return upto[: (known or run)[-1].end()]
+            text = upto[: (known or run)[-1].end()]
+            ended = known or any(match[0] in self._renderer.stops for match in run)
+            return text if ended else text + self._stop_after(bool(said_by(message).calls))
         text = upto.rstrip()
         if len(text) < start or not upto[start:].strip():
             text = upto
@@ -234,10 +236,7 @@ class Turns:
         (DeepSeek-R1 opens a `<think>`)."""
         closed = self._renderer.raw(messages[:number], tools).text
         if upto.startswith(closed) and before.startswith(closed):
-            other = upto
-            if messages[number].get("content"):  # words that cannot be those of the prompt
-                plain = [*messages[:number], *self._adapter([ANSWER])]
-                other = self._renderer.raw(plain, tools).text
+            other = self._renderer.raw([*messages[:number], *self._adapter([ANSWER])], tools).text
             shared = min(_shared(before, other), _shared(before, upto))
             if shared > len(closed):
                 return shared
