@@ -74,8 +74,8 @@ class ChatTemplate(Renderer):
         self._probed: dict[tuple[object, ...], Losses | None] = {}
 
     def settings(self) -> list[object]:
-        """All that decides how it writes and ends turns, as plain JSON."""
-        return [self.source, sorted(self.stops)]
+        """All that decides how it writes and ends turns, and what rows are counted by, as plain JSON."""
+        return [self.source, sorted(self.stops), self.name]
 
     def closings(self) -> set[str]:
         """Special tokens that end an assistant's turn, plain or with tool calls."""
