@@ -65,14 +65,8 @@ class Family:
     found: dict[str, Any] = field(default_factory=dict)
 
     def model(self, seed: int = 0) -> Any:
-        """Return a random model in eval mode whose weights hide nothing: none is still 0 or 1."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(tiny_config(self.name), dtype=torch.float32)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter += 0.1 * torch.randn(parameter.shape)
-        return model.eval()
+        """Return a random model; see `random_model`."""
+        return random_model(self.name, seed)
 
     def documents(self) -> list[torch.Tensor]:
         """Return documents of `LENGTHS`."""
@@ -91,6 +85,17 @@ class Family:
     def apart(self, rows: torch.Tensor, *, packed: bool) -> list[torch.Tensor]:
         """Return what belongs to each document of a batch's outputs [B, S, ...]."""
         return list(rows[0].split(LENGTHS)) if packed else [rows[n, :length] for n, length in enumerate(LENGTHS)]
+
+
+def random_model(name: str, seed: int = 0, scale: int = 1) -> Any:
+    """Return a model of a family in eval mode whose weights hide nothing: none is still 0 or 1."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(name, scale), dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn(parameter.shape)
+    return model.eval()
 
 
 def logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

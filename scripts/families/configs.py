@@ -1,8 +1,8 @@
 """Tiny configurations of the causal language models that transformers has, derived from their configuration classes.
 
 Every family starts from its class's own defaults, so that what makes it particular (kinds of layers, soft caps, gates,
-multipliers) is kept; sizes are replaced by name from `SIZES`, and per-layer lists are shortened so that each kind of
-layer appears. `OVERRIDES` holds what no rule derives, `LEFT_OUT` what is no causal language model of text.
+multipliers) is kept; sizes are replaced by name from `WIDTHS` and `SIZES`, and lists with an entry a layer are shortened
+so that each kind of layer appears. `OVERRIDES` holds what no rule derives, `LEFT_OUT` what is no causal language model of text.
 """
 
 from __future__ import annotations
@@ -16,29 +16,35 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 LAYERS = 4
 VOCABULARY = 259
 LENGTH = 512
-# of a configuration's fields, in whatever family they occur
-SIZES: dict[str, Any] = {
+# of a configuration's fields, in whatever family they occur: widths, in columns, and all others
+WIDTHS: dict[str, int] = {
     name: value
     for value, names in (
+        (8, "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim swa_head_dim rotary_dim linear_key_head_dim"),
+        (8, "linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim kv_channels dim_head d_rel"),
+        (8, "mamba_d_state state_size ssm_state_size laurel_rank hidden_size_per_layer_input router_hidden_size"),
+        (16, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"),
+        (16, "moe_shared_expert_intermediate_size shared_experts_intermediate_size intermediate_size_mlp"),
+        (16, "global_head_dim qk_head_dim kv_lora_rank q_lora_rank o_lora_rank index_head_dim mamba_dt_rank"),
+        (16, "time_step_rank hc_lowrank"),
         (32, "hidden_size d_model n_embd embedding_dim word_embed_proj_dim attention_hidden_size lru_width"),
+        (64, "intermediate_size ffn_dim ffn_hidden_size dff dense_intermediate_size dim_ff"),
+    )
+    for name in names.split()
+}
+SIZES: dict[str, int | None] = {
+    name: value
+    for value, names in (
         (LAYERS, "num_hidden_layers n_layer n_layers num_layers num_blocks num_layers_per_stack"),
         (4, "num_attention_heads n_head n_heads num_heads attention_heads swa_num_attention_heads"),
         (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads linear_num_heads"),
-        (64, "intermediate_size ffn_dim ffn_hidden_size dff dense_intermediate_size dim_ff"),
-        (16, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"),
-        (16, "moe_shared_expert_intermediate_size shared_experts_intermediate_size intermediate_size_mlp"),
+        (2, "linear_num_value_heads o_groups num_experts_per_tok num_experts_per_token moe_topk moe_k"),
         (4, "num_experts n_routed_experts num_local_experts moe_num_experts zero_expert_num"),
-        (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
         (1, "n_shared_experts num_shared_experts moe_num_shared_experts n_group topk_group num_expert_group"),
-        (1, "first_k_dense_replace num_dense_layers moe_layer_start_index"),
-        (8, "head_dim qk_nope_head_dim qk_rope_head_dim v_head_dim swa_head_dim rotary_dim linear_key_head_dim"),
-        (8, "linear_value_head_dim linear_head_dim mamba_d_head mamba_head_dim kv_channels dim_head d_rel"),
-        (8, "mamba_d_state state_size ssm_state_size mamba_n_heads mamba_num_heads laurel_rank"),
-        (8, "hidden_size_per_layer_input router_hidden_size"),
-        (1, "mamba_n_groups n_groups mamba_ngroups"),
-        (2, "linear_num_value_heads o_groups"),
-        (16, "global_head_dim qk_head_dim kv_lora_rank q_lora_rank o_lora_rank index_head_dim mamba_dt_rank"),
-        (16, "mamba_chunk_size chunk_size block_size time_step_rank hc_lowrank index_n_heads"),
+        (1, "first_k_dense_replace num_dense_layers moe_layer_start_index mamba_n_groups n_groups mamba_ngroups"),
+        (8, "mamba_n_heads mamba_num_heads"),
+        # with few heads many keys score 0, equally, and which of them an indexer takes depends on the row's length
+        (16, "index_n_heads mamba_chunk_size chunk_size block_size"),
         (24, "sliding_window window_size attention_window_size sliding_window_size keep_window_size index_topk"),
         (24, "attention_chunk_size local_attention floor_scale rel_extent"),
         (LENGTH, "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length"),
@@ -118,11 +124,12 @@ def families() -> list[str]:
     return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in left)
 
 
-def tiny_config(name: str, **more: Any) -> PreTrainedConfig:
+def tiny_config(name: str, scale: int = 1, **more: Any) -> PreTrainedConfig:
     """Return the configuration of a tiny model of the family `name`.
 
     Args:
         name: A model type of transformers.
+        scale: Multiplies widths.
         more: Fields that take precedence.
 
     Raises:
@@ -131,7 +138,8 @@ def tiny_config(name: str, **more: Any) -> PreTrainedConfig:
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"family: expected a model type with a causal language model in transformers, got {name!r}")
     fields = AutoConfig.for_model(name).to_dict()
-    sizes = {field: value for field, value in SIZES.items() if field in fields}
+    sizes: dict[str, Any] = SIZES | {field: scale * value for field, value in WIDTHS.items()}
+    sizes = {field: value for field, value in sizes.items() if field in fields}
     for field in PER_LAYER:
         if isinstance(kinds := fields.get(field), list) and kinds:
             sizes[field] = shortened(kinds)
@@ -141,9 +149,11 @@ def tiny_config(name: str, **more: Any) -> PreTrainedConfig:
 
 
 def shortened(kinds: Iterable[str]) -> list[str]:
-    """Return `LAYERS` of a list with an entry a layer, with each of its kinds, in its order as far as that allows."""
+    """Return `LAYERS` of a list with an entry a layer: its first ones, and at the end the kinds that these lack."""
     kinds = list(kinds)
-    distinct = list(dict.fromkeys(kinds))
-    fill = (kinds * LAYERS)[: max(LAYERS - len(distinct), 0)]
-    missing = [kind for kind in distinct if kind not in fill]
-    return [*fill, *missing, *distinct][:LAYERS]
+    for count in range(LAYERS, -1, -1):
+        first = (kinds * LAYERS)[:count]
+        missing = [kind for kind in dict.fromkeys(kinds) if kind not in first]
+        if count + len(missing) <= LAYERS:
+            return [*first, *missing]
+    return list(dict.fromkeys(kinds))[:LAYERS]
