@@ -153,3 +153,14 @@ def test_a_trial_perturbs_what_fresh_weights_hide_and_compares_every_gradient(ot
     assert all(p.requires_grad and p.grad is None for p in module.parameters())
     if other is without_gradient:
         assert mismatch(module, module.forward, lambda x: other(module, x), x, gradients=False) is None
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_that_are_close_in_16_bits_are_told_apart(dtype, activation):
+    model = tiny_model(kind="gemma", hidden=64, hidden_act=activation, hidden_activation=activation, dtype=dtype)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = mlp(x)
+    assert patch(model, attention=None).swapped["glu"] == 2
+    assert (mlp(x) - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()

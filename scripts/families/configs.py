@@ -1,8 +1,8 @@
 """Tiny configurations of the causal language models that transformers has, derived from their configuration classes.
 
 Every family starts from its class's own defaults, so that what makes it particular (kinds of layers, soft caps, gates,
-multipliers) is kept; sizes are replaced by name from `WIDTHS` and `SIZES`, and lists with an entry a layer are shortened
-so that each kind of layer appears. `OVERRIDES` holds what no rule derives, `LEFT_OUT` what is no causal language model of text.
+multipliers) is kept. Sizes are replaced by name from `WIDTHS` and `SIZES`, and lists with an entry a layer become short
+ones with each kind of layer. `OVERRIDES` holds what no rule derives, `LEFT_OUT` what is no causal model of text.
 """
 
 from __future__ import annotations
