@@ -19,11 +19,14 @@ from starlette.routing import Route
 
 from distill.core.faults import RunError
 from distill.data.collator import Collator
+from distill.planning.devices import find_device
+from distill.planning.preflight import check
 from distill.recipe import Teacher as TeacherSection
 from distill.run import run
 from distill.serving.open import running
 from distill.teachers.cache.encode import Encoding, encode
 from distill.teachers.cache.top_k import top_k_targets
+from distill.teachers.server import vllm_hidden
 from distill.teachers.server.vllm_hidden import load_ends
 from distill.training.lock import read_lock
 
@@ -38,7 +41,7 @@ def engine(place):
     return engine_in(place)
 
 
-def vllm(engine, most=20, shifted=False, asked=None):
+def vllm(engine, most=20, shifted=False, asked=None, mode=lambda logits: logits.log_softmax(-1)):
     """A server that answers as vLLM's documentation has it; it never ran beside the real one."""
 
     async def models(request):
@@ -55,7 +58,8 @@ def vllm(engine, most=20, shifted=False, asked=None):
             return JSONResponse({"error": {"message": text, "type": "BadRequestError", "code": 400}}, 400)
         for index, prompt in enumerate(query["prompt"]):
             with torch.no_grad():
-                logp = engine.model(input_ids=torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+                logp = engine.model(input_ids=torch.tensor([prompt])).logits[0].float()
+            logp = mode(logp)
             entries = [None]
             for token, row in zip(prompt[1:], logp[:-1], strict=True):
                 chosen = [token, *row.topk(k).indices.tolist()]
@@ -93,6 +97,39 @@ def test_vllm_is_read_as_its_documentation_has_it(place, engine):
             run(recipe_in(place, *from_server(address, protocol="vllm", top_k=8), "loss.temperature=2"), name="vllm-T")
     with running(vllm(engine, shifted=True)) as address, pytest.raises(RunError, match="shifted by one"):
         run(recipe_in(place, *from_server(address, protocol="vllm", top_k=8)), name="vllm-shifted")
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        (lambda logits: logits + 30.0, "expected log-probabilities, got one of "),
+        (lambda logits: logits.log_softmax(-1).mul(0.2).sub(0.01), "got probabilities that sum to "),
+    ],
+    ids=["logits", "flat ones below 0"],
+)
+def test_logits_are_not_taken_for_log_probabilities(place, engine, mode, told):
+    """As of a server that was started with --logprobs-mode raw_logits; said before a run begins."""
+    with running(vllm(engine, mode=mode)) as address:
+        recipe = recipe_in(place, *from_server(address, protocol="vllm", top_k=8))
+        with pytest.raises(RunError, match=rf"teacher\.url: .*{told}.*--logprobs-mode raw_logprobs") as refused:
+            opened(recipe)
+        assert "\n" not in str(refused.value)
+
+
+def test_documents_that_are_longer_than_it_takes_are_told_before_a_run_and_by_check(place, engine):
+    with running(vllm(engine)) as address:
+        asks = from_server(address, protocol="vllm", top_k=8)
+        told = "data.max_length: expected at most 511, since vLLM was started with --max-model-len 512, got 512"
+        report = check(recipe_in(place, *asks, "data.max_length=512"), find_device("cpu"))
+        assert [problem for problem in report.problems if problem.startswith(told)], report.problems
+        with pytest.raises(ValueError, match=r"data\.max_length: expected at most 511"):
+            run(recipe_in(place, *asks, "data.max_length=512"), name="too-long")
+        assert not check(recipe_in(place, *asks, "data.max_length=511"), find_device("cpu")).problems
+        states = from_server(address, protocol="vllm", folder=str(place))
+        for length, most in ((513, 512), (512, None)):
+            problems = check(recipe_in(place, *states, f"data.max_length={length}"), find_device("cpu")).problems
+            told = [problem for problem in problems if "--max-model-len" in problem]
+            assert [f"expected at most {most}," in problem for problem in told] == [True] * (most is not None), told
 
 
 def vllm_with_folder(engine, folder, change):
@@ -171,6 +208,23 @@ def test_what_is_wrong_with_a_connectors_files_is_said(place, engine, tmp_path, 
             run(recipe, name=tmp_path.name)
         with pytest.raises(ValueError, match=r"teacher\.folder: expected the folder"):
             opened(recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path / "none"))))
+
+
+def test_a_server_that_dies_before_it_wrote_is_told_soon(place, engine, tmp_path, monkeypatch):
+    """Not after `teacher.wait`, and not that a file is missing."""
+    monkeypatch.setattr(vllm_hidden, "HEALTH_S", 0.1)
+    monkeypatch.setattr(vllm_hidden, "DEAD_S", 0.5)
+    with running(vllm_with_folder(engine, tmp_path, lambda what, values: values)) as address:
+        recipe = recipe_in(place, *from_server(address, protocol="vllm", folder=str(tmp_path), wait=60.0))
+        teacher, _ = opened(recipe)
+        exchange = teacher.exchange
+        assert exchange.servers.silence() is None
+    began = time.monotonic()
+    with pytest.raises(
+        RunError, match=rf"teacher\.url: {address}: Connection.*, and .*cmpl-9.* was not written"
+    ) as gone:
+        exchange._loaded(tmp_path / "cmpl-9.safetensors")
+    assert time.monotonic() - began < 10 and "\n" not in str(gone.value)
 
 
 def test_a_model_whose_files_lack_its_norm_is_refused(place, tmp_path):

@@ -35,7 +35,7 @@ from distill.teachers.server.wire import BINARY, TEACHER, Identity, WireError
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 30.0  # seconds that a server is left alone
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS, HEALTH_SECONDS = 10.0, 5.0
 LARGE = 1 << 16  # bytes of an answer that is worth pinned memory
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 T = TypeVar("T")
@@ -265,15 +265,15 @@ class Servers:
             connection.close()
             return response, content
 
-    def _connection(self, url: str) -> http.client.HTTPConnection:
+    def _connection(self, url: str, seconds: float | None = None) -> http.client.HTTPConnection:
         place = urlsplit(url)
         kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
         try:
-            connection = kind(place.hostname or "", place.port, timeout=CONNECT_SECONDS)
+            connection = kind(place.hostname or "", place.port, timeout=seconds or CONNECT_SECONDS)
         except ValueError as error:  # of the port
             raise http.client.InvalidURL(str(error)) from None
         connection.connect()
-        connection.sock.settimeout(self.place.wait)
+        connection.sock.settimeout(seconds or self.place.wait)
         return connection
 
     def _leave_alone(self, server: _Server, fault: str, seconds: float | None) -> None:
@@ -284,6 +284,20 @@ class Servers:
             server.fault, server.until = fault, time.monotonic() + min(pause, self.place.wait / 4)
         if server.failures in (1, 5, 25):
             log.warning("%s does not answer (%s); it is tried again", server.url, fault)
+
+    def silence(self) -> str | None:
+        """Return which server does not answer at /health just now, and why; None where all do."""
+        for url in self.place.urls:
+            try:
+                connection = self._connection(url, HEALTH_SECONDS)
+                with contextlib.closing(connection):
+                    connection.request("GET", urlsplit(url).path.rstrip("/") + "/health", headers=self._headers)
+                    status = connection.getresponse().status
+            except (OSError, http.client.HTTPException) as error:
+                return f"{url}: {type(error).__name__}: {error}"
+            if status >= 500:
+                return f"{url}: {status}"
+        return None
 
     # ------------------------------------------------------------- who they are
 

@@ -40,7 +40,7 @@ from distill.teachers.measure import KL, Measure, over_stored
 from distill.teachers.server.client import Place, Servers, token_of
 from distill.teachers.server.exchange import Answer, DistillExchange, Exchange, TargetSpec, TargetTensors
 from distill.teachers.server.proof import LogitReading, prove
-from distill.teachers.server.vllm import VllmExchange
+from distill.teachers.server.vllm import VllmExchange, length_problems, served_model
 from distill.teachers.server.vllm_hidden import VllmHiddenExchange, load_ends
 from distill.teachers.server.wire import FILES, Identity, TargetRequest, head_hash, tensors_of
 from distill.teachers.vocabulary import Vocabulary, is_synthetic
@@ -226,6 +226,11 @@ class ServerSource(TeacherSource):
         return self.servers.identity()
 
     @functools.cached_property
+    def vllm_model(self) -> dict[str, object]:
+        """Of vLLM: id, root and max_model_len."""
+        return served_model(self.servers)
+
+    @functools.cached_property
     def folder(self) -> str:
         """Where tokenizer and, in `teacher/`, configuration of a `distill serve` lie here; written once."""
         return str(keep(f"served-{self.identity.files[:32]}", self._write_files, cache=self.recipe.data.cache)[0])
@@ -249,7 +254,9 @@ class ServerSource(TeacherSource):
 
     def follow(self, other: TeacherSource) -> None:
         if isinstance(other, ServerSource) and other.section == self.section:  # the same servers, asked already
-            self.__dict__ |= {name: other.__dict__[name] for name in ("servers", "identity") if name in other.__dict__}
+            self.__dict__ |= {
+                name: other.__dict__[name] for name in ("servers", "identity", "vllm_model") if name in other.__dict__
+            }
 
     def shapes(self) -> list[Shape]:
         return [meta_model(meta_config(self.config_section, "teacher"), "teacher").shape]
@@ -270,8 +277,11 @@ class ServerSource(TeacherSource):
         """What is asked for is more than the servers take, or they serve another model than is named."""
         recipe = self.recipe
         if self.is_vllm:
-            warm = recipe.loss.temperature != 1.0 and self.section.top_k is not None
-            return ["loss.temperature: expected 1 with vLLM's top_k, which has no other probabilities"] if warm else []
+            if recipe.loss.temperature != 1.0 and self.section.top_k is not None:
+                return ["loss.temperature: expected 1 with vLLM's top_k, which has no other probabilities"]
+            # a document's last token is not sent where only states are read, which makes room for the one that is made
+            extra = int(self.section.folder is None)
+            return length_problems(self.vllm_model, recipe.data.max_length, extra)
         identity, problems = self.identity, []
         most, tokens = identity.limits["tokens"], recipe.train.batch_size * recipe.data.max_length
         if most is not None and tokens > most:

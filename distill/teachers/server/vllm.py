@@ -29,6 +29,45 @@ from distill.teachers.server.exchange import ServerExchange, TargetSpec, TargetT
 from distill.teachers.server.wire import JSON, TargetRequest, documents
 
 LEAST = -1e4  # logprobs that stand for minus infinity come as -9999
+MOST_LOGPROB, MOST_SUM = 1e-4, 1 + 1e-3  # of one token; of the probabilities of some: above is no rounding
+
+
+def served_model(servers: Servers) -> dict[str, object]:
+    """Return id, root and max_model_len of the model that all servers serve.
+
+    Raises:
+        ValueError: one is no vLLM, or they differ.
+        TeacherGone: none answers.
+    """
+    found: dict[str, dict[str, object]] = {}
+    for url, body in servers.of_each("/v1/models").items():
+        try:
+            (model, *_) = json.loads(body)["data"]
+            found[url] = {name: model.get(name) for name in ("id", "root", "max_model_len")}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"teacher.url: {url}: expected vLLM's list of models") from None
+    (first, identity), *others = found.items()
+    for url, other in others:
+        if other != identity:
+            raise ValueError(f"teacher.url: {url} serves {other['id']!r}, {first} {identity['id']!r}")
+    return identity
+
+
+def length_problems(model: Mapping[str, object], max_length: int, extra: int) -> list[str]:
+    """Return the fault of documents that may be longer than a served model takes, if they may.
+
+    Args:
+        model: as `served_model` gives it.
+        max_length: of documents, in tokens.
+        extra: tokens that a request has beyond its document, for the one that vLLM insists on making.
+    """
+    most = model["max_model_len"]
+    if not isinstance(most, int) or max_length + extra <= most:
+        return []
+    return [
+        f"data.max_length: expected at most {most - extra}, since vLLM was started with --max-model-len {most}, got "
+        f"{max_length}; lower it, or start vLLM with --max-model-len {max_length + extra}"
+    ]
 
 
 class VllmExchange(ServerExchange):
@@ -52,17 +91,7 @@ class VllmExchange(ServerExchange):
             ValueError: it is none, or they differ.
             TeacherGone: one gives fewer log-probabilities than are wanted.
         """
-        found: dict[str, dict[str, object]] = {}
-        for url, body in self.servers.of_each("/v1/models").items():
-            try:
-                (model, *_) = json.loads(body)["data"]
-                found[url] = {name: model.get(name) for name in ("id", "root", "max_model_len")}
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"teacher.url: {url}: expected vLLM's list of models") from None
-        (first, identity), *others = found.items()
-        for url, other in others:
-            if other != identity:
-                raise ValueError(f"teacher.url: {url} serves {other['id']!r}, {first} {identity['id']!r}")
+        identity = served_model(self.servers)
         self.model = str(identity["id"])
         least = TargetRequest(np.zeros((1, 2), np.int32), None, np.zeros(1, np.int32))
         for body in self.servers.of_each("/v1/completions", "POST", self._question(least), JSON).values():
@@ -102,8 +131,20 @@ class VllmExchange(ServerExchange):
             fault = f"{type(error).__name__}: {error}"
             raise TeacherGone(f"teacher.url: an answer that is none of vLLM's: {fault}") from None
         ids, logprobs, label = (np.array(part) for part in zip(*rows, strict=True))
+        _require_log_probabilities(logprobs, label)
         return require_sound(_completed(torch.from_numpy(ids).int(), torch.from_numpy(logprobs).float(),
                                         torch.from_numpy(label).float()), len(query.rows), self.spec)  # fmt: skip
+
+
+def _require_log_probabilities(logprobs: np.ndarray, label: np.ndarray) -> None:
+    """Hold numbers [M, K] and [M] to what log-probabilities can be: a server may be started to send logits for them."""
+    most, total = float(max(logprobs.max(), label.max())), float(np.exp(logprobs.astype(np.float64)).sum(-1).max())
+    if most > MOST_LOGPROB or total > MOST_SUM:
+        got = f"one of {most:.4g}" if most > MOST_LOGPROB else f"probabilities that sum to {total:.4g}"
+        raise TeacherGone(
+            f"teacher.url: expected log-probabilities, got {got}: the server sends logits; start vLLM with "
+            "--logprobs-mode raw_logprobs"
+        )
 
 
 def _prompts(query: TargetRequest) -> list[Any]:

@@ -48,6 +48,10 @@ from distill.teachers.server.vllm import VllmExchange
 from distill.teachers.server.wire import JSON, TargetRequest, documents
 
 LOOKS_S = 0.002
+HEALTH_S, DEAD_S = (
+    2.0,
+    15.0,
+)  # between two looks at the servers while a file is awaited; until one that is silent is dead
 
 
 class Ends(NamedTuple):
@@ -172,8 +176,13 @@ class VllmHiddenExchange(VllmExchange):
         return self.ends.norm(states[: len(ids), -1].to(self.spec.dtype))
 
     def _loaded(self, path: Path) -> dict[str, torch.Tensor]:
-        """The tensors of a file once it is written; it is deleted."""
+        """The tensors of a file once it is written; it is deleted.
+
+        Raises:
+            TeacherGone: it does not come, or a server has died meanwhile.
+        """
         lock, until = path.with_name(path.name + ".lock"), time.monotonic() + self.servers.place.wait
+        looks, silent_since = time.monotonic() + HEALTH_S, None
         while True:
             try:
                 with _shared(lock):
@@ -182,6 +191,11 @@ class VllmHiddenExchange(VllmExchange):
             except (OSError, SafetensorError) as error:  # held by its writer; not there yet; without lock, in parts
                 if time.monotonic() > until:
                     raise TeacherGone(f"teacher.folder: {path} cannot be read: {error!s:.200}") from None
+                if (now := time.monotonic()) > looks:
+                    silence, looks = self.servers.silence(), now + HEALTH_S
+                    silent_since = (silent_since or now) if silence else None
+                    if silent_since is not None and now - silent_since > DEAD_S:
+                        raise TeacherGone(f"teacher.url: {silence}, and {path} was not written") from None
                 time.sleep(LOOKS_S)
         self.read_bytes += path.stat().st_size
         for file in (path, lock):
