@@ -114,6 +114,9 @@ def run(
     resume_if_any: Annotated[
         bool, typer.Option("--resume-if-any", help="The same where the run of --name has begun; else start it.")
     ] = False,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Let --resume take a checkpoint that has no manifest.json, unchecked.")
+    ] = False,
     lock: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Refuse to run unless all is as in this lock.yaml of a run.")
     ] = None,
@@ -153,6 +156,8 @@ def run(
         if name is None:
             raise ValueError("--resume-if-any: needs --name, which says which run it may be")
         resume = resume or (runs / name / RECIPE_FILE).is_file()
+    elif unverified and not resume:
+        raise ValueError("--unverified: belongs to --resume, which was not given")
     # of several processes, one may have made the folder already
     folder = run_folder(resolved.name, name=name, resume=resume, runs=runs) if ranks.is_first() else None
     processes = launch.processes_to_start(os.environ, gpus=launch.visible_gpus(), device=resolved.train.device)
@@ -168,7 +173,9 @@ def run(
     from distill.run import run as run_recipe
 
     try:
-        run_recipe(resolved, name=name, resume=resume, lock=lock, plugin=plugin)
+        run_recipe(
+            resolved, name=name, resume="unverified" if resume and unverified else resume, lock=lock, plugin=plugin
+        )
     except KeyboardInterrupt:
         if folder is not None:
             _say_how_to_resume(folder, recipe, overrides, plugin)

@@ -28,7 +28,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import transformers
 from accelerate import PartialState
@@ -107,7 +107,7 @@ def run(
     recipe: Recipe,
     *,
     name: str | None = None,
-    resume: bool = False,
+    resume: bool | Literal["unverified"] = False,
     lock: Path | None = None,
     plugin: Path | None = None,
 ) -> RunResult:
@@ -116,7 +116,8 @@ def run(
     Args:
         recipe: what to do.
         name: the run's folder under `output_dir`; None for the recipe's name or the next free one.
-        resume: continue the run in that folder from its last complete checkpoint.
+        resume: continue the run in that folder from its last complete checkpoint; "unverified": also from one without
+            a manifest.
         lock: a lock.yaml; where anything differs from it, nothing is run.
         plugin: the file of loss functions that the recipe was resolved with; its code is run.
 
@@ -137,14 +138,14 @@ def run(
         process = PartialState(cpu=device.type == "cpu", **(worlds.own_group() if worlds else store_of_attempt()))
         if worlds is not None and worlds.is_teacher:
             answer_ranks(recipe, device, worlds)
-        folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=resume, runs=runs))
+        folder = of_the_first(lambda: run_folder(recipe.name, name=name, resume=bool(resume), runs=runs))
         with explained(recipe, folder), RunLock(folder) as held, contextlib.ExitStack() as opened:
             return _run(recipe, held, opened, process, resume, lock, own_terms)
 
 
 def _run(
-    recipe: Recipe, held: RunLock, opened: contextlib.ExitStack, process: PartialState, resume: bool,
-    lock: Path | None, own_terms: Any,
+    recipe: Recipe, held: RunLock, opened: contextlib.ExitStack, process: PartialState,
+    resume: bool | Literal["unverified"], lock: Path | None, own_terms: Any,
 ) -> RunResult:  # fmt: skip
     # --- what was asked for
     folder, device, last, resumed = held.folder, resolve_device(recipe.train), None, None
@@ -152,7 +153,7 @@ def _run(
         if is_first():
             held.take()
         resumed = resume_plan(recipe, folder, processes=world_size())
-        last, refused = of_the_first(lambda: resumable(folder))
+        last, refused = of_the_first(lambda: resumable(folder, unverified=resume == "unverified"))
         if is_first():
             _say_where_it_goes_on(folder, last, [*refused, *resumed.lines()])
         if _is_finished(folder, last):

@@ -101,11 +101,39 @@ def test_the_newest_checkpoint_that_is_as_written_is_used(workplace, finished, c
     assert run_command(["verify", "whole"]) == 0
 
 
-def test_an_older_checkpoint_without_a_manifest_is_used_and_a_line_says_so(workplace, capsys):
-    for path in (workplace / "runs/whole").glob(f"checkpoint-*/{MANIFEST}"):
-        path.unlink()
-    assert run_command(["run", "r.yaml", "--name", "whole", "--resume"]) == 0
+def test_a_checkpoint_without_a_manifest_is_used_only_unverified(workplace, finished, capsys):
+    resume = ["run", "r.yaml", "--name", "whole", "--resume"]
+    (workplace / "runs/whole/checkpoint-4" / MANIFEST).unlink()
+    assert run_command(resume) == 0
+    said = capsys.readouterr().out
+    assert "runs/whole/checkpoint-4 cannot be used: it has no manifest.json, so that nothing shows whether" in said
+    assert "continuing from runs/whole/checkpoint-2" in said
+    for folder in (workplace / "runs/whole").glob("checkpoint-*"):
+        (folder / MANIFEST).unlink()
+    assert run_command(resume) == 1
+    said = capsys.readouterr().err
+    assert "checkpoint-2 cannot be used: it has no manifest.json" in said and "--unverified takes it so" in said
+    assert run_command([*resume, "--unverified"]) == 0
     assert "runs/whole/checkpoint-4 has no manifest.json: its contents are not checked" in capsys.readouterr().out
+    assert figures(workplace / "runs/whole") == figures(finished / "runs/whole")
+    assert run_command(["run", "r.yaml", "--unverified"]) == 2
+    assert "--unverified: belongs to --resume" in capsys.readouterr().err
+
+
+def test_checkpoints_that_lost_their_state_do_not_mean_a_fresh_start(workplace, finished, capsys):
+    (workplace / "runs/whole/checkpoint-4/trainer_state.json").unlink()
+    assert run_command(["run", "r.yaml", "--name", "whole", "--resume"]) == 0
+    said = capsys.readouterr().out
+    assert "runs/whole/checkpoint-4 cannot be used: trainer_state.json cannot be read (FileNotFoundError" in said
+    assert "continuing from runs/whole/checkpoint-2" in said
+    assert figures(workplace / "runs/whole") == figures(finished / "runs/whole")
+    for path in (workplace / "runs/whole").glob("checkpoint-*/trainer_state.json"):
+        path.unlink()
+    before = (workplace / "runs/whole/metrics.jsonl").read_bytes()
+    assert run_command(["run", "r.yaml", "--name", "whole", "--resume"]) == 1
+    said = capsys.readouterr()
+    assert "move these folders away to start again at step 0" in said.err and "starting at step 0" not in said.out
+    assert (workplace / "runs/whole/metrics.jsonl").read_bytes() == before
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_not_gone_on_from(workplace, capsys):
@@ -114,7 +142,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_gone_on_from(workplace, capsys)
         weights = load_file(folder / "model.safetensors")
         name = next(name for name in weights if "mlp" in name)
         save_file({k: v for k, v in weights.items() if k != name}, folder / "model.safetensors", {"format": "pt"})
-    assert run_command(["run", "r.yaml", "--name", "whole", "--resume", "train.save_every=null"]) == 1
+    assert run_command(["run", "r.yaml", "--name", "whole", "--resume", "--unverified", "train.save_every=null"]) == 1
     assert f"checkpoint-4: its files lack {name}, " in capsys.readouterr().err
 
 

@@ -12,15 +12,14 @@ from pathlib import Path
 CHECKPOINT, UNFINISHED, STATE = "checkpoint-", ".unfinished", "trainer_state.json"
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, by step."""
-    return [path for _, path in sorted(_numbered(folder)) if (path / STATE).is_file()]
+def checkpoints(folder: Path, *, damaged: bool = False) -> list[Path]:
+    """Complete checkpoints in `folder`, by step; with `damaged` also those that have lost their trainer_state.json."""
+    return [path for _, path in sorted(_numbered(folder)) if damaged or (path / STATE).is_file()]
 
 
 def half_written(folder: Path) -> list[Path]:
     """Checkpoints in `folder` whose writing was cut off; nothing reads them."""
-    unfinished = [path for _, path in sorted(_numbered(folder)) if not (path / STATE).is_file()]
-    return unfinished + sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
+    return sorted((folder / UNFINISHED).glob(CHECKPOINT + "*"))
 
 
 def drop_old(folder: Path, limit: int | None, best: str | None = None) -> None:

@@ -51,8 +51,11 @@ PLAIN = {
 }  # fmt: skip
 
 
-def resumable(folder: Path) -> tuple[Path | None, list[str]]:
+def resumable(folder: Path, *, unverified: bool = False) -> tuple[Path | None, list[str]]:
     """The newest checkpoint in `folder` that can be used, with a line for each newer one that cannot.
+
+    Args:
+        unverified: One without a manifest may be used.
 
     Returns:
         None where there is no checkpoint at all. A line also says where the one in use has no manifest.
@@ -61,10 +64,12 @@ def resumable(folder: Path) -> tuple[Path | None, list[str]]:
         RunError: there are some, and none is of use.
     """
     refused: list[str] = []
-    for path in reversed(checkpoints(folder)):
-        fault = fault_of(path)
+    for path in reversed(checkpoints(folder, damaged=True)):
+        fault, summed = fault_of(path), (path / MANIFEST).exists()
+        if fault is None and not summed and not unverified:
+            fault = f"it has no {MANIFEST}, so that nothing shows whether it is as written; --unverified takes it so"
         if fault is None:
-            unsummed = [] if (path / MANIFEST).exists() else [f"{path} has no {MANIFEST}: its contents are not checked"]
+            unsummed = [] if summed else [f"{path} has no {MANIFEST}: its contents are not checked"]
             return path, refused + unsummed
         refused.append(f"{path} cannot be used: {fault}")
     if refused:
