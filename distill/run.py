@@ -46,7 +46,7 @@ from distill.data.load import Splits
 from distill.evaluation.evaluate import HeldOut, evaluate, gap_closed
 from distill.evaluation.samples import write_samples
 from distill.generation.answers import generate
-from distill.generation.from_recipe import on_policy_of, require_prompts
+from distill.generation.from_recipe import on_policy_of, require_prompts, stop_where_turns_end
 from distill.models.attention_choice import AttentionChoices, read_choices
 from distill.models.cards import runs_our_kernels
 from distill.models.compiling import uncompiled
@@ -205,6 +205,7 @@ def _run(
     )  # fmt: skip
     require_optimizer(arguments, pair.student)
     notes = mend_generation_config(pair.student, "student.model")
+    notes += stop_where_turns_end(recipe, pair.student, vocabulary.tokenizer, splits.report.format)
     notes += of_the_first(lambda: try_saving(pair.student, pair.tokenizer, "student.model"))
     notes += [] if resumed is None else resumed.notes(arguments, pair.student, rows=len(splits.train))
     progress = ProgressReport()

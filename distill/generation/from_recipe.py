@@ -14,6 +14,7 @@ from distill.generation.engines import engine_for, settings_for
 from distill.generation.on_policy import OnPolicy
 from distill.generation.sampling import sampling_of
 from distill.models.attention import attends_within_documents
+from distill.models.head import bare
 from distill.models.snapshot import Snapshot
 from distill.recipe import Recipe
 
@@ -29,6 +30,35 @@ def require_prompts(recipe: Recipe, tokenizer: Any, format: str) -> None:
             f"data.on_policy: needs prompts to answer, and the data are {format or 'random tokens'}; give chats, or "
             "prompts with completions (whose completions are not used where fraction is 1)"
         )
+
+
+def stop_where_turns_end(recipe: Recipe, student: Any, tokenizer: Any, format: str) -> list[str]:
+    """Let the student's own configuration stop generation at the tokens with which it learns to end its turns.
+
+    Args:
+        student: bare or inside PEFT; its `generation_config` is changed, which is saved with it.
+        tokenizer: the data's.
+        format: what the data's rows were taken for.
+
+    Returns:
+        A line that names the tokens that were added; none where it stops at all of them already.
+    """
+    config = getattr(bare(student), "generation_config", None)
+    if tokenizer is None or config is None or "chat" not in format:
+        return []
+    if (template := load_template(recipe.data.chat_template, tokenizer)) is None:
+        return []
+    given = config.eos_token_id
+    ends = list(given) if isinstance(given, list) else [] if given is None else [given]
+    added = {tokenizer.convert_tokens_to_ids(token): token for token in sorted(template.closings())}
+    added = {number: token for number, token in added.items() if number not in ends}
+    if not added:
+        return []
+    config.eos_token_id = [*ends, *added]
+    return [
+        f"student.model: generation stops at {', '.join(added.values())} too, as its generation_config.json will say: "
+        "that ends the turns it learns"
+    ]
 
 
 def on_policy_of(
