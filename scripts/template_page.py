@@ -50,7 +50,7 @@ def row(name: str, source: str) -> list[str]:
     turns, thoughts = ([QUESTION, _answer(**more)] * 2 for more in ({}, {"reasoning_content": "I look."}))
     rewrites = [template.for_training(messages).rewritten for messages in (turns, thoughts)]
     rewritten = "every turn" if rewrites[0] else "reasoning" if rewrites[1] else ""
-    content = "parts" if template._adapter.parts else "text"
+    content = "parts" if template.adapter.parts else "text"
     closings = " ".join(f"`{token}`" for token in sorted(template.closings())).replace("|", "\\|")
     return [f"`{name}`", content, *cells, rewritten, closings]
 

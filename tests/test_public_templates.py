@@ -230,8 +230,8 @@ def test_what_is_learned_is_what_the_markers_of_trls_variants_set_off():
                 continue
             for example in examples:
                 (turn,) = example.turns
-                text, marks = theirs.raw(theirs._adapter(messages[: turn + 1]), tools, mark=True)
-                earlier = theirs.raw(theirs._adapter(messages[:turn]), tools, mark=True).spans
+                text, marks = theirs.raw(theirs.adapter(messages[: turn + 1]), tools, mark=True)
+                earlier = theirs.raw(theirs.adapter(messages[:turn]), tools, mark=True).spans
                 parts = [text[a:b] for a, b in joined(marks)[len(joined(earlier)) :]]
                 mine = [example.text[a:b] for a, b in example.spans]
                 assert len(parts) == len(mine) == 1

@@ -268,7 +268,8 @@ def test_what_the_hub_refuses_is_one_line_and_the_folder_stays(repository, error
 def test_inspect_marks_what_is_only_read(folder, capsys):
     assert run_command(["inspect", "mine.yaml", "--rows", "1"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("=== row 1: ") and "--- document 1\n«<|start|>user\nHello" in out
+    report, _, out = out.partition("\n\n")
+    assert "rows read" in report and out.startswith("=== row 1: ") and "--- document 1\n«<|start|>user\nHello" in out
     learned = "".join(part.split("«")[0] for part in out.split("»")[1:])
     assert "Hi " in learned and "Hello" not in learned and "user" not in learned
     assert run_command(["inspect", "mine.yaml", "--rows", "1", "--shade", "divergence", "--json"]) == 0

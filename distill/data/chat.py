@@ -59,6 +59,7 @@ class ChatTemplate(Renderer):
 
     Attributes:
         name: what messages call it.
+        adapter: converts messages to the layout that it renders whole.
     """
 
     def __init__(self, source: str, tokenizer: Any, name: str = "this chat template") -> None:
@@ -69,8 +70,8 @@ class ChatTemplate(Renderer):
         """
         super().__init__(source, tokenizer)
         self.name = name
-        self._adapter = Adapter(self)
-        self._turns = Turns(self, self._adapter)
+        self.adapter = Adapter(self)
+        self._turns = Turns(self, self.adapter)
         self._probed: dict[tuple[object, ...], Losses | None] = {}
 
     def settings(self) -> list[object]:
@@ -94,7 +95,7 @@ class ChatTemplate(Renderer):
             RowFault: the template refuses these messages.
         """
         with self.bounded(messages):
-            return self.raw(self._adapter(messages), tools, prompt=prompt).text
+            return self.raw(self.adapter(messages), tools, prompt=prompt).text
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
         """The text after which the assistant's next turn is generated.
@@ -105,7 +106,7 @@ class ChatTemplate(Renderer):
         answered = [*messages, {"role": "assistant", "content": "zqanswerqz"}]
         with self.bounded(messages):
             self.for_training(answered, tools, ChatOptions("last"))
-            return self.raw(self._adapter(messages), tools, prompt=True).text
+            return self.raw(self.adapter(messages), tools, prompt=True).text
 
     def for_training(
         self,
@@ -161,7 +162,7 @@ class ChatTemplate(Renderer):
         self, messages: Sequence[Message], tools: Tools, turns: list[int], each: bool,
         fits: Callable[[str], bool] | None = None,
     ) -> TrainingChat:  # fmt: skip
-        adapted = self._adapter(messages)
+        adapted = self.adapter(messages)
         whole = None if each else self._turns.whole(adapted, tools, turns)
         if whole is not None:
             return TrainingChat([whole])
@@ -178,7 +179,7 @@ class ChatTemplate(Renderer):
             learned = [places[turn] for turn in turns if turn in places]
 
             def rendered(filled: Sequence[Message], offered: Tools, chosen: list[int]) -> list[RenderedChat]:
-                return self._examples(filled, offered, chosen, len(chosen) > 1 and False).examples
+                return self._examples(filled, offered, chosen, each=False).examples
 
             self._probed[shape] = coverage.probe(rendered, [messages[n] for n in kept], tools, learned)
         return self._probed[shape]

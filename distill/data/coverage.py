@@ -194,7 +194,7 @@ class _Text:
             if (at := self._text.find(word, at)) < 0:
                 return False
             at += len(word)
-        return bool(_WORDS.search(words))
+        return bool(_WORDS.search(words)) or dense.replace("\\", "") in self._dense.replace("\\", "")
 
 
 def _dense(text: str) -> str:
