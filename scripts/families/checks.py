@@ -132,8 +132,10 @@ def divergences(family: Family) -> None:
     family.found["left"] = report.left
     for name, is_packed in (("packed", True), ("padded", False)):
         if is_packed and family.problem is not None:
-            family.found[name] = "refused"
-            continue
+            if report.attention is None or packing_problem(model) is not None:
+                family.found[name] = "refused"
+                continue
+            family.found["packed_by"] = "our attention"
         actual = family.apart(logits(model, family.batch(packed=is_packed)), packed=is_packed)
         family.found[name] = figure = kl(expected, actual)
         if not figure <= MOST_KL:
@@ -153,7 +155,8 @@ def gradients(family: Family) -> None:
     patch(student, "student", log_it=False)
     terms = {"temperature": 1.0, "terms": [{"type": "forward_kl", "weight": 1.0}]}
     objective = DistillationObjective(teacher, student, terms)
-    student(**objective.compare(family.batch(packed=family.problem is None)))["loss"].backward()
+    packed = isinstance(family.found.get("packed"), float)
+    student(**objective.compare(family.batch(packed=packed)))["loss"].backward()
     ours = {name: p.grad for name, p in student.named_parameters()}
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     largest = max(gradient.norm() for gradient in wanted.values())

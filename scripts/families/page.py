@@ -47,7 +47,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     parts = [name for key, name in PARTS if key in row.get("patched", {})]
     cut = row.get("cut", "")
     handed = "yes" if row.get("reload") == row.get("export") == "yes" else "no"
-    cells = [*(_figure(row.get(name)) for name in ("packed", "padded", "gradients")), ", ".join(dict.fromkeys(parts))]
+    figures = [_figure(row.get(name)) for name in ("packed", "padded", "gradients")]
+    if "packed_by" in row:
+        figures[0] += f", by {row['packed_by']}"
+    cells = [*figures, ", ".join(dict.fromkeys(parts))]
     return [*cells, cut.partition(":")[0] or "no", row.get("resume", "no"), handed]
 
 
