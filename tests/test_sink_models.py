@@ -19,6 +19,8 @@ from distill.models.packed import keeps_apart
 from distill.models.patching import patch, unpatch
 from distill.models.ragged_cache import ragged_attention
 from distill.teachers.opening import keeps_apart_by_ours
+from scripts.bench import gpt_oss
+from scripts.bench.harness import time_in_turn
 
 LAYERS = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -174,3 +176,28 @@ def test_sinks_under_a_mask_are_not_dropped():
     q, sinks = torch.zeros(1, 2, 4, 8), torch.zeros(2)
     with pytest.raises(ValueError, match="attention: sinks with a mask or cache"):
         fused_attention(torch.nn.Identity(), q, q, q, torch.zeros(1, 1, 4, 4), s_aux=sinks)
+
+
+def test_the_benchmarks_candidates_agree():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    plain = gpt_oss.make("cpu", torch.float32, **sizes, head_dim=8, vocab_size=259, sliding_window=6)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    found = gpt_oss.errors(plain, patched, gpt_oss.draw(DOCUMENTS, 259, "cpu"))
+    assert set(found) == {gpt_oss.ALONE, gpt_oss.PADDED, gpt_oss.OURS}
+    assert max(error for errors in found.values() for error in errors.values()) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[2048], [700, 100, 1, 900]], ids=str)
+def test_gpt_oss_shapes_are_as_exact_as_eager_and_faster(lengths):
+    """Attention of gpt-oss-20b's sizes in two layers, and few experts."""
+    plain = gpt_oss.make("cuda", torch.bfloat16, num_local_experts=4)
+    patched = copy.deepcopy(plain)
+    assert patch(patched).attention == "triton"
+    documents = gpt_oss.draw(lengths, 1024, "cuda")
+    found = gpt_oss.errors(plain, patched, documents)
+    assert gpt_oss.passes(found[gpt_oss.OURS], found[gpt_oss.ALONE]), found
+    bodies = gpt_oss.bodies(plain, patched, documents)
+    times = time_in_turn({name: lambda body=body: body().sum().backward() for name, body in bodies.items()}, rounds=5)
+    assert times[gpt_oss.OURS] < min(ms for name, ms in times.items() if name != gpt_oss.OURS), times

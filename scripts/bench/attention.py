@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from distill_kernels.attention.flash import flash_attention
 from distill_kernels.attention.operands import Masking
+from distill_kernels.attention.ranges import reference_mask
 from distill_kernels.attention.reference import reference_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,6 +62,17 @@ def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores.masked_fill(~mask, float("-inf")), -1) @ v
 
 
+def _eager_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masking: Masking) -> torch.Tensor:
+    """As transformers writes it: one column more, dropped after the softmax."""
+    assert masking.sinks is not None
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    mask = reference_mask(q.shape[2], k.shape[2], masking.causal, masking.window, q.device)
+    scores = (q @ k.transpose(-1, -2) * masking.scale).masked_fill(~mask, float("-inf"))
+    last = masking.sinks.to(q.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, last], -1), -1)[..., :-1] @ v
+
+
 def _packed(positions: int, documents: int) -> torch.Tensor:
     """Cumulative lengths of `documents` documents, the longest about ten times the shortest."""
     shares = torch.linspace(1, 10, documents).double()
@@ -68,7 +80,7 @@ def _packed(positions: int, documents: int) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int32), inner]).cuda()
 
 
-def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], cu: torch.Tensor | None) -> dict:
+def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], masking: Masking) -> dict:
     """Relative errors of out, dq, dk, dv of the last batch entry's last key head against fp64."""
     q, k, v, dout = tensors
     group = q.shape[1] // k.shape[1]
@@ -77,7 +89,8 @@ def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], 
     grads = torch.autograd.grad(out, leaves, dout)
     at = [slice(-group, None), slice(-1, None), slice(-1, None)]
     exact = [x[-1:, s].detach().double().requires_grad_() for x, s in zip((q, k, v), at, strict=True)]
-    masking = Masking(True, q.shape[-1] ** -0.5, None, None, cu, cu)
+    if masking.sinks is not None:
+        masking = masking._replace(sinks=masking.sinks[-group:])
     exact_out, _ = reference_attention(*exact, masking)
     exact_grads = torch.autograd.grad(exact_out, exact, dout[-1:, at[0]].double())
     made = {"out": out[-1:, at[0]]} | {n: g[-1:, s] for n, g, s in zip(("dq", "dk", "dv"), grads, at, strict=True)}
@@ -87,15 +100,15 @@ def _errors(function: Callable[..., torch.Tensor], tensors: list[torch.Tensor], 
 
 def _measure(
     case: str, name: str, shape: tuple[int, ...], candidates: dict[str, Callable[..., torch.Tensor]],
-    work: float, cu: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16,
+    work: float, masking: Masking | None = None, dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Row]:  # fmt: skip
     tensors = draw(shape, dtype)
     q, k, v, dout = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     forward, both, errors = {}, {}, {}
-    checkable = shape[3] <= 4096
+    checkable, masking = shape[3] <= 4096, masking or Masking(True, q.shape[-1] ** -0.5)
     for label, function in candidates.items():
-        errors[label] = _errors(function, tensors, cu) if checkable else {}
+        errors[label] = _errors(function, tensors, masking) if checkable else {}
         if not all(error < 1e-2 for error in errors[label].values()):
             yield Row(case, name, label, math.nan, error=errors[label], note="wrong, not timed")
             continue
@@ -139,7 +152,18 @@ def run(quick: bool, only: str) -> Iterator[Row]:
             "torch varlen": lambda q, k, v, cu=cu, longest=longest: varlen(q, k, v, cu, longest).transpose(1, 2),
         }
         name = f"packed T={shape[3]}, {documents} documents D={size}"
-        yield from _measure("attention", name, shape, packed, work, cu)
+        yield from _measure("attention", name, shape, packed, work, Masking(True, size**-0.5, None, None, cu, cu))
+    for window in (None, 128) if only in "sinks" else ():
+        shape = (1, 64, 8, 4096, 64)  # gpt-oss
+        sinks = torch.randn(shape[1], device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+        seen = shape[3] / 2 if window is None else window
+        masking = Masking(True, shape[4] ** -0.5, window, sinks=sinks)
+        with_and_without: dict[str, Callable[..., torch.Tensor]] = {
+            "ours": lambda q, k, v, window=window, sinks=sinks: flash_attention(q, k, v, window=window, sinks=sinks),
+            "eager": lambda q, k, v, masking=masking: _eager_with_sinks(q, k, v, masking),
+        }
+        name = f"sinks H={shape[1]}/{shape[2]} T={shape[3]} D={shape[4]} window {window}"
+        yield from _measure("attention", name, shape, with_and_without, 4.0 * shape[1] * shape[3] * seen * 64, masking)
     if only in "naive" and not quick:
         for shape in NAIVE_SHAPES:
             work = 2.0 * shape[0] * shape[1] * shape[3] ** 2 * shape[4]
