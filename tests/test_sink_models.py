@@ -180,9 +180,7 @@ def test_sinks_under_a_mask_are_not_dropped():
 
 def test_the_benchmarks_candidates_agree():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = gpt_oss.make("cpu", torch.float32, **sizes, head_dim=8, vocab_size=259, sliding_window=6)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = gpt_oss.pair("cpu", torch.float32, **sizes, head_dim=8, vocab_size=259, sliding_window=6)
     found = gpt_oss.errors(plain, patched, gpt_oss.draw(DOCUMENTS, 259, "cpu"))
     assert set(found) == {gpt_oss.ALONE, gpt_oss.PADDED, gpt_oss.OURS}
     assert max(error for errors in found.values() for error in errors.values()) < 1e-4
@@ -192,9 +190,7 @@ def test_the_benchmarks_candidates_agree():
 @pytest.mark.parametrize("lengths", [[2048], [700, 100, 1, 900]], ids=str)
 def test_gpt_oss_shapes_are_as_exact_as_eager_and_faster(lengths):
     """Attention of gpt-oss-20b's sizes in two layers, and few experts."""
-    plain = gpt_oss.make("cuda", torch.bfloat16, num_local_experts=4)
-    patched = copy.deepcopy(plain)
-    assert patch(patched).attention == "triton"
+    plain, patched = gpt_oss.pair("cuda", torch.bfloat16, num_local_experts=4)
     documents = gpt_oss.draw(lengths, 1024, "cuda")
     found = gpt_oss.errors(plain, patched, documents)
     assert gpt_oss.passes(found[gpt_oss.OURS], found[gpt_oss.ALONE]), found
