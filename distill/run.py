@@ -9,6 +9,7 @@ Everything that a person may have got wrong is found before the run's folder exi
     kernels.json        ways of launching kernels that were timed on this GPU, where any were; a resumed run keeps them
     lock.yaml           all that the figures depend on: versions, hashes, seeds; `--lock` holds another run to it
     before.json         held-out figures and samples from before training, reused by --resume
+    manifest.json       checksums of these files and of those of the run's end
     metrics.jsonl       one row per logging step
     checkpoint-N/       complete by construction; only with train.save_every
     student/            model, tokenizer and model card; `from_pretrained` takes it as it is
@@ -21,9 +22,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
-import json
 import logging
-import math
 import os
 import shlex
 from collections.abc import Sequence
@@ -63,7 +62,7 @@ from distill.recipe.usual import unusual
 from distill.recipe.yaml_text import to_yaml
 from distill.reports.curves import draw_curves
 from distill.reports.first_look import first_look
-from distill.reports.model_card import licence_of, write_model_card
+from distill.reports.model_card import licence_of, on_the_hub, write_model_card
 from distill.reports.preamble import Plan, preamble, result_table, show_samples
 from distill.serving.ranks import answer_ranks, worlds_of
 from distill.teachers.base import OpenContext, TeacherSource
@@ -79,6 +78,7 @@ from distill.training.failures import explained
 from distill.training.graphs import GraphedSteps
 from distill.training.lock import LOCK_FILE, lock_of, locked_attention, read_lock, require_same, require_same_run
 from distill.training.progress import MetricsFile, ProgressReport, read_metrics
+from distill.training.records import BEFORE_FILE, note_beginning, note_end, read_before
 from distill.training.resuming import resume_plan, without_known_warnings
 from distill.training.soundness import resumable
 from distill.training.stored_rollouts import store_rollouts
@@ -256,6 +256,8 @@ def _run(
     held.share(process.wait_for_everyone)
     tuning.record(folder / KERNELS_FILE)
     before, answers = _before(recipe, pair, trainer, splits, precision, held)
+    if locked is not None:
+        note_beginning(folder)
 
     # --- train
     try:
@@ -322,15 +324,8 @@ def _before(
     recipe: Recipe, pair: Pair, trainer: DistillationTrainer, splits: Splits, precision: Precision, held: RunLock
 ) -> tuple[HeldOut, dict[str, list[str]]]:
     """Figures and samples from before training; those of the first start where a run is resumed."""
-    path = held.folder / "before.json"
-    if path.exists():
-        try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            figures: dict[str, Any] = trainer.objective.measure.read(record["held_out"])
-            figures = {name: math.nan if value is None else value for name, value in figures.items()}
-            return HeldOut(**figures), dict(record["answers"])
-        except (ValueError, KeyError, TypeError):
-            log.warning("%s is damaged; its figures are made again", path)
+    if (found := read_before(held.folder, trainer.objective.measure)) is not None:
+        return found
     _begin("measuring", "the student before training, on held-out rows")
     before = _held_out(recipe, pair, trainer, splits, precision)
     answers: dict[str, list[str]] = {}
@@ -344,15 +339,14 @@ def _before(
     if is_first():
         measure = trainer.objective.measure
         command = shlex.join(["distill", *command_line]) if command_line else None
-        record = {"started": held.started, "command": command, "device": device_name(trainer.args.device)}
+        record: dict[str, Any] = {
+            "started": held.started,
+            "command": command,
+            "device": device_name(trainer.args.device),
+        }
         record |= {"held_out": measure.written(before._asdict()), "measure": measure, "answers": answers}
-        write_json(path, console.plain(record))
+        write_json(held.folder / BEFORE_FILE, console.plain(record))
     return before, answers
-
-
-def _on_the_hub(*names: str | None) -> tuple[str, ...]:
-    """Those that name no file here, each once."""
-    return tuple(dict.fromkeys(name for name in names if name and not Path(name).exists()))
 
 
 def _generate(recipe: Recipe, pair: Pair, student: Any) -> list[str]:
@@ -387,8 +381,8 @@ def _save(
         before=result.before,
         after=result.after,
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        hub_models=_on_the_hub(*(s.model for s in (recipe.student, recipe.teacher, *source.sections.values()))),
-        datasets=_on_the_hub(*(part.data.source for part in recipe.data.parts), recipe.data.validation.source),
+        hub_models=on_the_hub(*(s.model for s in (recipe.student, recipe.teacher, *source.sections.values()))),
+        datasets=on_the_hub(*(part.data.source for part in recipe.data.parts), recipe.data.validation.source),
         licence=licence_of(recipe.student.model or recipe.teacher.model or ""),
         measure=measure,
     )
@@ -413,3 +407,4 @@ def _save(
         "files": sums_of(folder / "student"),
     }
     write_json(folder / RESULT_FILE, console.plain(summary))
+    note_end(folder)

@@ -20,6 +20,7 @@ from tiny import save_models
 
 from distill import run as run_module
 from distill.cli import run_command
+from distill.teachers.keep.source import KeepSource
 from distill.training.checkpoints import checkpoints
 from distill.training.progress import read_metrics
 from distill.training.trainer import DistillationTrainer
@@ -148,6 +149,24 @@ def test_a_disk_too_small_for_the_tokens(disk, given, tmp_path, monkeypatch, cap
     monkeypatch.setenv("DISTILL_CACHE", str(cache))
     ends_in_one_line(capsys, given, says=["data.cache", "the disk is full", "DISTILL_CACHE"])
     assert list(cache.iterdir()) == [] and not (tmp_path / "runs").exists()
+
+
+def test_the_disk_that_is_full_is_named(disk, given, tmp_path, monkeypatch, capsys):
+    """The teacher's outputs go to another disk than the run: that one is full, and its library names no file."""
+    small = disk(80)
+    monkeypatch.chdir(tmp_path)
+    says = [f"{small}/kept: the disk is full ({small} has 0.0 GiB free); make room there"]
+    monkeypatch.setattr("distill.teachers.keep.source.KeepSource.data_problems", lambda *_: [])  # filled up since
+    filler = small / "filler"
+    begin = KeepSource._begin
+
+    def begin_then_fill(self, *arguments):
+        begun = begin(self, *arguments)
+        filler.write_bytes(b"\0" * shutil.disk_usage(small).free)
+        return begun
+
+    monkeypatch.setattr(KeepSource, "_begin", begin_then_fill)
+    ends_in_one_line(capsys, given, f"teacher.keep={small}/kept", "train.steps=2", says=says)
 
 
 def test_a_disk_that_is_read_only(disk, given, capsys):

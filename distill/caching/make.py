@@ -13,7 +13,6 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from distill.caching.write import Job, missing_shards, open_folder, plan_work, require_room, write_shards
-from distill.core.files import write_json
 from distill.core.ranks import is_first, of_the_first, world_size
 from distill.core.units import counted
 from distill.data.load import Splits
@@ -26,7 +25,7 @@ from distill.planning.caching import plan_caching
 from distill.recipe import Recipe
 from distill.recipe.compatibility import require_command
 from distill.teachers.base import OpenContext
-from distill.teachers.cache.format import ANSWERS, Plan, bytes_a_token
+from distill.teachers.cache.format import ANSWERS, Plan, bytes_a_token, write_signed
 from distill.teachers.cache.plan import EncodableTeacher, Origin, close_cache, encodable, plan_of, write_companions
 from distill.teachers.cache.settings import Settings
 from distill.teachers.cache.teacher import section_to_load
@@ -167,7 +166,7 @@ def make_cache(
         return None
     if answers is not None:
         paired = dict(zip(section.prompts, answers, strict=True))
-        write_json(folder / ANSWERS, {"max_new_tokens": section.max_new_tokens, "answers": paired})
+        write_signed(folder / ANSWERS, {"max_new_tokens": section.max_new_tokens, "answers": paired})
     (model,) = loaded.pair.teacher.models.values()
     write_companions(folder, model, loaded.tokenizer, loaded.teacher.head if settings.hidden else None, loaded.cut)
     return close_cache(folder, plan)

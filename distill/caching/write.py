@@ -22,7 +22,6 @@ import numpy as np
 import torch
 
 from distill.core.faults import differences
-from distill.core.files import write_json
 from distill.core.labels import shift_labels
 from distill.core.ranks import world_size
 from distill.core.units import GIB
@@ -38,6 +37,7 @@ from distill.teachers.cache.format import (
     read_json,
     rows_of,
     shard_path,
+    write_signed,
     write_tensors,
 )
 from distill.teachers.cache.plan import EncodableTeacher, shard_of, stored_tensors
@@ -157,7 +157,7 @@ def open_folder(folder: Path, plan: Plan, *, first: bool) -> bool:
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"--out: {folder} is not empty and holds no cache; name another folder")
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / PLAN, plan)
+        write_signed(folder / PLAN, plan)
         return False
     # another patch release makes no other cache
     for name, old, new in differences({**begun, "versions": None}, {**plan, "versions": None}):

@@ -42,7 +42,7 @@ def verify(
         say_json([{"what": what, "result": result, "sound": sound} for what, result, sound in lines])
     else:
         for what, result, sound in lines:
-            console.say(f"{'ok' if sound else 'DAMAGED':<9}{what:<20}{result}")
+            console.say(f"{'ok' if sound else 'DAMAGED':<9}{what:<19} {result}")
     if not all(sound for _, _, sound in lines):
         raise typer.Exit(1)
 
@@ -56,19 +56,79 @@ def _line(what: str, read: Callable[[], str]) -> Line:
 
 
 def _run(folder: Path) -> Iterator[Line]:
+    from distill.core.manifest import MANIFEST, fault_of_noted
     from distill.recipe import load
     from distill.training.checkpoints import checkpoints, half_written
     from distill.training.lock import LOCK_FILE
+    from distill.training.records import BEFORE_FILE, METRICS_FILE
+    from distill.training.stored_rollouts import FOLDER, files
 
-    yield _line(RECIPE_FILE, lambda: load(folder / RECIPE_FILE).name)
-    yield _line(LOCK_FILE, lambda: _versions(folder / LOCK_FILE))
-    yield _line("metrics.jsonl", lambda: _metrics(folder / "metrics.jsonl"))
+    def noted(path: Path, read: Callable[[], str]) -> Line:
+        """A file as its entry in the run's manifest has it, and readable."""
+        return _line(path.name, lambda: _raise(fault_of_noted(folder, path.relative_to(folder).as_posix())) or read())
+
+    if (folder / MANIFEST).exists():
+        yield _line(MANIFEST, lambda: _manifest(folder))
+    yield noted(folder / RECIPE_FILE, lambda: load(folder / RECIPE_FILE).name)
+    yield noted(folder / LOCK_FILE, lambda: _versions(folder / LOCK_FILE))
+    names = _noted_names(folder)
+    if (folder / BEFORE_FILE).exists() or BEFORE_FILE in names:
+        yield noted(folder / BEFORE_FILE, lambda: _figures(folder / BEFORE_FILE, "held_out"))
+    yield noted(folder / METRICS_FILE, lambda: _metrics(folder / METRICS_FILE))
+    for path in files(folder):
+        yield noted(path, lambda path=path: _rollouts(path))  # type: ignore[misc]
     for path in checkpoints(folder):
         yield _line(path.name, lambda path=path: _checkpoint(path))  # type: ignore[misc]
     for path in half_written(folder):
         yield path.name, "not finished; nothing reads it", True
+    if (folder / RESULT_FILE).exists() or RESULT_FILE in names:
+        yield noted(folder / RESULT_FILE, lambda: _figures(folder / RESULT_FILE, "before", "after"))
     if (folder / "student").is_dir():
         yield _line("student", lambda: _student(folder))
+    shown = {RECIPE_FILE, LOCK_FILE, BEFORE_FILE, METRICS_FILE, RESULT_FILE}
+    for name in sorted(names - shown):
+        if not (name.startswith(FOLDER) and (folder / name).exists()):
+            yield noted(folder / name, lambda: "as written")
+
+
+def _raise(fault: str | None) -> str:
+    """Raise a fault; "" where there is none."""
+    if fault is not None:
+        raise ValueError(fault)
+    return ""
+
+
+def _manifest(folder: Path) -> str:
+    from distill.core.manifest import SUM, is_signed, read_manifest
+
+    manifest = read_manifest(folder) or {}
+    if SUM not in manifest or not is_signed(manifest):
+        raise ValueError("it is not as it was written; move it away, and files are only read for their form")
+    return f"checksums of {counted(len(_noted_names(folder)), 'file')}"
+
+
+def _noted_names(folder: Path) -> set[str]:
+    from distill.core.manifest import read_manifest
+
+    try:
+        return set((read_manifest(folder) or {}).get("files", {}))  # type: ignore[call-overload]
+    except (ValueError, TypeError):
+        return set()
+
+
+def _figures(path: Path, *names: str) -> str:
+    """Held-out figures of a run's JSON file."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    for name in names:
+        if not all(value is None or isinstance(value, int | float) for value in found[name].values()):
+            raise ValueError(f"{name} holds figures that are no numbers")
+    return f"held-out figures over {next(iter(found[names[0]].values())):,}"
+
+
+def _rollouts(path: Path) -> str:
+    from distill.training.stored_rollouts import read
+
+    return counted(len(read(path)), "answer")
 
 
 def _versions(path: Path) -> str:
@@ -82,7 +142,11 @@ def _versions(path: Path) -> str:
 
 
 def _metrics(path: Path) -> str:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    from distill.training.progress import damage, read_metrics
+
+    if faults := damage(path):
+        raise ValueError(faults[0])
+    rows = read_metrics(path)
     steps = [row["step"] for row in rows]
     if steps != sorted(set(steps)):
         raise ValueError("steps come twice, or out of order")
@@ -135,16 +199,26 @@ def _cache(folder: Path) -> Iterator[Line]:
     import numpy as np
 
     from distill.core.manifest import fault_of_files
-    from distill.teachers.cache.format import shard_path
-    from distill.teachers.cache.read import TeacherCache
+    from distill.teachers.cache.format import MANIFEST, PLAN, read_json
+    from distill.teachers.cache.read import Shards, TeacherCache
+    from distill.teachers.keep.store import Store
 
+    yield _line(PLAN, lambda: f"{(read_json(folder / PLAN) or {})['kind'].replace('_', ' ')} of a teacher")
     try:
-        cache = TeacherCache(folder)
-    except ValueError as error:
+        cache: Shards
+        if (folder / MANIFEST).is_file():
+            cache = TeacherCache(folder)
+        else:
+            cache = Store(read_json(folder / PLAN) or {}, folder, {}, all_parts=True)
+    except (ValueError, KeyError) as error:
         yield folder.name, str(error), False
         return
-    fault = fault_of_files(folder, cache.manifest.get("files", {}))
-    yield "files", fault or f"version {cache.manifest['version']}, {counted(cache.stored, 'position')}", fault is None
+    if isinstance(cache, TeacherCache):
+        fault = fault_of_files(folder, cache.manifest.get("files", {}))
+        text = f"version {cache.manifest['version']}, {counted(cache.stored, 'position')}"
+        yield "files", fault or text, fault is None
+    else:
+        yield folder.name, f"not complete: {counted(cache.stored, 'position')} so far", True
 
     def shard(number: int) -> str:
         arrays = cache.shards[number]
@@ -156,4 +230,4 @@ def _cache(folder: Path) -> Iterator[Line]:
         return f"{len(arrays['keys']):,} documents" + ("" if "sums" in arrays else ", written without checksums")
 
     for number in range(len(cache.shards)):
-        yield _line(shard_path(folder, number).name, lambda number=number: shard(number))  # type: ignore[misc]
+        yield _line(cache.file_of(number).name, lambda number=number: shard(number))  # type: ignore[misc]

@@ -11,10 +11,13 @@ import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
+
+from distill.core.files import mount_of
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -43,6 +46,7 @@ DISK = {
     errno.EMFILE: "too many files are open (ulimit -n)",
     errno.ENAMETOOLONG: "the name is too long",
 }
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # libraries that are not Python's put what the system said into exceptions of their own
 _SAID = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)}
 
@@ -60,7 +64,10 @@ def disk_line(error: BaseException) -> str | None:
     if code is None:
         return None
     name = getattr(error, "filename", None)
-    return f"{show(str(name)) if len(str(name)) > 200 else name}: {DISK[code]}" if name else DISK[code]
+    if not name:
+        return DISK[code]
+    disk = f" (mounted at {mount_of(Path(str(name)))})" if code in FULL else ""
+    return f"{show(str(name)) if len(str(name)) > 200 else name}: {DISK[code]}{disk}"
 
 
 class RecipeError(ValueError):

@@ -159,6 +159,17 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def existing(path: Path) -> Path:
+    """Return `path`, or the nearest folder above it that exists."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+def mount_of(path: Path) -> Path:
+    """Return where the file system is mounted that holds `path`, or would hold it."""
+    place = existing(path)
+    return next(folder for folder in (place, *place.parents) if os.path.ismount(folder) or folder == folder.parent)
+
+
 def near_path(name: str) -> str:
     """`; did you mean X?` where something that is called almost so lies beside a path that does not exist, else ""."""
     path = Path(name).expanduser()

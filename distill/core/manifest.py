@@ -6,6 +6,7 @@ who means to deceive, who could write another manifest.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,54 @@ def write_manifest(folder: Path, **more: object) -> None:
         files = aside.submit(sums_of, folder)
         sync(folder)
         write_json(folder / MANIFEST, {**more, "files": files.result()})
+
+
+def note_files(folder: Path, *names: str) -> None:
+    """Enter files of a folder, those that exist, into its manifest; entries of other files stay as they are."""
+    try:
+        before = (read_manifest(folder) or {}).get("files")
+    except ValueError:  # a damaged one, whose entries nobody can hold a file against
+        before = None
+    files = dict(before) if isinstance(before, Mapping) else {}
+    files |= {name: entry_of(folder / name) for name in names if (folder / name).is_file()}
+    write_json(folder / MANIFEST, signed({"files": files}))
+
+
+def forget_file(folder: Path, name: str) -> None:
+    """Take the entry of a file that is about to change out of a folder's manifest, where there is one."""
+    with contextlib.suppress(ValueError):
+        files = (read_manifest(folder) or {}).get("files")
+        if isinstance(files, Mapping) and name in files:
+            kept = {key: entry for key, entry in files.items() if key != name}
+            write_json(folder / MANIFEST, signed({"files": kept}))
+
+
+def fault_of_noted(folder: Path, name: str) -> str | None:
+    """Return what is wrong with a file that a folder's manifest may have an entry of, in words; None for nothing."""
+    try:
+        files = (read_manifest(folder) or {}).get("files", {})
+    except ValueError:
+        return None
+    return fault_of_files(folder, {name: files[name]}) if isinstance(files, Mapping) and name in files else None
+
+
+def entry_of(path: Path) -> dict[str, object]:
+    """Return the entry of a file in a manifest."""
+    return {"bytes": path.stat().st_size, SUM: checksum(path)}
+
+
+def signed(value: Mapping[str, object]) -> dict[str, object]:
+    """Return a section of JSON with its own checksum in it."""
+    return {**value, SUM: _sum_of(value)}
+
+
+def is_signed(value: Mapping[str, object]) -> bool:
+    """Return whether a section of JSON is as it was signed; one without a checksum passes."""
+    return value.get(SUM) in (None, _sum_of({name: entry for name, entry in value.items() if name != SUM}))
+
+
+def _sum_of(value: Mapping[str, object]) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def fault_of_files(folder: Path, files: object) -> str | None:

@@ -120,6 +120,11 @@ def licence_of(model: str) -> str | None:
     return value if isinstance(value, str) and re.fullmatch(r"[a-z0-9.-]{1,64}", value) else None
 
 
+def on_the_hub(*names: str | None) -> tuple[str, ...]:
+    """Return those of some names that name no file here, each once."""
+    return tuple(dict.fromkeys(name for name in names if name and not Path(name).exists()))
+
+
 def figures_table(before: HeldOut, after: HeldOut, measure: Measure = KL) -> str:
     """Held-out figures of teacher, student before and student after, as a Markdown table."""
     name = measure.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,11 @@ from pathlib import Path
 import torch
 
 from distill.core.faults import DISK, RunError, disk_code
+from distill.core.files import existing, mount_of
 from distill.core.folders import RECIPE_FILE
 from distill.core.ranks import world_size
 from distill.core.units import GIB
+from distill.data.token_cache import cache_root
 from distill.models.cards import family_in
 from distill.models.precision import resolve_device
 from distill.recipe import Recipe
@@ -37,9 +40,9 @@ def explained(recipe: Recipe, folder: Path) -> Iterator[None]:
     except Exception as error:
         text, code = str(error), disk_code(error)
         if code is None and any(words in text for words in CUT_SHORT):
-            code = errno.ENOSPC if _free(folder) < GIB else errno.EFBIG
+            code = errno.ENOSPC if free_bytes(_fullest(recipe, folder)) < GIB else errno.EFBIG
         if code is not None:
-            raise RunError(_disk(code, getattr(error, "filename", None) or folder, folder)) from error
+            raise RunError(_disk(code, getattr(error, "filename", None), recipe, folder)) from error
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
             raise RunError(
                 f"the machine is out of memory ({(text.splitlines() or ['no more to be had'])[0]:.120}); lower "
@@ -119,16 +122,23 @@ def _smaller_teachers(recipe: Recipe) -> list[SmallerTeacher]:
     return [] if recipe.parallel.teacher == "sharded" else source_of(recipe).smaller(family)
 
 
-def _disk(code: int, where: object, folder: Path) -> str:
-    advice = "; make it writable, or start in another folder"
+def _disk(code: int, name: str | None, recipe: Recipe, folder: Path) -> str:
+    where, advice = Path(name or folder), "; make it writable, or start in another folder"
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        advice = f" ({_free(folder) / GIB:.1f} GiB free); make room there"
+        where = where if name else _fullest(recipe, folder)
+        advice = f" ({mount_of(where)} has {free_bytes(where) / GIB:.1f} GiB free); make room there"
     return f"{where}: {DISK[code]}{advice}{_continue(folder)}"
 
 
-def _free(folder: Path) -> int:
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+def _fullest(recipe: Recipe, folder: Path) -> Path:
+    """Return which of the places that a run writes to has the least room, the run's folder where several have it."""
+    kept = [Path(section.keep).expanduser() for section in (recipe.teacher, *recipe.teachers) if section.keep]
+    return min((folder, *kept, cache_root(), Path(tempfile.gettempdir())), key=free_bytes)
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the disk that holds `path`, or would hold it."""
+    return shutil.disk_usage(existing(path)).free
 
 
 def _continue(folder: Path) -> str:

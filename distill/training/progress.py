@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -16,7 +17,10 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.core.console import terminal_may_be_lost, wrap_line
 from distill.core.files import write_text
+from distill.core.manifest import fault_of_noted, forget_file
 from distill.teachers.measure import KL, Measure
+
+log = logging.getLogger(__name__)
 
 
 class MetricsFile(TrainerCallback):
@@ -38,8 +42,11 @@ class MetricsFile(TrainerCallback):
         """Keep the rows up to the step that training starts from."""
         if not state.is_world_process_zero:
             return
+        for fault in damage(self.path):
+            log.warning("%s: %s", self.path, fault)
         rows = [row for row in read_metrics(self.path) if row["step"] <= state.global_step]
         text = "".join(json.dumps(row) + "\n" for row in rows)
+        forget_file(self.path.parent, self.path.name)
         write_text(self.path, text)
         self._last, self._offset = {}, len(text.encode())
 
@@ -70,15 +77,33 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Rows of a metrics file; a line cut short by a kill, and what is no number, are left out; so is a missing file."""
     if not path.exists():
         return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and type(row.get("step")) is int:
-            rows.append({name: value for name, value in row.items() if value is None or type(value) in (int, float)})
-    return rows
+    rows = map(_row, path.read_text(encoding="utf-8", errors="replace").splitlines())
+    return [row for row in rows if row is not None]
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """The numbers of a line of a metrics file; None for one that is no row."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return {name: value for name, value in row.items() if value is None or type(value) in (int, float)}
+
+
+def damage(path: Path) -> list[str]:
+    """Return what of a metrics file is not as a run writes it, in words; a last line cut short by a kill is no damage.
+
+    A finished run's file is held against its checksum as well.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    lines = content.splitlines()[: None if content.endswith(b"\n") else -1]
+    bad = [str(number) for number, line in enumerate(lines, 1) if _row(line.decode(errors="replace")) is None]
+    faults = [f"line {', '.join(bad[:8])} is damaged, and left out of the figures"] if bad else []
+    return faults or ([fault] if (fault := fault_of_noted(path.parent, path.name)) else [])
 
 
 class ProgressReport(TrainerCallback):

@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerState
 
 from distill.core.files import replacing
 from distill.core.labels import IGNORE_INDEX
+from distill.core.manifest import note_files
 from distill.core.ranks import is_first
 from distill.generation.documents import documents_of
 from distill.recipe.data import OnPolicy
@@ -103,6 +104,7 @@ class StoredRollouts(TrainerCallback):
         rows, self._rows, self.is_open = gather_object(self._rows), [], False
         if is_first():
             write(self.folder, state.global_step, rows)
+            note_files(self.folder.parent, f"{FOLDER}/{name_of(state.global_step)}")
 
 
 def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -116,8 +118,13 @@ def write(folder: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     schema |= dict.fromkeys(("drawn_log_p", "student_log_p", "teacher_log_p", "divergence"), figures)
     rows = sorted(({"step": step, **row} for row in rows), key=lambda row: (row["prompt_ids"], row["answer_ids"]))
     folder.mkdir(exist_ok=True)
-    with replacing(folder / f"step-{step:08}.parquet") as place:
+    with replacing(folder / name_of(step)) as place:
         parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(schema)), place)
+
+
+def name_of(step: int) -> str:
+    """Return the name of a step's file."""
+    return f"step-{step:08}.parquet"
 
 
 def files(run: Path) -> list[Path]:

@@ -43,8 +43,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from distill.core.faults import show
-from distill.core.files import replacing
+from distill.core.files import replacing, write_json
 from distill.core.labels import IGNORE_INDEX
+from distill.core.manifest import SUM, is_signed, signed
 from distill.recipe import Teacher
 
 log = logging.getLogger(__name__)
@@ -162,15 +163,24 @@ def read_json(path: Path) -> Plan | None:
     Raises:
         ValueError: it holds something else.
     """
+    again = "move its folder away" if path.name == PLAN else "delete it"
+    cure = f"{again}, and the same command makes it again"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: is damaged: {str(error).splitlines()[0]:.120}") from None
+        raise ValueError(f"{path}: is damaged: {str(error).splitlines()[0]:.120}; {cure}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: is damaged: expected a section of JSON, got {show(value)}")
-    return value
+        raise ValueError(f"{path}: is damaged: expected a section of JSON, got {show(value)}; {cure}")
+    if not is_signed(value):
+        raise ValueError(f"{path}: is damaged: it is not as it was written; {cure}")
+    return {name: entry for name, entry in value.items() if name != SUM}
+
+
+def write_signed(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file that holds its own checksum, which `read_json` checks."""
+    write_json(path, signed(value))
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -189,7 +199,7 @@ def as_arrays(tensors: Mapping[str, torch.Tensor]) -> dict[str, np.ndarray]:
     return {name: tensor.view(BITS.get(tensor.dtype, tensor.dtype)).numpy() for name, tensor in tensors.items()}
 
 
-def map_tensors(path: Path) -> dict[str, np.ndarray]:
+def map_tensors(path: Path, cure: str = "delete it") -> dict[str, np.ndarray]:
     """The tensors of a safetensors file as `as_arrays`, mapped: read from disk as they are used.
 
     Raises:
@@ -198,7 +208,7 @@ def map_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         return as_arrays(load_file(path))
     except SafetensorError as error:
-        raise ValueError(f"teacher.path: {path} is damaged: {error!s:.80}") from None
+        raise ValueError(f"teacher.path: {path} is damaged: {error!s:.80}; {cure}") from None
 
 
 def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) -> list[int]:
@@ -219,25 +229,25 @@ def document_sums(arrays: Mapping[str, np.ndarray], documents: Iterable[int]) ->
     return sums
 
 
-def sum_of_sums(path: Path) -> str:
+def sum_of_sums(path: Path, cure: str = "delete it") -> str:
     """XXH3 of what a shard holds for its documents: `keys`, `offsets` and `sums`."""
-    arrays, digest = map_tensors(path), xxhash.xxh3_128()
+    arrays, digest = map_tensors(path, cure), xxhash.xxh3_128()
     for name in DOCUMENTS:
         digest.update(arrays[name].tobytes())
     return digest.hexdigest()
 
 
-def sizes_of(folder: Path, count: int) -> Sequence[int]:
+def sizes_of(folder: Path, count: int, cure: str) -> Sequence[int]:
     """Bytes of the shards, in order.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: one is missing; with what brings it back.
     """
     sizes = []
     for number in range(count):
         path = shard_path(folder, number)
         if not path.is_file():
-            raise ValueError(f"teacher.path: {path} is missing; distill cache with the same settings makes it again")
+            raise ValueError(f"teacher.path: {path} is missing; {cure}")
         sizes.append(path.stat().st_size)
     return sizes
 
@@ -252,6 +262,7 @@ def manifest_of(folder: Path) -> Plan:
     if manifest is not None:
         return manifest
     if (folder / PLAN).is_file():
+        read_json(folder / PLAN)
         raise ValueError(
             f"teacher.path: the cache in {folder} is unfinished; the same distill cache command finishes it"
         )

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from distill.core.environment import environment
-from distill.core.files import replacing_folder, write_json
+from distill.core.files import replacing_folder
 from distill.core.manifest import sums_of
 from distill.models.document_rope import follows_length
 from distill.models.head import HeadWeights, LogitTransform, last_hidden
@@ -38,9 +38,9 @@ from distill.teachers.cache.format import (
     document_sums,
     map_tensors,
     shard_path,
-    sizes_of,
     split_ids,
     sum_of_sums,
+    write_signed,
     write_tensors,
 )
 from distill.teachers.cache.identity import text_hashes
@@ -181,9 +181,9 @@ def close_cache(folder: Path, plan: Plan) -> Plan:
     manifest = {
         **plan, "documents": sum(len(offsets) - 1 for offsets in ends),
         "positions": sum(int(offsets[-1]) for offsets in ends),
-        "shards": list(sizes_of(folder, count)),
+        "shards": [shard_path(folder, number).stat().st_size for number in range(count)],
         "sums": [sum_of_sums(shard_path(folder, number)) for number in range(count)],
         "files": {name: entry for name, entry in sums_of(folder, skip=SHARD).items() if name != PLAN},
     }  # fmt: skip
-    write_json(folder / MANIFEST, manifest)
+    write_signed(folder / MANIFEST, manifest)
     return manifest

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from distill.data.load import Splits
 
 PREFIX = "cached_"
+KEPT_CURE = f"delete the file, and {MANIFEST} where there is one, and the teacher computes again what it held"
 log = logging.getLogger(__name__)
 
 
@@ -155,14 +156,14 @@ class Shards:
         """
         arrays = self.shards[shard]
         if "sums" in arrays and document_sums(arrays, [number]) != [int(arrays["sums"][number])]:
-            raise ValueError(
-                f"teacher.path: {self.file_of(shard)} is damaged: document {number} of it is not as it was written; "
-                f"{self.cure}"
-            )
+            raise self._damaged(self.file_of(shard), f"document {number} of it is not as it was written")
         start, stop = arrays["offsets"][number : number + 2].tolist()
         if length is not None and stop - start != length:
-            raise ValueError(f"teacher.path: {self.file_of(shard)} is damaged: a document has another length")
+            raise self._damaged(self.file_of(shard), "a document has another length")
         return start, stop
+
+    def _damaged(self, path: Path, fault: str) -> ValueError:
+        return ValueError(f"teacher.path: {path} is damaged: {fault}; {self.cure}")
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -189,24 +190,25 @@ class TeacherCache(Shards):
                 f"teacher.path: {self.path} is of cache version {manifest.get('version')}, this distill reads {VERSION}"
             )
         self.manifest = manifest
+        self.cure = KEPT_CURE if "weights" in manifest else self.cure  # a run that kept its teacher's outputs wrote it
         try:
             self._open(manifest["shards"], manifest.get("sums"))
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"teacher.path: the cache {self.path} is damaged: {error!r:.100}") from None
 
     def _open(self, sizes: list[int], sums: list[str] | None) -> None:
-        for number, (size, expected) in enumerate(zip(sizes_of(self.path, len(sizes)), sizes, strict=True)):
+        for number, (size, expected) in enumerate(zip(sizes_of(self.path, len(sizes), self.cure), sizes, strict=True)):
             path = shard_path(self.path, number)
             if size != expected:
-                raise ValueError(f"teacher.path: {path} is damaged: expected {expected:,} bytes, got {size:,}")
-            if sums is not None and sum_of_sums(path) != sums[number]:
-                raise ValueError(f"teacher.path: {path} is damaged: its list of documents is not the one written")
+                raise self._damaged(path, f"expected {expected:,} bytes, got {size:,}")
+            if sums is not None and sum_of_sums(path, self.cure) != sums[number]:
+                raise self._damaged(path, "its list of documents is not the one written")
         if sums is None:
             log.warning("%s was cached without checksums: what it holds is not checked", self.path)
         head = {name: entry for name, entry in self.manifest.get("files", {}).items() if name == HEAD}
         if fault := fault_of_files(self.path, head):
-            raise ValueError(f"teacher.path: {self.path}: {fault}")
-        self.shards = [map_tensors(shard_path(self.path, number)) for number in range(len(sizes))]
+            raise ValueError(f"teacher.path: {self.path}/{fault}; {self.cure}")
+        self.shards = [map_tensors(shard_path(self.path, number), self.cure) for number in range(len(sizes))]
         self._index()
 
     def __reduce__(self) -> tuple[type[TeacherCache], tuple[Path]]:

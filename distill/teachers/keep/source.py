@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from distill.core.faults import differences
-from distill.core.files import make_folder, write_json
+from distill.core.files import make_folder
 from distill.core.ranks import of_the_first
 from distill.core.units import GIB
 from distill.data.load import Splits
@@ -23,7 +23,18 @@ from distill.models.precision import resolve_device, resolve_precision
 from distill.models.pruning import layer_indices, layers_of
 from distill.recipe import Data, Recipe
 from distill.teachers.base import Footprint, FootprintContext, OpenContext, TeacherSource
-from distill.teachers.cache.format import MANIFEST, PLAN, STUDENT, Plan, bytes_a_token, documents_of, read_json, rows_of
+from distill.teachers.cache.format import (
+    HEAD,
+    MANIFEST,
+    PLAN,
+    STUDENT,
+    Plan,
+    bytes_a_token,
+    documents_of,
+    read_json,
+    rows_of,
+    write_signed,
+)
 from distill.teachers.cache.identity import require_same_teacher
 from distill.teachers.cache.plan import EncodableTeacher, Origin, encodable, plan_of, write_companions
 from distill.teachers.cache.read import TeacherCache
@@ -158,7 +169,7 @@ class KeepSource(ModelSource):
         settings = self.settings()
         self._require_same(plan, {"kind": "hidden" if settings.hidden else "top_k", "k": settings.k})
         store = Store(plan, self.folder, self.required, all_parts=True)
-        if not self.required or store.missing:
+        if not self.required or store.missing or (store.is_hidden and not (self.folder / HEAD).is_file()):
             return False
         if store.writes:
             store.close()
@@ -174,7 +185,7 @@ class KeepSource(ModelSource):
             plan = begun
         else:
             make_folder(self.folder)
-            write_json(self.folder / PLAN, plan)
+            write_signed(self.folder / PLAN, plan)
         if not (self.folder / MANIFEST).is_file():
             cut, student = None, self.recipe.student
             if student.is_cut and plan["student_layers"] is not None and not (self.folder / STUDENT).is_dir():

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from distill.core.files import try_lock, write_json
+from distill.core.files import try_lock
 from distill.core.ranks import is_first
 from distill.models.host_copy import HostCopy
 from distill.teachers.cache.format import (
@@ -41,10 +41,11 @@ from distill.teachers.cache.format import (
     read_json,
     shard_path,
     split_ids,
+    write_signed,
     write_tensors,
 )
 from distill.teachers.cache.plan import close_cache, shard_of
-from distill.teachers.cache.read import Shards
+from distill.teachers.cache.read import KEPT_CURE, Shards
 from distill.teachers.cache.settings import SHARD_BYTES
 
 PART, SETTLED = f"{SHARD}part-", "settled.json"
@@ -78,7 +79,7 @@ class Store(Shards):
         missing: keys of the run's documents that nobody has stored, as of the last `settle`.
     """
 
-    cure = "delete the file, and the teacher is asked again for what it held"
+    cure = KEPT_CURE
 
     def __init__(
         self, plan: Plan, folder: Path | None, required: Mapping[bytes, int], *, all_parts: bool = False
@@ -126,7 +127,7 @@ class Store(Shards):
         return sorted(names, key=lambda name: name.startswith(PART))
 
     def _map(self, names: Sequence[str]) -> None:
-        self._mapped = {name: self._mapped.get(name) or map_tensors(self.path / name) for name in names}
+        self._mapped = {name: self._mapped.get(name) or map_tensors(self.path / name, self.cure) for name in names}
         self._names, self.shards = list(self._mapped), list(self._mapped.values())
         self._index()
 
@@ -213,7 +214,7 @@ class Store(Shards):
             self._map(self._listed())
             if any(self.find(key) is None for key in self.missing):
                 parts = [name for name in self._names if name.startswith(PART)]
-                write_json(self.folder / SETTLED, {"parts": parts})
+                write_signed(self.folder / SETTLED, {"parts": parts})
             else:
                 self.close()
         _wait()
@@ -226,11 +227,9 @@ class Store(Shards):
         parts = [name for name in self._names if name.startswith(PART)]
         if not parts and (self.folder / MANIFEST).is_file():
             return
-        number = 0
-        for name in parts:
-            while shard_path(self.folder, number).exists():
-                number += 1
-            os.replace(self.folder / name, shard_path(self.folder, number))
+        for number, name in enumerate(self._names):  # parts become shards, and gaps of deleted ones are closed
+            if name != shard_path(self.folder, number).name:
+                os.replace(self.folder / name, shard_path(self.folder, number))
         (self.folder / SETTLED).unlink(missing_ok=True)
         close_cache(self.folder, read_json(self.folder / MANIFEST) or self.manifest)
 

@@ -18,7 +18,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import nn
 
-from distill.core.files import write_json
 from distill.core.labels import shift_labels, within_documents
 from distill.core.ranks import is_first
 from distill.data.collator import valid_rows
@@ -27,7 +26,7 @@ from distill.models.work import Work
 from distill.recipe import Generate, Student
 from distill.teachers.base import Batch, Collate, CutStudent, Pairing, TargetFormat, Targets, Teacher
 from distill.teachers.cache.encode import rounding_cost
-from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of
+from distill.teachers.cache.format import ANSWERS, DTYPES, MANIFEST, Document, Plan, documents_of, write_signed
 from distill.teachers.cache.plan import EncodableTeacher, encodable, stored_tensors
 from distill.teachers.cache.read import PREFIX, TeacherCache
 from distill.teachers.cache.teacher import CachedTeacher, targets_of
@@ -209,7 +208,7 @@ class KeptTeacher(Teacher):
         fills = folder is not None and self.store.writes and not (folder / MANIFEST).is_file()
         if answers is not None and folder is not None and fills and is_first():
             paired = dict(zip(prompts, answers, strict=True))
-            write_json(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
+            write_signed(folder / ANSWERS, {"max_new_tokens": settings.max_new_tokens, "answers": paired})
         return answers
 
     def small(self, layers: Sequence[int]) -> KeptTeacher:

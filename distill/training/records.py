@@ -1,0 +1,51 @@
+"""What a run's folder says of its beginning and of its end, with checksums in `manifest.json`.
+
+Checkpoints have a manifest of their own, and metrics.jsonl is entered once nothing more is written into it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from distill.core.folders import KERNELS_FILE, RECIPE_FILE, RESULT_FILE
+from distill.core.manifest import fault_of_noted, note_files
+from distill.evaluation.evaluate import HeldOut
+from distill.teachers.measure import Measure
+from distill.training.lock import LOCK_FILE
+
+log = logging.getLogger(__name__)
+
+BEFORE_FILE, METRICS_FILE = "before.json", "metrics.jsonl"
+BEGINNING = (RECIPE_FILE, LOCK_FILE, BEFORE_FILE, "attention.json", KERNELS_FILE)
+END = (METRICS_FILE, "samples.md", "curves.svg", RESULT_FILE)
+
+
+def note_beginning(folder: Path) -> None:
+    """Enter the files of a run's beginning into its manifest; a lock that was damaged since keeps its entry."""
+    note_files(folder, *(name for name in BEGINNING if name != LOCK_FILE or fault_of_noted(folder, name) is None))
+
+
+def note_end(folder: Path) -> None:
+    """Enter the files of a run's end into its manifest."""
+    note_files(folder, *END)
+
+
+def read_before(folder: Path, measure: Measure) -> tuple[HeldOut, dict[str, list[str]]] | None:
+    """Return figures and answers from before training; None where there are none yet, or none that can be trusted."""
+    path = folder / BEFORE_FILE
+    if not path.exists():
+        return None
+    try:
+        if fault := fault_of_noted(folder, path.name):
+            raise ValueError(fault)
+        record = json.loads(path.read_text(encoding="utf-8"))
+        figures: dict[str, Any] = measure.read(record["held_out"])
+        figures = {name: math.nan if value is None else value for name, value in figures.items()}
+        return HeldOut(**figures), dict(record["answers"])
+    except (ValueError, KeyError, TypeError):
+        log.warning("%s is damaged; its figures are made again", path)
+        return None
