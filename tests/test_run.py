@@ -49,7 +49,7 @@ def test_a_run_writes_everything_and_the_student_loads(workplace, curves, capsys
     assert result.folder.as_posix() == "runs/tiny" and result.steps == 6
     written = (
         "recipe.yaml lock.yaml before.json metrics.jsonl checkpoint-4 checkpoint-6 student result.json samples.md "
-        "curves.svg"
+        "curves.svg manifest.json"
     )
     assert sorted(path.name for path in result.folder.iterdir() if path.name != RUN_LOCK) == sorted(written.split())
     began, ended = (json.loads((result.folder / name).read_text()) for name in ("before.json", "result.json"))
