@@ -1,13 +1,16 @@
 """Resuming models whose files name their weights otherwise than their modules do: equal to the bit, or refused."""
 
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_trainer import arguments, rows
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distill.cli import run_command
 from distill.core.faults import RunError
 from distill.models.fingerprint import fingerprint
 from distill.training.checkpoint_weights import load_weights
@@ -90,6 +93,45 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind):
             parameter.zero_()
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole/checkpoint-2"))
     assert begun != fingerprint(resumed.model) == fingerprint(whole.model)
+
+
+RECIPE = """
+teacher: {model: teacher}
+student: {model: student}
+data: {source: text.txt, max_length: 32, cache: false, validation: {fraction: 0.1, max_rows: 2}}
+train: {steps: 4, batch_size: 2, learning_rate: 3e-3, warmup: 0, save_every: 2, device: cpu}
+generate: {prompts: []}
+"""
+
+
+def test_a_run_of_a_mixture_of_experts_from_start_to_export(tmp_path, monkeypatch, capsys):
+    """Stopped half way, resumed, verified and exported: the weights of a run that went through."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "teacher", made("mixtral"))
+    student = made("mixtral")
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(0.9)
+    save_tiny(tmp_path / "student", student)
+    text = "\n".join(f"The teacher explains line {line} and the student listens to it." for line in range(40))
+    (tmp_path / "text.txt").write_text(text)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    assert run_command(["run", "r.yaml", "--name", "whole"]) == 0
+    shutil.copytree("runs/whole", "runs/again")
+    for name in ("checkpoint-4", "student"):
+        shutil.rmtree(f"runs/again/{name}")
+    (tmp_path / "runs/again/result.json").unlink()
+    assert run_command(["run", "r.yaml", "--name", "again", "--resume"]) == 0
+    assert run_command(["verify", "again"]) == 0, capsys.readouterr().out
+    assert run_command(["export", "again", "-o", "out"]) == 0
+    ours, theirs = (load_file(f"{place}/model.safetensors") for place in ("out", "runs/whole/student"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], value) for name, value in theirs.items())
+    lost = theirs.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight")
+    assert lost.isfinite().all()
+    (tmp_path / "runs/again/result.json").unlink()
+    save_file(theirs, "runs/again/student/model.safetensors", {"format": "pt"})
+    assert run_command(["verify", "again"]) == 1
+    assert "model.layers.1.mlp.experts.down_proj: expected the shape" in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_adapter_of_a_mixture_of_experts_resumes_to_the_bit(tmp_path):

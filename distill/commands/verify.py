@@ -170,6 +170,7 @@ def _student(folder: Path) -> str:
     from distill.core.manifest import fault_of_files
     from distill.models.adapters import base_of
     from distill.models.load import load_config
+    from distill.models.read_weights import weights_fault
     from distill.recipe import Student
     from distill.training.soundness import not_finite, shapes_of
 
@@ -187,11 +188,11 @@ def _student(folder: Path) -> str:
         model: Any = AutoModelForCausalLM.from_config(config)
         if base:
             model = get_peft_model(model, PeftConfig.from_pretrained(str(folder / "student")))
-    tensors = get_peft_model_state_dict(model) if base else dict(model.named_parameters())
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(shapes):
-        if there.get(name) != shapes[name]:
-            raise ValueError(f"{name}: expected the shape {shapes[name]} of its configuration, got {there.get(name)}")
+    if not base and (fault := weights_fault(folder / "student", model, "student")):
+        raise ValueError(fault)
+    for name, tensor in sorted(get_peft_model_state_dict(model).items()) if base else ():
+        if there.get(name) != (expected := list(tensor.shape)):
+            raise ValueError(f"{name}: expected the shape {expected} of its configuration, got {there.get(name)}")
     return "as written" if "files" in result else "can be read; this run wrote no checksums of it"
 
 
