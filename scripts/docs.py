@@ -48,12 +48,12 @@ def generated() -> dict[Path, str]:
             if path.name in ("README.md", "gpus.md"):
                 text = _block(text, "families", gpu_page.families())
             text = _block(text, "cards", gpu_page.cards()) if path.name == "gpus.md" else text
-            text = _chat_templates(text) if path.name == "chat-templates.md" else text
+            text = chat_templates(text) if path.name == "chat-templates.md" else text
             files[path] = _block(text, "recipes", recipes_part()) if path.name == "recipes.md" else text
     return files
 
 
-def _chat_templates(text: str) -> str:
+def chat_templates(text: str) -> str:
     """docs/chat-templates.md with its table, which stays as it is where the templates cannot be had."""
     text = _block(text, "inspect", chat_samples.inspected())
     try:

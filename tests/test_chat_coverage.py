@@ -241,6 +241,33 @@ def test_layouts_of_a_tool_call_are_one(turn, content, tmp_path, tokenizer):
     assert {learned(row, tokenizer) for row in all_rows(splits)} == {'[look({"place": "Oslo"})]<|end|>'}
 
 
+@pytest.mark.parametrize(
+    "more, reason",
+    [
+        ({"tool_calls": {"name": "look"}}, "wrong type"),
+        ({"tool_calls": ["look"]}, "wrong type"),
+        ({"tool_calls": [{"function": "look"}]}, "wrong type"),
+        ({"tool_calls": "[{"}, "invalid JSON"),
+        ({"reasoning_content": ["2 and 2"]}, "wrong type"),
+    ],
+)
+def test_calls_and_reasoning_that_are_none_are_counted(more, reason, tmp_path):
+    rows = [{"messages": [ASKED, answer("Fine.", **more)]}, *[{"messages": [ASKED, answer(f"{n}.")]} for n in range(3)]]
+    splits = load(write(tmp_path / "a.jsonl", rows), tiny_tokenizer(chat_template=TOOLS))
+    assert splits.report.dropped == {reason: 1}
+
+
+def test_calls_as_text_are_read_and_an_empty_list_is_none(tmp_path, tokenizer):
+    source = TOOLS.replace("{{ m.content }}", "{{ m.content }}{% if 'tool_calls' in m %}!{% endif %}")
+    turns = [answer("", tool_calls=json.dumps([CALL])), answer("Fine.", tool_calls=[])] * 2
+    rows = [{"messages": [{"role": "user", "content": f"And {n}?"}, turn]} for n, turn in enumerate(turns)]
+    splits = load(write(tmp_path / "a.jsonl", rows), tiny_tokenizer(chat_template=source))
+    assert {learned(row, tokenizer) for row in all_rows(splits)} == {
+        '![look({"place": "Oslo"})]<|end|>',
+        "Fine.<|end|>",
+    }
+
+
 # where turns end
 
 

@@ -11,6 +11,7 @@ import pytest
 from distill.data.chat import ChatOptions, TemplateError
 from distill.data.sources import RowFault
 from distill.data.turns import joined
+from scripts import docs, public_templates
 from scripts.public_templates import AXOLOTL, VARIANT, chat_template, originals, stops_of, templates
 
 
@@ -164,6 +165,17 @@ def wrong_cells(texts, conversations):
             except (RowFault, TemplateError):
                 continue
     return wrong, trained
+
+
+def test_the_docs_keep_their_table_where_the_templates_cannot_be_had(monkeypatch, capsys):
+    def unreachable(requirement):
+        raise OSError(f"{requirement} cannot be downloaded: no network")
+
+    page = (docs.ROOT / "docs" / "chat-templates.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(public_templates, "wheel", unreachable)
+    public_templates.templates.cache_clear()
+    assert docs.chat_templates(page) == page
+    assert "left as it is: trl==1.16.0 cannot be downloaded" in capsys.readouterr().err
 
 
 FEW = ("llama3", "llama3_1", "deepseek_r1_distill", "gptoss", "qwen3", "glm4moe", "smolvlm", "phi3", "lfm2_2_5")

@@ -235,8 +235,7 @@ def _message(message: Any, column: str) -> Message:
     message["role"] = ROLES.get(plain, plain if plain in KNOWN_ROLES else role)
     if isinstance(content, list):
         message["content"] = content = _joined_parts(content, column)
-    if "tool_calls" not in message and isinstance(legacy := message.pop("function_call", None), dict):
-        message["tool_calls"] = [{"type": "function", "function": legacy}]  # OpenAI's before 2024
+    _check_calls(message, column)
     if content is None and not message.get("tool_calls") and not any(message.get(name) for name in REASONING):
         raise RowFault("null", f"column {column!r}: a message of {role} without content")
     if content is not None and not isinstance(content, str):
@@ -246,6 +245,24 @@ def _message(message: Any, column: str) -> Message:
     if message["role"] == "user" and not message["content"].strip():  # of the assistant's see data.empty_answers
         raise RowFault("empty", f"column {column!r}: a message of {role} says nothing")
     return message
+
+
+def _check_calls(message: Message, column: str) -> None:
+    """Hold that tool calls and reasoning are what templates take for them; without calls there is no such key."""
+    if isinstance(legacy := message.pop("function_call", None), dict):
+        message.setdefault("tool_calls", [{"type": "function", "function": legacy}])  # OpenAI's before 2024
+    calls = message.pop("tool_calls", None)
+    if isinstance(calls, str) and calls.strip():
+        calls = _parsed(calls, column)
+    if calls:
+        if not isinstance(calls, list) or any(not isinstance(call, dict) for call in calls):
+            raise RowFault("wrong type", f"column {column!r}: expected tool_calls as a list of objects")
+        if any(not isinstance(call.get("function", call), dict) for call in calls):
+            raise RowFault("wrong type", f"column {column!r}: expected the function of a tool call as an object")
+        message["tool_calls"] = calls
+    for name in REASONING:
+        if not isinstance(message.get(name, ""), str):
+            raise RowFault("wrong type", f"column {column!r}: expected {name} as text")
 
 
 def _joined_parts(parts: list[Any], column: str) -> str:

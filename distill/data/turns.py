@@ -145,7 +145,7 @@ class Turns:
         if run := self._closing_run(upto, start):
             if marked is not None:  # of tokens after the markers the first one
                 run = [match for match in run if match.end() <= marked][-1:] or run[:1]
-            known = [match for match in run if match[0] in self._closing[-1:]]
+            known = [match for match in run if match[0] == self._closing]
             text = upto[: (known or run)[-1].end()]
             ended = known or any(match[0] in self._renderer.stops for match in run)
             return text if ended else text + self._stop_after(bool(said_by(message).calls))
@@ -166,21 +166,20 @@ class Turns:
         return run
 
     @functools.cached_property
-    def _closing(self) -> list[str]:
-        """The special tokens that stand directly after an assistant's plain words, up to the first that inference stops
-        at."""
+    def _closing(self) -> str | None:
+        """The special token that ends an assistant's plain words: of those that adjoin the first at which inference
+        stops, else the first."""
         try:
             text = self._renderer.raw(self._adapter([QUESTION, ANSWER])).text
         except RowFault:
-            return []
-        run, found = self._closing_run(text, 0), list[str]()
-        adjoining = [match for match, before in zip(run, [None, *run], strict=False)
-                     if before is None or match.start() == before.end()]  # fmt: skip
-        for match in adjoining:
-            found.append(match[0])
+            return None
+        run = self._closing_run(text, 0)
+        for match, following in zip(run, [*run[1:], None], strict=True):
             if match[0] in self._renderer.stops:
-                return found
-        return found[:1]
+                return match[0]
+            if following is None or following.start() != match.end():
+                break
+        return run[0][0] if run else None
 
     def _stop_after(self, calls: bool) -> str:
         """What ends a turn that the template does not close: see the head of this file; "" where nothing can."""
