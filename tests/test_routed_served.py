@@ -1,8 +1,11 @@
 """Routed teachers of which some are served or cached: the same bits as with all of them loaded."""
 
+import json
+import shutil
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from served import opened, serving
 from subjects import Silent
 from tiny import save_models
@@ -128,6 +131,33 @@ def test_the_students_answers_are_asked_of_their_teacher(place, urls):
     one, other = (trained(recipe_of(place, served, *own), name)[0]
                   for served, name in (({}, "own"), (urls, "own-served")))  # fmt: skip
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("shift", [0, 8])
+def test_a_single_learned_row_has_the_same_bits_wherever_a_file_has_the_head(place, urls, tmp_path, shift):
+    """A micro-batch of which a route learns one row is a product of a vector: its bits follow the head's alignment."""
+    for name in TEACHERS:
+        folder = shutil.copytree(place / name, tmp_path / name)
+        weights, at = load_file(folder / "model.safetensors"), -1
+        padding = 0
+        while at % 16 != shift:
+            padding += 1
+            save_file(weights, folder / "model.safetensors", {"format": "pt", "padding": " " * padding})
+            at = head_begins(folder / "model.safetensors")
+    own = ["loss.terms=[{type: reverse_kl}]", "data.packing=false", "data.on_policy={fraction: 1, max_new_tokens: 1}",
+           "train.batch_size=1", "train.tokens_per_step=96"]  # fmt: skip
+    for name in TEACHERS:
+        own.append(f"teachers.{TEACHERS.index(name)}.model={tmp_path / name}")
+    loaded, _ = trained(recipe_of(place, {}, *own), f"one-row-{shift}")
+    served, _ = trained(recipe_of(place, urls, *own[:-2]), f"one-row-served-{shift}")
+    assert all(torch.equal(value, served[name]) for name, value in loaded.items())
+
+
+def head_begins(path):
+    """Where the weights of a tied head begin in a safetensors file."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return 8 + size + json.loads(file.read(size))["model.embed_tokens.weight"]["data_offsets"][0]
 
 
 @pytest.mark.full

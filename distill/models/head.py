@@ -52,6 +52,25 @@ class HeadWeights(NamedTuple):
     lora: tuple[torch.Tensor, torch.Tensor, float] | None
 
 
+ALIGNMENT = 64  # bytes, at which PyTorch begins its own memory
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory begins at a multiple of 64 bytes, on the CPU: the same, or a copy.
+
+    Weights that are mapped from a file begin wherever that file has them, and a product of one row with such a matrix
+    adds up in another order: the same weights then give other last bits in one file than in another.
+    """
+    return tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def align_head(model: nn.Module) -> None:
+    """Move the weights of a model's head to where `aligned` has them; in place, ties stay."""
+    for parameter in find_head(model).linear.parameters(recurse=False):
+        if type(parameter.data) is torch.Tensor:  # no part of one that is sharded
+            parameter.data = aligned(parameter.data)
+
+
 class LogitTransform(NamedTuple):
     """How logits follow from the head's product: `softcap * tanh(scale * product / softcap)`, no cap if None."""
 

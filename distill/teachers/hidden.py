@@ -11,7 +11,7 @@ from distill_kernels import FusedDistillationLoss, LossTerm
 from distill_kernels.losses.divergence import top_token
 from torch import nn
 
-from distill.models.head import HeadWeights, LogitTransform, find_head, whole
+from distill.models.head import HeadWeights, LogitTransform, aligned, find_head, whole
 from distill.recipe.loss import Loss
 from distill.teachers.base import TOP, HeadCall, LossResult, Pairing, TargetFormat, Targets
 from distill.teachers.losses import HeldOutLoss, LogitTransforms, LossSpec, TargetLoss, build_loss
@@ -48,7 +48,9 @@ class StoredHead:
     """A head whose weights are at hand."""
 
     def __init__(self, weights: HeadWeights) -> None:
-        self.weights, self.rows = weights, len(weights.weight)
+        weight, bias, lora = weights
+        self.weights = HeadWeights(aligned(weight), None if bias is None else aligned(bias), lora)
+        self.rows = len(weight)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[HeadWeights]:

@@ -24,7 +24,7 @@ from distill.generation.answers import generate
 from distill.models.cards import has_fp8, runs_our_kernels
 from distill.models.fingerprint import model_identity
 from distill.models.fp8_teacher import find_skipped, is_quantised, load_a_layer_at_a_time, quantise
-from distill.models.head import last_hidden, probe_logits
+from distill.models.head import align_head, last_hidden, probe_logits
 from distill.models.load import load_student, load_teacher
 from distill.models.meta import MetaModel, meta_config, meta_model, meta_student
 from distill.models.pruning import cut_layers, layer_indices, layers_of
@@ -66,6 +66,7 @@ class LoadedTeacher(Teacher):
         self.model: Any = model.eval().requires_grad_(False)
         self.models: Mapping[str, nn.Module] = {field: model}
         self.tokenizer, self.fp8, self.skip = tokenizer, fp8, skip
+        align_head(model)
         self.hidden = HiddenFormat(ModelHead(model), probe_logits(model, field))
         self.format: TargetFormat = self.hidden
 
