@@ -9,6 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from test_quantised import BITNET
+from test_quantised import saved as quantised
 from tiny import save_models, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -177,6 +179,20 @@ def test_other_modalities_stay_unread_where_text_is_loaded_alone(tmp_path, caplo
     assert f"its files hold {name}, " in fault(edit(folder, put(name, 4)))
     edit(folder, drop(name))
     assert "its files lack" in fault(edit(folder, drop("model.layers.0.mlp.up_proj.weight")))
+
+
+def test_more_figures_of_a_quantised_checkpoint_stay_unread_with_a_line(tmp_path, caplog):
+    folder = quantised(tmp_path / "m", BITNET | {"modules_to_not_convert": ["lm_head"]})
+    edit(tmp_path / "m", put("model.layers.0.self_attn.k_proj.k_scale", 1))
+    load_teacher(Teacher(model=folder))
+    assert "not read: model.layers.0.self_attn.k_proj.k_scale (scales and the like" in caplog.text
+    edit(tmp_path / "m", put("model.layers.0.self_attn.r_proj.weight", 4))
+    with pytest.raises(ValueError, match=r"its files hold model\.layers\.0\.self_attn\.r_proj\.weight, which a"):
+        load_teacher(Teacher(model=folder))
+    edit(tmp_path / "m", drop("model.layers.0.self_attn.r_proj.weight"))
+    edit(tmp_path / "m", drop(LOST))
+    with pytest.raises(ValueError, match=rf"its files lack {re.escape(LOST)}, which would be drawn"):
+        load_teacher(Teacher(model=folder))
 
 
 def gguf_with(folder, change):

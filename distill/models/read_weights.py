@@ -28,6 +28,7 @@ from distill.models.guard import gguf_tensors
 log = logging.getLogger(__name__)
 
 NAMED = 3  # tensors that a message names
+QUANTISATION = r"scale|zero|amax|absmax|quant_|g_idx|hadamard"  # in names of what no plain layer has
 CLEAN = (
     "where they are not needed, AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes a "
     "folder without them"
@@ -71,15 +72,16 @@ def _is_of_another_modality(name: str, model: PreTrainedModel, config: Any) -> b
     return parent in ("", model.base_model_prefix)
 
 
-def _scales_a_cache(name: str, model: PreTrainedModel, config: Any) -> bool:
-    scales = re.search(r"(^|\.)((k|v|q)_scale|kv_scale|[kv]_proj\.output_scale)$", name)
-    return scales is not None and getattr(model, "hf_quantizer", None) is not None
+def _is_of_quantisation(name: str, model: PreTrainedModel, config: Any) -> bool:
+    """Tell the scales and the like that a quantised checkpoint holds beside what its method reads."""
+    last = name.rpartition(".")[2]
+    return getattr(model, "hf_quantizer", None) is not None and bool(re.search(QUANTISATION, last))
 
 
 UNREAD: Mapping[str, Callable[[str, PreTrainedModel, Any], bool]] = {
     "heads for several tokens at once": _predicts_later_tokens,
     "other modalities; the model is loaded for text alone": _is_of_another_modality,
-    "scales of a quantised key-value cache": _scales_a_cache,
+    "scales and the like that this quantisation method does not take": _is_of_quantisation,
 }
 
 
