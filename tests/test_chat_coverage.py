@@ -329,6 +329,17 @@ def test_examples_of_one_conversation_are_held_out_together_and_kept_apart_in_th
         assert text.count(thought) == 1 and text.endswith(learned(row, tokenizer))
 
 
+@pytest.mark.full
+def test_processes_make_the_same_examples(tmp_path):
+    tokenizer = tiny_tokenizer(chat_template=DROPS_REASONING)
+    rows = [{"messages": [*CHAT[:3], {"role": "user", "content": f"Is it {n}?"}, CHAT[4]]} for n in range(1200)]
+    path = write(tmp_path / "a.jsonl", rows)
+    one, two = (load(path, tokenizer, workers=workers, cache=False) for workers in (0, 2))
+    assert (
+        one.train["input_ids"][:] == two.train["input_ids"][:] and one.report.rewritten == two.report.rewritten == 1200
+    )
+
+
 def test_turns_whose_prompts_are_too_long_are_left_out_and_the_others_trained(tmp_path):
     tokenizer = tiny_tokenizer(chat_template=DROPS_REASONING)
     turns = [turn for n in range(40) for turn in ({"role": "user", "content": f"Is it {n}?"}, answer(f"Yes, {n}."))]

@@ -38,11 +38,6 @@ class Saying(NamedTuple):
     thought: str
     calls: list[Mapping[str, Any]]
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing at all is said."""
-        return not (self.answer.strip() or self.thought.strip() or self.calls)
-
 
 def said_by(message: Message) -> Saying:
     """What a message says, whatever its layout."""
