@@ -33,7 +33,7 @@ from distill.commands.arguments import (
     plugin_override,
     say_json,
 )
-from distill.commands.paths import path_notes
+from distill.commands.paths import path_faults, path_notes
 from distill.core import console, launch, ranks
 from distill.core.faults import RunError, disk_line
 from distill.core.folders import RECIPE_FILE, run_folder, runs_folder
@@ -184,13 +184,22 @@ def run(
 
 @app.command()
 def validate(recipe: RecipeArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Check a recipe and print it with every setting filled in; loads no model, and names files that are not here.
+    """Check a recipe and print it with every setting filled in; loads no model.
+
+    Exit code 1, and a line for each, where files that it names are not here.
 
     \b
     distill validate chat-8b-to-1b.yaml
     distill validate quickstart train.steps=20 --json
     """
     _, resolved = load_recipe(recipe, overrides)
+    if faults := path_faults(resolved):
+        raise RunError("\n".join(faults))
+    lora = resolved.student.lora
+    if lora is not None and lora.targets not in ("all-linear", ["all-linear"]):
+        from distill.models.meta import check_targets
+
+        check_targets(resolved.student, resolved.teacher)
     if as_json:
         say_json(resolved.model_dump(mode="json"))
     else:

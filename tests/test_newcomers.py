@@ -49,6 +49,14 @@ from distill.training.progress import ProgressReport
         ("loss.alpha=0.5", "the loss is the plain weighted sum of loss.terms"),
         ("loss.terms=[{type: rkl}]", "unknown type 'rkl'; did you mean reverse_kl?"),
         ("loss.terms=[forward_kl]", "as in loss.terms: [{type: forward_kl}]"),
+        ("loss.terms=[{type:kld}]", "'type:kld': YAML wants a space after the colon, as in type: kld"),
+        ("train=steps:100", "got 'steps:100'; YAML wants a space after the colon: steps: 100"),
+        ("train.early_stopping_patience=3", "unknown field; not supported; train.eval_every draws the held-out curve"),
+        ("train.neftune_noise_alpha=5", "did you mean train.arguments.neftune_noise_alpha?"),
+        ("load_best_model_at_end=true", "not supported; the last weights are the student"),
+        ("hub_model_id=me/it", "not supported; distill export RUN -o FOLDER"),
+        ("stage=sft", "not supported; there is one task, distillation"),
+        ("student.pissa_init=true", "not supported; student.lora begins at the model itself"),
     ],
 )
 def test_names_of_other_tools_get_their_cure(override, expected):
@@ -280,12 +288,16 @@ def test_shades_reach_a_pipe(folder, capsys):
 def test_validate_names_files_that_are_not_here_and_those_almost_so(folder, capsys):
     assert run_command(["validate", "my.yaml"]) == 0
     assert capsys.readouterr().err == ""
-    wrong = ["teacher.model=bigg", "student.model=./smal", "data.source=chat.jsonl", "data.chat_template=my.jinja"]
-    assert run_command(["validate", "my.yaml", *wrong]) == 0
+    assert run_command(["validate", "my.yaml", "teacher.model=bigg"]) == 0
     captured = capsys.readouterr()
     assert parse(captured.out).teacher.model == "bigg"
-    first, second, third, fourth = captured.err.splitlines()
-    assert first == "distill: teacher.model: bigg is not here and is taken for a hub id; did you mean big?"
+    assert captured.err == "distill: teacher.model: bigg is not here and is taken for a hub id; did you mean big?\n"
+    wrong = ["teacher.model=bigg", "student.model=./smal", "data.source=chat.jsonl", "data.chat_template=my.jinja"]
+    for arguments in ([], ["--json"]):
+        assert run_command(["validate", "my.yaml", *wrong, *arguments]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        second, third, fourth = captured.err.splitlines()
     assert second.startswith("distill: student.model: ./smal does not exist") and second.endswith("you mean small?")
     assert "data.source: expected a local file" in third and third.endswith("did you mean chats.jsonl?")
     assert fourth == "distill: data.chat_template: my.jinja does not exist"
@@ -293,6 +305,35 @@ def test_validate_names_files_that_are_not_here_and_those_almost_so(folder, caps
     assert "did you mean chats.jsonl?" in capsys.readouterr().err
     assert run_command(["check", "my.yaml", "data.source=chat.jsonl"]) == 1
     assert "did you mean chats.jsonl?" in capsys.readouterr().out
+
+
+def test_validate_refuses_lora_targets_that_match_nothing_where_the_architecture_is_known(folder, capsys):
+    cut = "student={from_teacher: {layers: 1}, lora: {r: 4, targets: [qproj]}}"
+    random = "student={config: llama-3.2-1b, init: random, lora: {r: 4, targets: [qproj]}}"
+    for given in ("student.lora={r: 4, targets: [qproj]}", cut, random):
+        assert run_command(["validate", "my.yaml", given]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("distill: student.lora.targets: 'qproj' matches no linear layer; did you")
+    assert run_command(["validate", "my.yaml", "student.lora={r: 4, targets: [q_proj]}"]) == 0
+    assert run_command(["validate", "my.yaml", "student.model=org/unknown", "student.lora={targets: [qproj]}"]) == 0
+
+
+def test_inspect_shows_what_check_shows_of_the_data_and_equal_rows_are_counted(folder, capsys):
+    rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()][:20]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows[:5], {"messages": []}]))
+    shown = []
+    for command in (["check", "--gpu", "cpu"], ["inspect", "--rows", "1"]):
+        assert run_command([command[0], "my.yaml", "data.source=rows.jsonl", *command[1:]]) == 0
+        out = capsys.readouterr().out
+        shown.append(out[out.index("data        rows.jsonl") :].partition("\nplan")[0].strip().replace(" (cached)", ""))
+    assert shown[0] == shown[1] and "dropped 1: empty (row 25: column 'messages': no messages)" in shown[0]
+    assert "copies of other rows: 5 of 25 (learned again)" in shown[0]
+    (folder / "same.jsonl").write_text((json.dumps(rows[0]) + "\n") * 40)
+    assert run_command(["check", "my.yaml", "--gpu", "cpu", "data.source=same.jsonl"]) == 0
+    equal = "copies of other rows: 39 of 40 (all are equal, so that what is held out is trained as well)"
+    assert equal in capsys.readouterr().out
+    assert run_command(["check", "my.yaml", "--gpu", "cpu"]) == 0
+    assert "copies" not in capsys.readouterr().out
 
 
 def test_chat_remembers_its_turns_and_ends_with_the_pipe(folder, monkeypatch, capsys):

@@ -208,7 +208,7 @@ def test_commands_look_at_each_source(here, tmp_path, capsys):
     (tmp_path / "mix.yaml").write_text(text)
     assert run_command(["validate", "mix.yaml"]) == 0
     assert "does not exist" not in (said := capsys.readouterr()).err and "sources:" in said.out
-    assert run_command(["validate", "mix.yaml", "data.sources.1.source=nowhere.jsonl"]) == 0
+    assert run_command(["validate", "mix.yaml", "data.sources.1.source=nowhere.jsonl"]) == 1
     assert "data.sources.1.source: expected a local file" in capsys.readouterr().err
     assert run_command(["check", "mix.yaml"]) == 0
     assert re.search(r"few\.jsonl: \d+ of an epoch's \d+ rows \(5\d\.\d%\)", capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,38 +12,62 @@ from distill.models.source import resolve_model_source
 from distill.recipe import ModelSection, Recipe, Teacher
 
 
+def path_faults(recipe: Recipe) -> list[str]:
+    """The files and folders that the recipe names and that are not here, a line each."""
+    return [note for note in (*_missing_models(recipe), *_missing_data(recipe)) if note]
+
+
 def path_notes(recipe: Recipe) -> list[str]:
-    """What is not here, and names that are taken for the hub's where a file here is called almost so; a line each."""
-    return [note for note in (*_of_models(recipe), *_of_data(recipe)) if note]
-
-
-def _of_models(recipe: Recipe) -> Iterator[str]:
-    several = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
-    teachers: dict[str, Teacher] = {**several} or {"teacher": recipe.teacher}
-    sections: dict[str, ModelSection] = {**teachers, "student": recipe.student}
-    for name, section in sections.items():
+    """Names that are taken for the hub's where a file here is called almost so, and stores still to be made."""
+    notes = []
+    for name, section in _models(recipe).items():
         if section.model is not None and section.init == "pretrained":
-            try:
-                source = resolve_model_source(section.model, f"{name}.model")
-                yield "" if source.local else _taken_for_a_hub_id(f"{name}.model", section.model)
-            except ValueError as error:
-                yield str(error)
-    for name, teacher in teachers.items():
+            with contextlib.suppress(ValueError):  # which `path_faults` says
+                if not resolve_model_source(section.model, f"{name}.model").local:
+                    notes.append(_taken_for_a_hub_id(f"{name}.model", section.model))
+    for name, teacher in _teachers(recipe).items():
         if teacher.path is not None and not Path(teacher.path).expanduser().exists():
-            yield f"{name}.path: {teacher.path} does not exist yet{near_path(teacher.path)}; distill cache makes it"
+            near = near_path(teacher.path)
+            notes.append(f"{name}.path: {teacher.path} does not exist yet{near}; distill cache makes it")
         if teacher.adapter is not None and not Path(teacher.adapter).expanduser().exists():
-            yield _taken_for_a_hub_id(f"{name}.adapter", teacher.adapter)
+            notes.append(_taken_for_a_hub_id(f"{name}.adapter", teacher.adapter))
+    notes += [
+        _taken_for_a_hub_id(field, place) for field, place in _sources(recipe) if not missing_source(place, field)
+    ]
+    return [note for note in notes if note]
 
 
-def _of_data(recipe: Recipe) -> Iterator[str]:
+def _teachers(recipe: Recipe) -> dict[str, Teacher]:
+    several: dict[str, Teacher] = {f"teachers.{number}": teacher for number, teacher in enumerate(recipe.teachers)}
+    return several or {"teacher": recipe.teacher}
+
+
+def _models(recipe: Recipe) -> dict[str, ModelSection]:
+    return {**_teachers(recipe), "student": recipe.student}
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The fields that name data, each with its file, folder or hub id."""
     data = recipe.data
     named = [(part.field, part.data.source) for part in data.parts]
     for field, name in (*named, ("data.validation.source", data.validation.source)):
-        if name is None or name == STDLIB or name.startswith("synthetic"):
-            continue
-        place = name if local_path(name).exists() else name.rpartition(":")[0] or name
-        yield missing_source(place, field) or _taken_for_a_hub_id(field, place)
-    template = data.chat_template
+        if name is not None and name != STDLIB and not name.startswith("synthetic"):
+            yield field, name if local_path(name).exists() else name.rpartition(":")[0] or name
+
+
+def _missing_models(recipe: Recipe) -> Iterator[str]:
+    for name, section in _models(recipe).items():
+        if section.model is not None and section.init == "pretrained":
+            try:
+                resolve_model_source(section.model, f"{name}.model")
+            except ValueError as error:
+                yield str(error)
+
+
+def _missing_data(recipe: Recipe) -> Iterator[str]:
+    for field, place in _sources(recipe):
+        yield missing_source(place, field) or ""
+    template = recipe.data.chat_template
     if template not in ("tokenizer", "none") and not Path(template).expanduser().is_file():
         yield f"data.chat_template: {template} does not exist{near_path(template)}"
 

@@ -81,6 +81,11 @@ def _as_dict(report: Preflight, measured: Any) -> dict[str, Any]:
     return found
 
 
+def _data_lines(report: str) -> str:
+    """What was read and dropped, as `check` and `inspect` show it."""
+    return f"data        {report}".replace("\n", "\n" + " " * 12)
+
+
 def _print(report: Preflight, measured: Any) -> None:
     from distill_kernels.launch import FAMILIES
 
@@ -91,7 +96,7 @@ def _print(report: Preflight, measured: Any) -> None:
         f"student     {report.student.parameters / 1e6:,.2f} M parameters, "
         f"{report.student.trained / 1e6:,.2f} M trained",
         f"vocabulary  {report.vocabulary}",
-        *([f"data        {report.data}".replace("\n", "\n" + " " * 12)] if report.data else []),
+        *([_data_lines(report.data)] if report.data else []),
         f"plan        {where}, {report.strategy}; a step is {report.tokens_per_step:,} tokens in "
         f"{counted(report.accumulation, 'micro-batch')} a device",
         *([f"kernels     {device.path}"] if device.path else []),
@@ -234,6 +239,8 @@ def inspect(
     if not as_json:
         console.say(f"{splits.report}\n")
     _show(made, [f"row {number + 1}" for number in range(len(made))], {"report": splits.report.as_dict()}, as_json)
+    if not as_json:
+        console.say("\n" + _data_lines(str(splits.report)))
 
 
 def _stored_rollouts(name: str, rows: int) -> tuple[list[list[Token]], list[str], dict[str, object]]:

@@ -82,6 +82,8 @@ def find_settings(name: str) -> list[Setting]:
     for test in tests if plain else ():
         if matches := [setting for path, setting in paths.items() if test(path)]:
             return matches
+    if (alias := ALIASES.get(plain)) is not None and not alias.field:
+        raise ValueError(f"{name}: {alias.cure}")
     hint = did_you_mean(plain, dict.fromkeys([*last.values(), *paths]))
     hint = hint if hint.startswith("did") else "distill settings lists them all"
     raise ValueError(f"no setting is called {name!r}; {hint}")

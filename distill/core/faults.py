@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -230,6 +231,9 @@ def _line(fault: ErrorDetails, model: type[BaseModel], names: Names) -> str:
         return head + refuse(f"at least {context['min_length']} of them", came)
     if kind in EXPECTED:
         section_path = ".".join(part for part in path if not part.isdigit())
+        pair = re.match(r"(\w+):([^\s:/]+)", came) if isinstance(came, str) else None
+        if pair and EXPECTED[kind].startswith(("a section", "a list")) and pair[1] in str(_paths(model)):
+            return f"{head}{refuse(EXPECTED[kind], came)}; YAML wants a space after the colon: {pair[1]}: {pair[2]}"
         short = names.short.get(section_path)
         if short is None or not EXPECTED[kind].startswith(("a section", "a list")):
             return head + refuse(EXPECTED[kind], came)

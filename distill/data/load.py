@@ -123,6 +123,7 @@ def load_rows(
         report = report_type(source=source.name, digest=source.digest, format=str(format), max_length=data.max_length)
         report.from_cache, report.frozen_date = cached, max(days).isoformat() if days else None
         report.add(tally)
+        report.copies = max(0, tally.rows_read - sum(tally.dropped.values()) - len(np.unique(documents.origin)))
         return documents, report, key
 
     days = [template.frozen_date for template in templates if template and template.frozen_date]

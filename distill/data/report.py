@@ -29,6 +29,7 @@ class DataReport(Tally):
         teacher_tokens: in them as the teacher reads them, where that is another reading.
         trained_tokens: of `tokens` the ones that are learned.
         longest: tokens of the longest of them, as the student reads it.
+        copies: rows read whose text another row holds too.
         rows: rows they are packed into.
         validation_documents: documents held out, and likewise the tokens and rows of them.
         answer_room: tokens that each answer to train on may have in its row, if it is longer than the data's; 0 for the
@@ -48,6 +49,7 @@ class DataReport(Tally):
     teacher_tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0
+    copies: int = 0
     rows: int = 0
     validation_documents: int = 0
     validation_tokens: int = 0
@@ -114,6 +116,14 @@ class DataReport(Tally):
         ]
         for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
             lines.append(f"dropped {count:,}: {reason} ({self.examples.get(reason, '')})")
+        if self.copies:
+            used = self.rows_read - sum(self.dropped.values())
+            same = (
+                "all are equal, so that what is held out is trained as well"
+                if self.copies + 1 == used
+                else "learned again"
+            )
+            lines.append(f"copies of other rows: {self.copies:,} of {used:,} ({same})")
         if self.truncated:
             lines.append(f"cut off at {self.max_length:,} tokens: {self.truncated:,}")
         if self.left_out:

@@ -149,3 +149,14 @@ def meta_student(section: Student, teacher_config: Any) -> MetaModel:
     else:
         config = meta_config(section, "student")
     return meta_model(config, "student", section.lora, trains=True)
+
+
+def check_targets(student: Student, teacher: ModelSection) -> None:
+    """Hold that each of `student.lora.targets` names a linear layer, where the architecture is on this machine.
+
+    Raises:
+        ValueError: one names none; lists those there are.
+    """
+    section, field = (teacher, "teacher") if student.is_cut else (student, "student")
+    if section.config is not None or (section.model is not None and _layers_and_hidden(section, field) is not None):
+        meta_student(student, meta_config(teacher, "teacher") if student.is_cut else None)

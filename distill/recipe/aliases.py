@@ -67,6 +67,9 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "train.arguments.adam_beta1": ("", "", "", "adam_beta1 (transformers)"),
     "train.arguments.adam_beta2": ("", "", "", "adam_beta2 (transformers)"),
     "train.arguments.adam_epsilon": ("", "", "", "adam_epsilon (transformers)"),
+    "train.arguments.neftune_noise_alpha": (
+        "", "", "", "neftune_noise_alpha (transformers, TRL, axolotl, LLaMA-Factory); neftune neft_alpha use_neftune",
+    ),
     "output_dir": ("output_dir", "output_dir", "output_dir", "out_dir (nanoGPT); log_dir"),
     "teacher.model": (
         "teacher_model_name_or_path", "teacher_checkpointer", "kd_online_server_base_url",
@@ -195,6 +198,84 @@ _CURES = {
     ),
 }
 
+# what people bring from other tools and this one does not do, by name: the nearest thing that it does
+_UNSUPPORTED = {
+    "early_stopping early_stopping_patience early_stopping_threshold early_stop patience": (
+        "train.eval_every draws the held-out curve, train.save_every keeps checkpoints, and a run may be ended by "
+        "Ctrl-C and continued with --resume"
+    ),
+    "load_best_model_at_end metric_for_best_model greater_is_better save_best_only best_model": (
+        "the last weights are the student; train.save_every keeps the last checkpoints"
+    ),
+    "eval_strategy evaluation_strategy do_eval eval_on_start eval_delay": "train.eval_every: steps between evaluations",
+    "save_strategy save_only_model save_safetensors": "train.save_every: steps between checkpoints, in safetensors",
+    "logging_strategy logging_dir logging_first_step": "train.log_every and train.report_to",
+    "do_train do_predict stage task_type trainer_type training_type rl": (
+        "there is one task, distillation; distill run, distill eval and distill generate are commands"
+    ),
+    "overwrite_output_dir overwrite_cache": "every run has a folder of its own: --name NAME, or name: in the recipe",
+    "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo": (
+        "distill export RUN -o FOLDER writes what hf upload takes"
+    ),
+    "group_by_length length_column_name sample_packing_eff_est pad_to_sequence_len pad_to_multiple_of padding "
+    "padding_side padding_free": "data.packing fills rows with whole documents, so that nothing is padded",
+    "remove_unused_columns column_names columns": "data.fields says which columns are read; others are left out",
+    "streaming iterable_dataset": "data.max_rows reads the first rows; a source is read to its end",
+    "shuffle shuffle_buffer_size shuffle_merged_datasets": "rows are always shuffled, by train.seed",
+    "eval_batch_size eval_sample_packing": "held-out rows go by train.batch_size and data.packing, as those trained",
+    "eval_max_new_tokens do_sample num_beams": "generate.prompts and generate.max_new_tokens; samples are greedy",
+    "ema use_ema ema_decay swa": "teacher.ema, of a teacher with type: student, follows the student",
+    "galore galore_rank use_galore lisa badam apollo muon": (
+        "train.optimizer takes what transformers calls its optimizers, such as adafactor or galore_adamw"
+    ),
+    "layer_freezing freeze freeze_layers freeze_embeddings unfrozen_parameters freeze_trainable_layers": (
+        "student.lora trains adapters and leaves the model's own weights"
+    ),
+    "loraplus_lr_ratio loraplus_lr_embedding embedding_learning_rate": "all weights share train.learning_rate",
+    "init_lora_weights peft_init_lora_weights pissa_init use_pissa pissa_convert": (
+        "student.lora begins at the model itself, its B at zero"
+    ),
+    "relora relora_steps vera oft use_oft adalora prompt_tuning prefix_tuning ia3 qlora": "student.lora is plain LoRA",
+    "lora_bias modules_to_save layers_to_transform lora_layers_to_transform": (
+        "student.lora.targets names modules, student.lora.head adds the head"
+    ),
+    "load_in_2bit bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant bnb_config gptq": (
+        "a frozen model in 8 bits is teacher.dtype: int8 or fp8"
+    ),
+    "rope_scaling rope_theta overrides_of_model_config": "the model's own config.json says it",
+    "resize_token_embeddings resize_vocab special_tokens tokens added_tokens new_special_tokens tokenizer_type": (
+        "the student reads by the teacher's tokenizer, or by its own with student.vocabulary: cross"
+    ),
+    "ref_model ref_model_name_or_path sync_ref_model": "the teacher is the only other model: teacher.model",
+    "dpo_beta pref_beta pref_loss simpo_gamma orpo_alpha kto_chosen_weight reward_model reward_funcs reward_weights "
+    "epsilon_high scale_rewards num_iterations": (
+        "there are no preference or reward losses: loss.terms with data.on_policy learns from the teacher's "
+        "probabilities of the student's own answers"
+    ),
+    "attention_distillation hidden_loss feature_loss intermediate_layers layer_mapping hidden_state_loss cosine_loss": (
+        "loss.terms compare output distributions; a loss of your own is a plugin (--plugin FILE.py)"
+    ),
+    "seq_kd sequence_level sequence_kd": "distill sample writes the teacher's answers as data to train on",
+    "logits_top_k kd_top_k_before_softmax top_logits kd_zscore_base_temp kd_normalize": (
+        "teacher.top_k, of a server or a store, keeps the likeliest tokens; loss.temperature is the only transform"
+    ),
+    "context_parallel_size sequence_parallel_degree tensor_parallel_size tensor_parallel pipeline_parallel_size "
+    "expert_parallel_size": "parallel.strategy: fsdp shards the student, parallel.teacher: sharded the teacher",
+    "ddp_find_unused_parameters ddp_timeout local_rank world_size num_nodes gpus n_gpu num_gpus devices": (
+        "all visible GPUs are used; on several nodes start it by torchrun"
+    ),
+    "flash_attn unsloth use_unsloth use_liger use_liger_kernel enable_liger_kernel liger_kernel": (
+        "fused kernels are always on; student.attention names another attention"
+    ),
+    "mlflow_tracking_uri wandb_entity wandb_run_id wandb_watch swanlab_project trackio_space_id": (
+        "train.report_to: wandb (or another), whose own variables stand in the environment"
+    ),
+    "use_chat_template add_generation_prompt chat_template_jinja default_system_message system_prompt train_on_eos "
+    "train_on_eot message_field_role message_field_content roles message_property_mappings": (
+        "data.chat_template: tokenizer, none or a .jinja file; a turn's end is learned with it"
+    ),
+}  # fmt: skip
+
 
 OTHER_TOOLS: dict[str, dict[str, str]] = {
     setting: {tool: name for tool, name in zip(TOOLS, names, strict=False) if name}
@@ -214,7 +295,11 @@ def _aliases() -> dict[str, Alias]:
     for setting, names in _ELSEWHERE.items():
         for words in re.findall(r"([\w. ]+)(?: \(.+?\))?(?:; |$)", "; ".join(names[len(TOOLS) :])):
             found |= dict.fromkeys(words.split(), setting)
-    return {name: Alias(setting, cures.get(name, "")) for name, setting in found.items()}
+    ours = {name: Alias(setting, cures.get(name, "")) for name, setting in found.items()}
+    missing = {
+        name: Alias("", f"not supported; {near}") for names, near in _UNSUPPORTED.items() for name in names.split()
+    }
+    return missing | ours
 
 
 ALIASES: dict[str, Alias] = _aliases()

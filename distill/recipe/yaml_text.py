@@ -82,7 +82,8 @@ def _read(text: str, origin: str) -> object:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
-        raise RecipeError([f"{origin}: not valid YAML{place}: {error.problem or error.context}"]) from None
+        hint = "; a key is followed by a colon and a space" if "mapping values" in str(error.problem) else ""
+        raise RecipeError([f"{origin}: not valid YAML{place}: {error.problem or error.context}{hint}"]) from None
     except yaml.YAMLError as error:
         raise RecipeError([f"{origin}: not valid YAML: {str(error).splitlines()[0]}"]) from None
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:  # of a tag such as !!int x
@@ -97,6 +98,8 @@ def _check_plain(value: object, depth: int = 0) -> None:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"keys must be text, got {show(key)}")
+            if item is None and (pair := re.fullmatch(r"(\w+):([^\s:]+)", key)):
+                raise ValueError(f"{show(key)}: YAML wants a space after the colon, as in {pair[1]}: {pair[2]}")
             _check_plain(key, depth + 1)
             _check_plain(item, depth + 1)
     elif isinstance(value, list):
