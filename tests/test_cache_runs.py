@@ -165,7 +165,7 @@ def test_the_command_says_the_size_and_the_error(here, capsys):
     assert fewer_rows(recipe(), DataReport(source="one.txt", rows_read=1, tokens=5120)) is None, "there is no fewer"
     assert sorted(here.iterdir()) == before, "--report writes nothing"
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "tiny.yaml"]) == 2
-    assert "--out: expected a folder, got the file tiny.yaml" in capsys.readouterr().err
+    assert "--out: expected a folder, got 'tiny.yaml': tiny.yaml is a file" in capsys.readouterr().err
     assert run_command(["cache", "tiny.yaml", "--top-k", "20", "--out", "sized", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cache"]["tail"] == "sampled", "the default where the loss is the forward KL"

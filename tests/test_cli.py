@@ -75,6 +75,7 @@ def test_version(capsys):
 
 
 def test_validate_prints_a_recipe_that_reads_back(folder, capsys):
+    Path("x.jsonl").touch()
     assert run_command(["validate", "mine.yaml", "train.steps=7"]) == 0
     assert parse(capsys.readouterr().out) == load("mine.yaml", ["train.steps=7"])
     assert run_command(["validate", "mine.yaml", "--json"]) == 0
@@ -276,7 +277,7 @@ def test_links_to_what_is_not_there_are_named(tmp_path):
         run_folder("mine", name="mine", runs=runs)
     assert run_folder("mine", runs=runs) == runs / "mine-2", "a free name is one that a folder can be made of"
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecipeError, match="file: expected a folder"):
+    with pytest.raises(RecipeError, match=r"output_dir: expected a folder, got .*file is a file"):
         run_folder("mine", runs=tmp_path / "file")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from distill.core import console
-from distill.core.folders import RECIPE_FILE, RUNS
+from distill.core.folders import RECIPE_FILE, RUNS, require_folder
 from distill.recipe import Recipe, load
 from distill.recipe.shipped import find_architecture, find_recipe, shipped_recipes
 
@@ -55,12 +55,17 @@ Temperature = Annotated[float, typer.Option(metavar="T", min=0.0, help="0 for th
 
 
 def load_recipe(argument: str, overrides: Sequence[str] | None) -> tuple[Path, Recipe]:
-    """The recipe's file and its resolved content; a `config:` that is read must exist."""
+    """The recipe's file and its resolved content; a `config:` that is read must exist, a store be no file."""
     path = find_recipe(argument)
     recipe = load(path, overrides or ())
     for field, spec in (("teacher.config", recipe.teacher), ("student.config", recipe.student)):
         if spec.init == "random" and spec.config is not None:
             find_architecture(spec.config, field)
+    for number, teacher in enumerate(recipe.teachers or [recipe.teacher]):
+        name = f"teachers.{number}" if recipe.teachers else "teacher"
+        for field, folder in (("keep", teacher.keep), ("path", teacher.path)):
+            if folder is not None:
+                require_folder(Path(folder).expanduser(), f"{name}.{field}")
     return path, recipe
 
 

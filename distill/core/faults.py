@@ -46,6 +46,8 @@ DISK = {
     errno.EIO: "the disk reports an error",
     errno.EMFILE: "too many files are open (ulimit -n)",
     errno.ENAMETOOLONG: "the name is too long",
+    errno.ENOTDIR: "a file stands where a folder is expected",
+    errno.ELOOP: "the link leads to itself",
 }
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # libraries that are not Python's put what the system said into exceptions of their own

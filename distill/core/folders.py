@@ -50,9 +50,8 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
         raise RecipeError(
             [f"--name: expected letters, digits, '.', '_' and '-' (first a letter or digit), got {show(name)}"]
         )
-    if runs.is_file():
-        raise RecipeError([f"{runs}: expected a folder, which holds the runs, got a file"])
     _refuse_dead_link(runs)
+    require_folder(runs, "output_dir")
     if resume:
         return _latest(recipe_name, name, runs)
     if name is not None:
@@ -64,6 +63,20 @@ def run_folder(recipe_name: str, *, name: str | None = None, resume: bool = Fals
         return runs / name
     candidates = itertools.chain([recipe_name], (f"{recipe_name}-{number}" for number in itertools.count(2)))
     return next(runs / candidate for candidate in candidates if not _taken(runs / candidate))
+
+
+def require_folder(folder: Path, field: str) -> None:
+    """Hold that a folder is there or can be made, as far as the names above it say.
+
+    Raises:
+        RecipeError: it, or what it would lie in, is a file or a link to what does not exist; names `field`.
+    """
+    for place in (folder, *folder.parents):
+        if place.is_dir():
+            return
+        if place.is_symlink() or place.exists():
+            kind = f"a link to {place.readlink()}, which does not exist" if place.is_symlink() else "a file"
+            raise RecipeError([f"{field}: expected a folder, got {show(str(folder))}: {place} is {kind}"])
 
 
 def require_free(folder: Path) -> None:

@@ -295,11 +295,11 @@ def _aliases() -> dict[str, Alias]:
     for setting, names in _ELSEWHERE.items():
         for words in re.findall(r"([\w. ]+)(?: \(.+?\))?(?:; |$)", "; ".join(names[len(TOOLS) :])):
             found |= dict.fromkeys(words.split(), setting)
-    ours = {name: Alias(setting, cures.get(name, "")) for name, setting in found.items()}
+    known = {name: Alias(setting, cures.get(name, "")) for name, setting in found.items()}
     missing = {
         name: Alias("", f"not supported; {near}") for names, near in _UNSUPPORTED.items() for name in names.split()
     }
-    return missing | ours
+    return missing | known
 
 
 ALIASES: dict[str, Alias] = _aliases()
